@@ -1,0 +1,3 @@
+"""keepstep: train large language models and lose no step on the way."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Saving and restoring state dicts so that only whole steps exist."""

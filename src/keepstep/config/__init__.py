@@ -1,0 +1,1 @@
+"""Defaults, YAML, overrides, checks, then frozen."""

@@ -1,0 +1,93 @@
+"""Model shapes as data. A new shape is a new line here and nothing else.
+
+Where only `hidden` is overridden, heads, key-value heads and feed-forward width follow in the preset's own
+proportions, so that `model=mpt-125m model.hidden=64` is a sound small MPT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+_MPT: Fields = {
+    "vocab": 50368, "seq_len": 2048, "positions": "learned", "norm": "layernorm", "activation": "gelu",
+    "bias": True, "tied": True, "init": "kaiming",
+}  # fmt: skip
+_GPT: Fields = {
+    "vocab": 50257, "positions": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "tied": True,
+    "init": "normal", "init_std": 0.006, "max_positions": 2048,
+}  # fmt: skip
+_LLAMA: Fields = {
+    "vocab": 128256, "positions": "rotary", "rotary_base": 500000.0, "norm": "rmsnorm", "activation": "swiglu",
+    "bias": False, "tied": False, "init": "normal", "seq_len": 8192,
+}  # fmt: skip
+
+
+def _mpt(layers: int, hidden: int, heads: int) -> Fields:
+    return {**_MPT, "layers": layers, "hidden": hidden, "heads": heads}
+
+
+def _gpt(layers: int, hidden: int, heads: int, seq_len: int, tensor: int) -> Fields:
+    # Megatron pads the vocabulary to a multiple of 128 × tensor-parallel degree; the published shapes name theirs.
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": seq_len, "vocab_multiple": 128 * tensor}
+    return {**_GPT, **shape}
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn_hidden: int, **more: Any) -> Fields:
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": ffn_hidden}
+    return {**_LLAMA, **shape, **more}
+
+
+PRESETS: Mapping[str, Fields] = {
+    "mpt-tiny": _mpt(4, 16, 4),
+    "mpt-125m": _mpt(12, 768, 12),
+    "mpt-350m": _mpt(24, 1024, 16),
+    "mpt-760m": _mpt(24, 1536, 12),
+    "mpt-1b": _mpt(24, 2048, 16),
+    "mpt-3b": _mpt(32, 2560, 20),
+    "mpt-7b": _mpt(32, 4096, 32),
+    "mpt-13b": _mpt(40, 5120, 40),
+    "mpt-30b": _mpt(48, 7168, 56),
+    "mpt-70b": _mpt(80, 8192, 64),
+    "gpt3-125m": _gpt(12, 768, 12, 1024, 1),
+    # 375m and 857m are the names these shapes were published under; they hold 64.6M and 356M parameters.
+    "gpt3-375m": _gpt(12, 512, 8, 1024, 1),
+    "gpt3-857m": _gpt(24, 1024, 16, 2048, 1),
+    "gpt3-1.3b": _gpt(24, 2048, 16, 2048, 1),
+    "gpt3-13b": _gpt(40, 5120, 40, 2048, 2),
+    "gpt3-30b": _gpt(48, 7168, 56, 2048, 4),
+    "gpt3-175b": _gpt(96, 12288, 96, 2048, 8),
+    "llama-1b": _llama(16, 2048, 32, 8, 8192, tied=True, seq_len=4096),
+    "llama-3b": _llama(28, 3072, 24, 8, 8192, tied=True),
+    "llama-8b": _llama(32, 4096, 32, 8, 14336),
+    "llama-70b": _llama(80, 8192, 64, 8, 28672),
+    "llama-405b": _llama(126, 16384, 128, 8, 53248),
+    "smollm-135m": _llama(30, 576, 9, 3, 1536, vocab=49152, tied=True, seq_len=2048, rotary_base=10000.0),
+}
+
+ALIASES: Mapping[str, str] = {"mpt-small-cpu": "mpt-tiny"}
+
+
+def preset_fields(name: str, given: Fields) -> dict[str, Any]:
+    """The preset's fields, with proportions kept where `given` changes `hidden` but not what hangs on it.
+
+    `custom` has no fields of its own. Raises KeyError for a name nobody knows.
+    """
+    if name == "custom":
+        return {}
+    fields = dict(PRESETS[ALIASES.get(name, name)])
+    hidden, heads = fields["hidden"], fields["heads"]
+    width = given.get("hidden", hidden)
+    if not isinstance(width, int) or width < 1 or width == hidden:
+        return fields
+    head_dim = given.get("head_dim") or hidden // heads
+    fields["heads"] = max(1, width // head_dim)
+    if fields.get("kv_heads"):
+        now = given.get("heads", fields["heads"])
+        fields["kv_heads"] = gcd(now, max(1, now * fields["kv_heads"] // heads))
+    if fields.get("ffn_hidden"):
+        fields["ffn_hidden"] = max(1, width * fields["ffn_hidden"] // hidden)
+    return fields

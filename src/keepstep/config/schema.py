@@ -1,0 +1,292 @@
+"""Every setting keepstep knows: frozen dataclasses, one section per part, each field with its own help.
+
+The text under a field is its help: `keepstep config reference`, `--help` and the editors' schema are made from it.
+A section is handed to the part it belongs to; only `train/run.py` sees the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from keepstep.core.units import Duration
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder. Name a preset (`model: llama-1b`) and override what differs."""
+
+    preset: str = "custom"
+    """A named shape from `keepstep models`; `custom` starts from the defaults below."""
+    layers: int = 12
+    """Transformer blocks."""
+    hidden: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Attention heads. Follows `hidden` at the preset's head size when only `hidden` is given."""
+    kv_heads: int = 0
+    """Key and value heads for grouped-query attention; 0 means one for each attention head."""
+    head_dim: int = 0
+    """Width of one head; 0 means hidden / heads."""
+    ffn_hidden: int = 0
+    """Inner width of the feed-forward block; 0 means 4 × hidden."""
+    vocab: int = 50368
+    """Tokens the model can name."""
+    vocab_multiple: int = 1
+    """Rows of the embedding are padded to a multiple of this; padded rows never win a prediction."""
+    seq_len: int = 2048
+    """Tokens in one training row."""
+    max_positions: int = 0
+    """Rows of a learned position table; 0 means seq_len."""
+    positions: Literal["learned", "alibi", "rotary", "none"] = "learned"
+    """How the model tells places apart."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_scaling: Mapping[str, Any] | None = None
+    """Frequency scaling as Hugging Face writes it, for example `{rope_type: llama3, factor: 8.0, ...}`."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before each sub-block and at the end."""
+    norm_eps: float = 1e-5
+    """Added to the variance."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """Feed-forward non-linearity; swiglu has a gate."""
+    bias: bool = True
+    """Biases in linear layers and in LayerNorm."""
+    qkv_bias: bool = False
+    """A bias on the query, key and value projection even when `bias` is off."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head."""
+    tied: bool = True
+    """The output head shares the embedding's weights."""
+    alibi_bias_max: float = 8.0
+    """Steepest ALiBi slope, as MPT names it."""
+    clip_qkv: float = 0.0
+    """Clamp query, key and value to ± this; 0 leaves them alone."""
+    sliding_window: int = 0
+    """Attend to this many latest tokens only; 0 means all."""
+    dropout: float = 0.0
+    """Residual and embedding dropout."""
+    linear: Literal["dense", "bitnet"] = "dense"
+    """The linear module inside the blocks: plain, or ternary weights with straight-through gradients."""
+    init: Literal["kaiming", "normal"] = "normal"
+    """Weight initialisation; residual projections are scaled down by √(2·layers) in both."""
+    init_std: float = 0.02
+    """Standard deviation for `init: normal`."""
+
+    @property
+    def key_value_heads(self) -> int:
+        """`kv_heads` with its default resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """`head_dim` with its default resolved."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def ffn_size(self) -> int:
+        """`ffn_hidden` with its default resolved."""
+        return self.ffn_hidden or 4 * self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned position table."""
+        return self.max_positions or self.seq_len
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from and in which order."""
+
+    path: str = "demo"
+    """Training data: a folder or prefix that `keepstep data build` wrote; `demo` is the text of this machine's Python
+    standard library, prepared at first use; `synthetic` makes tokens up, for benchmarks."""
+    valid_path: str = ""
+    """Validation data; empty takes `valid_share` from the end of the training data."""
+    valid_share: float = 0.01
+    """Share of documents held out when there is no `valid_path`."""
+    tokenizer: str = ""
+    """Path of a tokenizer.json; empty means the one stored beside the data."""
+    shuffle: bool = True
+    """Visit samples in a seeded random order, a new one each epoch; off keeps the order on disk."""
+    prefetch: int = 4
+    """Micro batches read ahead of the step that needs them."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights follow gradients."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, decoupled; or muon for the blocks' matrices with adamw for all else."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled: each step shrinks a decayed weight by lr × this."""
+    decay_norms: bool = False
+    """Decay norm weights and biases as well."""
+    decay_embeddings: bool = True
+    """Decay embedding tables as well."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    muon_lr: float = 0.02
+    """Peak learning rate of the matrices under muon."""
+    muon_momentum: float = 0.95
+    """Momentum of muon (Nesterov)."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate moves over the run."""
+
+    name: Literal["cosine", "linear", "two_stage", "wsd", "constant"] = "cosine"
+    """Shape after warmup. two_stage: linear down to `stage_lr` at `stage_at`, then linear to the end; wsd: stable, then decay."""
+    warmup: Duration = Duration(100, "ba")
+    """Linear rise from zero."""
+    final: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    stage_at: float = 0.5
+    """two_stage: where the second stage starts, as a share of the run."""
+    stage_lr: float = 0.5
+    """two_stage: learning rate at that point, as a share of the peak."""
+    decay_share: float = 0.1
+    """wsd: share of the run spent decaying at the end."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model spreads over processes. The degrees multiply to the number of processes."""
+
+    replicate: int = 1
+    """Copies of the sharded group (hybrid sharding): usually one a node."""
+    shard: int = -1
+    """Processes that share one copy of weights, gradients and optimizer (FSDP); -1 takes what is left."""
+    tensor: int = 1
+    """Processes that split each matrix."""
+    keep_gathered: bool = False
+    """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory."""
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How one step is computed."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one."""
+    compile: bool = False
+    """torch.compile each block."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing. selective keeps the products of matrices and attention; full keeps block inputs only."""
+    attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
+    """Kernel behind scaled dot-product attention; auto lets torch choose."""
+    loss_chunks: int = 0
+    """Compute head and cross-entropy in this many pieces so that all logits never exist at once; 0 chooses by size."""
+    threads: int = 0
+    """CPU threads for each process; 0 shares the cores evenly."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Validation loss during the run."""
+
+    interval: Duration = Duration(500, "ba")
+    """How often; `0ba` only at the end."""
+    batches: int = 16
+    """Global batches of validation data each time."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept, where, and how a run goes on."""
+
+    interval: Duration = Duration(1000, "ba")
+    """How often; `0ba` only at the end."""
+    folder: str = ""
+    """Where steps are kept; empty means `checkpoints` inside the run's folder."""
+    keep: int = 3
+    """Newest committed checkpoints kept; older ones go after the next commit. 0 keeps all."""
+    at_end: bool = True
+    """Save after the last step."""
+    autoresume: bool = True
+    """Start the same command again and it goes on from the newest whole checkpoint."""
+    resume_from: str = ""
+    """Go on from this step folder instead (another run's, for example)."""
+    skip_optimizer: bool = False
+    """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What the run tells while it runs."""
+
+    log_interval: int = 1
+    """Steps between log lines and metric flushes. The losses of all steps are recorded whatever this is."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars into the run's folder."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A torch profiler schedule, and a memory snapshot when memory runs out."""
+
+    active: int = 0
+    """Steps recorded in each cycle; 0 switches the profiler off."""
+    skip_first: int = 10
+    """Steps to let pass before anything."""
+    wait: int = 1
+    """Idle steps at the start of each cycle."""
+    warmup: int = 1
+    """Steps run under the profiler but thrown away."""
+    repeat: int = 1
+    """Cycles; 0 goes on to the end."""
+    memory_snapshot: bool = True
+    """Record allocations and write a snapshot when a GPU runs out of memory."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, whole."""
+
+    name: str = "run"
+    """The run's name and its folder below `runs_dir`."""
+    runs_dir: str = "runs"
+    """Where run folders live."""
+    seed: int = 17
+    """Weights, data order and dropout follow from it."""
+    max_duration: Duration = Duration(1000, "ba")
+    """When the run ends."""
+    global_batch: int = 256
+    """Rows in one optimizer step over all processes. Accumulation follows from it."""
+    microbatch: int = 8
+    """Rows in one forward pass of one process."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """auto is bf16 on a GPU that has it and fp32 elsewhere. Master weights and optimizer stay fp32 in all."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Free values that `${variables.name}` refers to."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+SHORT_FORMS: Mapping[str, str] = {"model": "preset", "data": "path", "optimizer": "name", "schedule": "name"}
+"""`model: llama-1b` means `model.preset: llama-1b`: the field a plain value given to a section sets."""
+

@@ -1,0 +1,1 @@
+"""Perplexity, generation and tool-call checks over a forward callable."""

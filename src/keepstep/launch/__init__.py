@@ -1,0 +1,1 @@
+"""What runs where: render text first, then submit it."""

@@ -1,0 +1,1 @@
+"""One parametrised decoder; families are presets."""

@@ -1,0 +1,1 @@
+"""Plain numbers in; files, terminal lines and pictures out."""

@@ -1,0 +1,1 @@
+"""How one model spreads over many processes."""

@@ -1,0 +1,1 @@
+"""Signals, watchdog and guards, polled by the loop."""

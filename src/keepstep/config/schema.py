@@ -150,7 +150,8 @@ class ScheduleConfig:
     """How the learning rate moves over the run."""
 
     name: Literal["cosine", "linear", "two_stage", "wsd", "constant"] = "cosine"
-    """Shape after warmup. two_stage: linear down to `stage_lr` at `stage_at`, then linear to the end; wsd: stable, then decay."""
+    """Shape after warmup. two_stage goes linearly to `stage_lr` at `stage_at`, then linearly to the end; wsd stays at the
+    peak, then decays."""
     warmup: Duration = Duration(100, "ba")
     """Linear rise from zero."""
     final: float = 0.1
@@ -186,7 +187,7 @@ class ComputeConfig:
     compile: bool = False
     """torch.compile each block."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. selective keeps the products of matrices and attention; full keeps block inputs only."""
+    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention; auto lets torch choose."""
     loss_chunks: int = 0
@@ -289,4 +290,3 @@ class RunConfig:
 
 SHORT_FORMS: Mapping[str, str] = {"model": "preset", "data": "path", "optimizer": "name", "schedule": "name"}
 """`model: llama-1b` means `model.preset: llama-1b`: the field a plain value given to a section sets."""
-

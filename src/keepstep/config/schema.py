@@ -150,8 +150,8 @@ class ScheduleConfig:
     """How the learning rate moves over the run."""
 
     name: Literal["cosine", "linear", "two_stage", "wsd", "constant"] = "cosine"
-    """Shape after warmup. two_stage goes linearly to `stage_lr` at `stage_at`, then linearly to the end; wsd stays at the
-    peak, then decays."""
+    """Shape after warmup. two_stage goes linearly to `stage_lr` at `stage_at`, then linearly to the end; wsd stays at
+    the peak, then decays."""
     warmup: Duration = Duration(100, "ba")
     """Linear rise from zero."""
     final: float = 0.1

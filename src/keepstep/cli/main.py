@@ -1,0 +1,83 @@
+"""The command line: find the verb, import only its module, turn a user's mistake into two clear lines.
+
+Each verb is a module with `add_arguments(parser)` and `run(args) -> exit code`. Nothing else is imported for
+`keepstep --help`, which is why the one-line helps stand here and not in the modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from keepstep import __version__
+from keepstep.core.errors import EXIT_FAILED, KeepstepError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("keepstep.cli.demo", "from raw text to a trained model on this machine, offline, in minutes"),
+    "new": ("keepstep.cli.new", "write a commented run.yaml to start from"),
+    "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
+    "config": ("keepstep.cli.config", "show, check and document configurations"),
+    "models": ("keepstep.cli.models", "list model presets with their sizes"),
+}
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    lines = [
+        "usage: keepstep VERB [options]",
+        "",
+        "Train large language models and lose no step on the way.",
+        "",
+        *(f"  {name:<{width}}  {summary}" for name, (_, summary) in VERBS.items()),
+        "",
+        "keepstep VERB --help explains one verb. New here? keepstep demo",
+    ]
+    return "\n".join(lines)
+
+
+def _run_verb(verb: str, arguments: Sequence[str]) -> int:
+    module_name, summary = VERBS[verb]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"keepstep {verb}", description=summary[0].upper() + summary[1:] + ".")
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_intermixed_args(list(arguments)))
+    return code
+
+
+def _unknown(verb: str) -> KeepstepError:
+    import difflib
+
+    from keepstep.core.errors import UsageError
+
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    return UsageError(
+        f"unknown verb {verb!r}", f"did you mean {near[0]}?" if near else "keepstep --help lists the verbs"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"keepstep {__version__}")
+        return 0
+    try:
+        if words[0] not in VERBS:
+            raise _unknown(words[0])
+        return _run_verb(words[0], words[1:])
+    except KeepstepError as error:
+        print("\n".join(error.lines()), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # `keepstep … | head` closed the pipe: nothing is wrong, and Python must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED

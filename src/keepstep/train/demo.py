@@ -59,7 +59,8 @@ def run_demo(runs_dir: Path, steps: int) -> DemoResult:
     loaders = build_loaders(
         trained.config.data, trained.config.model.seq_len, trained.config.model.vocab, 0, runs_dir / ".data"
     )
-    assert loaders.valid is not None and loaders.tokenizer is not None, "the demo's data always has both"
+    assert loaders.valid is not None, "the demo's data has held-out text"
+    assert loaders.tokenizer is not None, "the demo's data has a tokenizer"
     batch = loaders.valid.rows(0, min(VALID_ROWS, loaders.valid.samples_per_epoch))
     train_tokens = MegatronReader(loaders.tokenizer.parent / "train").tokens
     lines = _train_lines(folder)
@@ -127,10 +128,8 @@ def _last_step(folder: RunFolder) -> int:
 
 
 def _split(batch: Batch, rows: int) -> list[Batch]:
-    starts = range(0, len(batch.inputs), rows)
-    return [
-        Batch(batch.inputs[i : i + rows], batch.targets[i : i + rows], None, None, batch.first_sample + i) for i in starts
-    ]
+    slices = [slice(start, start + rows) for start in range(0, len(batch.inputs), rows)]
+    return [Batch(batch.inputs[part], batch.targets[part], None, None, part.start) for part in slices]
 
 
 @torch.no_grad()
@@ -144,8 +143,6 @@ def _write_samples(trained: TrainedModel, tokenizer_path: Path) -> list[str]:
     samples = []
     for seed, prompt in enumerate(PROMPTS):
         ids = tokenizer.encode(prompt).ids
-        new = generate(
-            trained.next_token_logits(), ids, max_new_tokens=40, temperature=0.7, top_p=0.9, seed=seed
-        )
+        new = generate(trained.next_token_logits(), ids, max_new_tokens=40, temperature=0.7, top_p=0.9, seed=seed)
         samples.append(tokenizer.decode([*ids, *new]))
     return samples

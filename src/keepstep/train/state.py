@@ -25,9 +25,8 @@ class TrainState:
     clock: Clock
 
     def weights(self) -> dict[str, Any]:
-        """The model's live tensors by name."""
-        buffers = {name: buffer for name, buffer in self.model.state_dict().items() if not isinstance(buffer, nn.Parameter)}
-        return {**buffers, **dict(self.model.named_parameters())}
+        """The model's live parameters by name; it keeps no other state."""
+        return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Any]:
         """Live tensors: saving reads them, loading fills them in place."""

@@ -29,10 +29,12 @@ class Head(nn.Module):
         self.vocab = vocab
         self.weight = nn.Parameter(torch.empty(rows, hidden))
         nn.init.normal_(self.weight, std=hidden**-0.5)
+        self.output = head_output
+        """Tensor parallelism puts a form of its own here, for a slice of the rows."""
 
     def forward(self, hidden_btd: Tensor, targets_bt: Tensor | None = None, chunks: int = 0) -> Tensor:
         """Logits without targets, the sum of token losses with them."""
-        return head_output(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
+        return self.output(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
 
 
 def head_output(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int) -> Tensor:

@@ -235,8 +235,15 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("global_batch", "microbatch"), _microbatches_fill_the_batch),
     (
         (
-            "parallel.tensor", "parallel.context", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden",
-            "model.vocab", "model.vocab_multiple", "model.seq_len",
+            "parallel.tensor",
+            "parallel.context",
+            "model.kv_heads",
+            "model.heads",
+            "model.ffn_hidden",
+            "model.hidden",
+            "model.vocab",
+            "model.vocab_multiple",
+            "model.seq_len",
         ),
         _tensor_splits_evenly,
     ),

@@ -10,6 +10,8 @@ which is what tensor parallelism cuts along dim 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,7 +37,7 @@ class Attention(nn.Module):
         rows = (config.heads + 2 * config.key_value_heads) * config.head_size
         self.qkv = make_linear(config.linear, config.hidden, rows, config.bias or config.qkv_bias)
         self.out = make_linear(config.linear, config.heads * config.head_size, config.hidden, config.bias)
-        self.attend = attend
+        self.attend: Callable[..., Tensor] = attend
         """Context parallelism puts ring attention here."""
         self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None

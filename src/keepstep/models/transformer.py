@@ -5,6 +5,8 @@ Shape legend: b rows, t tokens, d hidden, v rows of the head (vocabulary with pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,8 +57,8 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = make_norm(config)
         self.head = None if config.tied else Head(config.hidden, config.padded_vocab, config.vocab)
         # Where tensor and context parallelism put their own form of the same computation.
-        self.make_context = make_context
-        self.tied_output = head_output
+        self.make_context: Callable[..., Context] = make_context
+        self.tied_output: Callable[..., Tensor] = head_output
 
     def forward(
         self,

@@ -42,9 +42,7 @@ def own_part(batch: Batch, rank: int, size: int) -> Batch:
     """This process's part of a micro batch, with positions that say where in the rows (or documents) it stands."""
     if size == 1:
         return batch
-    positions = batch.positions
-    if positions is None:
-        positions = _positions(batch)
+    positions = row_positions(batch)
 
     def part(array: NDArray[np.int64]) -> NDArray[np.int64]:
         pieces = np.split(array, 2 * size, axis=1)
@@ -59,8 +57,10 @@ def own_part(batch: Batch, rank: int, size: int) -> Batch:
     )
 
 
-def _positions(batch: Batch) -> NDArray[np.int64]:
-    """Positions in the row, or in the document where documents are packed."""
+def row_positions(batch: Batch) -> NDArray[np.int64]:
+    """The batch's positions; where it has none those in the row, or in the document where documents are packed."""
+    if batch.positions is not None:
+        return batch.positions
     index = np.broadcast_to(np.arange(batch.inputs.shape[1], dtype=np.int64), batch.inputs.shape)
     if batch.documents is None:
         return index
@@ -88,7 +88,7 @@ def _ring_context(
     return RingContext(rotary, documents_rbt)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     query_btne: Tensor,
     key_btge: Tensor,

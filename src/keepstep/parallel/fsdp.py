@@ -35,6 +35,10 @@ def shard_model(model: Transformer, mesh: DeviceMesh, policy: ShardPolicy) -> No
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if policy.offload else OffloadPolicy()
     for block in model.blocks.values():
         fully_shard(
-            block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not policy.keep_gathered
+            block,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=not policy.keep_gathered,
         )
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)

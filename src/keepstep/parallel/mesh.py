@@ -44,9 +44,9 @@ class Grid:
         return self.mesh.get_local_rank("pipeline")
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this process computes losses."""
-        return self.pipeline_rank == self.layout.pipeline - 1
+    def counts_loss(self) -> bool:
+        """Whether this process adds its losses to the total: one of the tensor ranks that hold the last stage."""
+        return self.pipeline_rank == self.layout.pipeline - 1 and self.mesh.get_local_rank("tensor") == 0
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
@@ -68,5 +68,5 @@ def build_grid(layout: Layout, device_type: str) -> Grid:
 def _context_group(mesh: DeviceMesh, degree: int) -> dist.ProcessGroup:
     by_rows = mesh.mesh.unflatten(2, (-1, degree)).movedim(3, -1).reshape(-1, degree)
     group, _ = dist.new_subgroups_by_enumeration(by_rows.tolist())
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group

@@ -162,9 +162,7 @@ def _all_gradients(
     return by_query, returning.wait()
 
 
-def _block(
-    query: Tensor, key_value: Tensor, ring: Ring, source: int, masks: RingMasks
-) -> tuple[Block, slice, slice]:
+def _block(query: Tensor, key_value: Tensor, ring: Ring, source: int, masks: RingMasks) -> tuple[Block, slice, slice]:
     """What our queries have to do with the keys of process `source`, and which queries and keys take part."""
     half, everything = query.shape[2] // 2, slice(None)
     repeats = query.shape[1] // key_value.shape[2]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from keepstep.models.head import NO_LOSS, default_chunks
 from keepstep.parallel.collectives import gather_parts
+from keepstep.parallel.local import ROWS, local_part
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def vocabulary_output(
     Every process returns the same: the sum of token losses, or without targets the logits of the whole vocabulary.
     """
     hidden_btd = gather_parts(hidden_btd, 1, vocabulary.group)
+    weight_vd = local_part(weight_vd, ROWS)
     if targets_bt is None:
         padding_v = _padding(vocabulary, vocab, hidden_btd.device)
         logits_btv = torch.nn.functional.linear(hidden_btd, weight_vd)

@@ -142,11 +142,12 @@ class Checkpointer:
         """
         steps: list[StepFolder] | None = self._share(self._candidates() if self.rank == 0 else None)
         assert steps is not None
+        elsewhere = frozenset().union(*self._gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
         for where in steps:
             loaded, failure = None, None
             try:
-                loaded = self._load(where, into, strict)
+                loaded = self._load(where, into, strict, elsewhere)
             except CheckpointError as error:
                 problem, failure = error, error.message
             failures = [text for text in self._gather(failure) if text]
@@ -169,10 +170,12 @@ class Checkpointer:
         """Wait, then let go of everything. Collective."""
         self.wait()
 
-    def _load(self, where: StepFolder, into: dict[str, Any], strict: bool) -> LoadedStep:
+    def _load(
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str] = frozenset()
+    ) -> LoadedStep:
         store = self._store_of(where)
         manifest = commit.read_manifest(store, where)
-        values, _ = restore(store, where.name, manifest, into, self.rank, self.world_size, strict)
+        values, _ = restore(store, where.name, manifest, into, self.rank, self.world_size, strict, elsewhere)
         return LoadedStep(manifest.step, where, values, manifest.metadata, manifest.world_size)
 
     def _resume_place(self) -> tuple[str, str] | None:

@@ -187,7 +187,7 @@ class ParallelConfig:
     """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory. A pipeline always
     does."""
     async_tensor: bool = False
-    """Overlap tensor-parallel traffic with products through symmetric memory: GPUs joined by NVLink, compiled blocks."""
+    """Overlap tensor-parallel traffic with products through symmetric memory; compiled blocks on GPUs with NVLink."""
     offload: bool = False
     """Keep weights, gradients and optimizer in host memory and update there: slow, but fits far more on a GPU."""
 

@@ -16,6 +16,7 @@ from keepstep.parallel.mesh import Grid
 from keepstep.parallel.pipeline import split_stages
 from keepstep.parallel.recompute import apply_recompute
 from keepstep.parallel.tensor import split_tensors
+from keepstep.parallel.vocabulary import repeat_output
 
 
 def apply_parallel(
@@ -31,11 +32,14 @@ def apply_parallel(
     parameters are the model's.
     """
     stages = split_stages(model, grid.pipeline_rank, grid.layout.pipeline, parallel.stages_per_process)
-    # A pipeline runs many micro batches through the same weights: gathering them each time would cost more than it saves.
-    keep_gathered = parallel.keep_gathered or grid.layout.pipeline > 1
+    piped = grid.layout.pipeline > 1
+    # A pipeline runs many micro batches through the same weights: gathering them each time costs more than it saves.
+    keep_gathered = parallel.keep_gathered or piped
     for stage in stages:
         if grid.layout.tensor > 1:
             split_tensors(stage, grid.mesh["tensor"], parallel.async_tensor)
+        elif piped and parallel.schedule == "zero_bubble":
+            repeat_output(stage)
         if grid.context_group is not None:
             split_rows(stage, grid.context_group)
         for block in stage.blocks.values():

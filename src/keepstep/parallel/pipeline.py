@@ -26,7 +26,7 @@ from keepstep.parallel.mesh import Grid
 
 
 def split_stages(model: Transformer, rank: int, processes: int, stages_per_process: int) -> list[Transformer]:
-    """Keep this process's part of a model on the meta device, in place; returns its stages, which share its parameters."""
+    """Keep this process's part of a model on the meta device, in place; returns its stages, which share its modules."""
     if processes == 1:
         return [model]
     count = processes * stages_per_process
@@ -52,7 +52,7 @@ def _keep_stage(model: Transformer, index: int, count: int) -> None:
     if not is_first:
         model.position = None
     if not is_first and not (is_last and model.config.tied):
-        model.register_module("embed", None)
+        model._modules["embed"] = None
     if not is_last:
         model.norm = model.head = None
 
@@ -62,7 +62,7 @@ def _join_names(model: Transformer, stages: list[Transformer]) -> None:
     model.blocks = nn.ModuleDict({name: block for stage in stages for name, block in stage.blocks.items()})
     for name in ("embed", "position", "norm", "head"):
         held = [stage._modules.get(name) for stage in stages]
-        model.register_module(name, next((module for module in held if module is not None), None))
+        setattr(model, name, next((module for module in held if module is not None), None))
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,16 @@ def apply_parallel(
     mesh: DeviceMesh,
     parallel: ParallelConfig,
     compute: ComputeConfig,
-    compute_dtype: torch.dtype,
+    shard_dtype: torch.dtype | None,
 ) -> None:
-    """Turn a model on the meta device into this process's part of it, in place."""
+    """Turn a model on the meta device into this process's part of it, in place.
+
+    `shard_dtype` is the precision that sharded weights compute in; None leaves the model whole.
+    """
     blocks = list(model.blocks.values())
     for block in blocks:
         apply_recompute(block, compute.recompute)
         if compute.compile:
             block.forward = torch.compile(block.forward)
-    shard_model(model, blocks, mesh["replicate", "shard"], compute_dtype, parallel.keep_gathered)
+    if shard_dtype is not None:
+        shard_model(model, blocks, mesh["replicate", "shard"], shard_dtype, parallel.keep_gathered)

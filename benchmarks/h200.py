@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
 from keepstep.core.files import write_json
-from keepstep.models.size import flops_per_token, foundry_mfu, peak_flops
+from keepstep.models.size import flops_per_token, mfu_llm_foundry, peak_flops
 from keepstep.train.bench import bench_step
 from keepstep.train.run import train
 
@@ -45,7 +46,7 @@ def timed(step: Callable[[], Tensor], steps: int, warmup: int) -> dict[str, floa
         step()
         mark.record()
     torch.cuda.synchronize()
-    seconds = [a.elapsed_time(b) / 1000 for a, b in zip(marks, marks[1:], strict=False)]
+    seconds = [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)]
     return {"step_s": statistics.median(seconds), "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
@@ -102,7 +103,7 @@ def final_loss(precision: str, steps: int, runs_dir: Path) -> float:
     words = [
         "model=llama-1b", "global_batch=2", "microbatch=2", f"max_duration={steps}ba", "optimizer.lr=3e-4",
         "schedule.warmup=50ba", "data=demo", f"precision={precision}", f"name={precision}", f"runs_dir={runs_dir}",
-        "checkpoint.at_end=false", "evaluate.at_end=false", "observe.tensorboard=false", "profile.memory_snapshot=false",
+        "checkpoint.at_end=false", "evaluate.at_end=false", "observe.tensorboard=false",
     ]  # fmt: skip
     train(config(*words))
     lines = [json.loads(line) for line in (runs_dir / precision / "metrics.jsonl").read_text().splitlines()]
@@ -132,7 +133,7 @@ def measure(steps: int, parity_steps: int, with_hugging_face: bool) -> dict[str,
             result["llama1b_hugging_face"]["step_s"] / result["llama1b_bf16"]["step_s"]
         )
     result["mpt1b"] = ours(mpt_1b, steps)
-    result["mpt1b_mfu"] = foundry_mfu(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
+    result["mpt1b_mfu"] = mfu_llm_foundry(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
     result["llama8b"] = ours(llama_8b, steps)
     result["llama8b_mfu"] = result["llama8b"]["mfu"]
     if parity_steps:

@@ -187,8 +187,9 @@ class ComputeConfig:
     """auto takes a GPU where there is one."""
     compile: bool = False
     """torch.compile each block."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only."""
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
+    chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention; auto lets torch choose."""
     loss_chunks: int = 0

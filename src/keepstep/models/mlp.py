@@ -47,7 +47,8 @@ class GatedMLP(nn.Module):
 
     def _plain_swiglu(self, fused: Tensor) -> Tensor:
         gate, up = fused.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
-        return (F.silu(gate) * up).flatten(-2)
+        product: Tensor = F.silu(gate) * up
+        return product.flatten(-2)
 
 
 class PlainMLP(nn.Module):

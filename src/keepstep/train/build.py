@@ -14,6 +14,7 @@ from keepstep.models.init import init_weights
 from keepstep.models.size import peak_flops
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.apply import apply_parallel
+from keepstep.parallel.recompute import MemoryFacts, Mode, choose_modes
 from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.record import measured_peak_flops
@@ -39,7 +40,8 @@ def build_learner(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: t
     linear = "fp8" if config.precision == "fp8" else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
-    apply_parallel(model, mesh, config.parallel, config.compute, dtype if sharded else None)
+    modes = recompute_modes(config, layout, device)
+    apply_parallel(model, mesh, config.parallel, config.compute, dtype if sharded else None, modes)
     model.to_empty(device=device)
     init_weights(model, config.seed)
     optimizers = Optimizers(model, config.optimizer, None if sharded else MasterWeights(model))
@@ -52,6 +54,16 @@ def build_learner(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: t
         reduce_each_microbatch=not config.parallel.keep_gathered,
     )
     return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings))
+
+
+def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> list[Mode]:
+    """What each block recomputes; `auto` looks at the memory of the device."""
+    if config.compute.recompute != "auto":
+        return [config.compute.recompute] * config.model.layers
+    if device.type != "cuda":
+        return ["none"] * config.model.layers
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return choose_modes(config.model, MemoryFacts(config.microbatch, layout.shard * layout.tensor, total_bytes))
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -110,12 +110,7 @@ class SplitAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 state["step"] += 1
-                settings = {
-                    "lr": group["lr"],
-                    "decay": group["weight_decay"],
-                    "betas": group["betas"],
-                    "eps": group["eps"],
-                }
+                settings = {name: group[name] for name in ("lr", "betas", "eps")} | {"decay": group["weight_decay"]}
                 halves = (parameter.data, self._masters.low(parameter))
                 moments = (state["exp_avg"], state["exp_avg_sq"])
                 update = _fused_update if parameter.is_cuda and has_triton() else plain_update

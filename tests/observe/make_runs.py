@@ -131,7 +131,9 @@ class Writer:
         self.metrics.append({"step": self.step, "time": self.now, "valid_loss": loss, "valid_ppl": math.exp(loss)})
         self.event("evaluate", seconds=3.1)
         self.now += 3.1
-        self.samples.append({"time": self.now, "step": self.step, "prompt": "The sea was", "text": " calm, and so were we."})
+        self.samples.append(
+            {"time": self.now, "step": self.step, "prompt": "The sea was", "text": " calm, and so were we."}
+        )
 
     def fault(self, rank: int = 3) -> None:
         """A worker dies; the run waits."""

@@ -5,18 +5,19 @@ A viewer never talks to the run: it reads these files. So no page, no exporter a
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.core.errors import UsageError
+
 Record = dict[str, Any]
 """One line of a JSON Lines file."""
-
-TRAIN, VALID = "train", "valid"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,17 @@ def find_runs(runs_dir: Path) -> list[RunFolder]:
     return [folder for folder in folders if folder.is_run and folder.root.resolve().is_relative_to(inside)]
 
 
+def find_run(text: str, runs_dir: Path) -> RunFolder:
+    """The run that `text` means: a folder, or a name below `runs_dir`."""
+    for path in (Path(text), runs_dir / text):
+        if RunFolder(path).is_run:
+            return RunFolder(path.resolve())
+    names = [folder.name for folder in find_runs(runs_dir)]
+    near = difflib.get_close_matches(text, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"runs in {runs_dir}: {', '.join(names) or 'none'}"
+    raise UsageError(f"no run {text!r}, neither as a folder nor in {runs_dir}", hint)
+
+
 class JsonLines:
     """An append-only file with one JSON object a line, whole lines only.
 
@@ -175,24 +187,6 @@ def _parse_or_none(line: bytes) -> Any:
         return json.loads(line)
     except ValueError:
         return None
-
-
-def split_kinds(lines: Iterable[Record]) -> dict[str, list[Record]]:
-    """Metric lines as `train` and `valid`, each with rising steps.
-
-    A run that resumed from an earlier step writes those steps again: the later line wins, and what the abandoned
-    attempt had written beyond it is dropped, because the run never was there.
-    """
-    kinds: dict[str, list[Record]] = {TRAIN: [], VALID: []}
-    for line in lines:
-        step = line.get("step")
-        if not isinstance(step, int | float):
-            continue
-        kept = kinds[VALID if "valid_loss" in line and "loss" not in line else TRAIN]
-        while kept and kept[-1]["step"] >= step:
-            kept.pop()
-        kept.append(line)
-    return kinds
 
 
 def number(value: Any) -> float:

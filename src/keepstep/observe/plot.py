@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -123,8 +124,8 @@ class _Canvas:
         return "".join(cells).rstrip()
 
 
-def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smoothing: float = 0.9) -> None:
-    """The curves as a PNG file: raw pale, smoothed on top."""
+def png_bytes(curves: Sequence[Curve], *, title: str = "loss", smoothing: float = 0.9) -> bytes:
+    """The curves as a PNG picture: raw pale, smoothed on top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -146,5 +147,12 @@ def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smooth
     axes.spines[["top", "right"]].set_visible(False)
     if any(curve.name for curve in curves):
         axes.legend(frameon=False)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smoothing: float = 0.9) -> None:
+    """The curves as a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    path.write_bytes(png_bytes(curves, title=title, smoothing=smoothing))

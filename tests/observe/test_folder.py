@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.observe.folder import JsonLines, RunFolder, find_run, find_runs, number, read_from
+from keepstep.observe.folder import JsonLines, RunFolder, find_run, find_runs, number, read_from, split_kinds
 
 
 def test_what_is_appended_is_read_back_while_the_writer_is_still_open(tmp_path: Path) -> None:
@@ -52,6 +52,16 @@ def test_numbers_json_does_not_know_stay_valid_json_and_come_back(tmp_path: Path
     assert number(raw["grad_norm"]) == math.inf
     assert math.isnan(number(None))
     assert math.isnan(number("text"))
+
+
+def test_after_a_resume_the_later_attempt_wins_and_the_abandoned_tail_is_gone() -> None:
+    lines = [{"step": step, "loss": float(step)} for step in range(1, 8)]
+    lines += [{"step": 4, "valid_loss": 9.0}]
+    lines += [{"step": step, "loss": -float(step)} for step in (4, 5)]
+    lines += [{"step": 4, "valid_loss": 8.0}, {"no_step": True}]
+    kinds = split_kinds(lines)
+    assert [(line["step"], line["loss"]) for line in kinds["train"]] == [(1, 1), (2, 2), (3, 3), (4, -4), (5, -5)]
+    assert [(line["step"], line["valid_loss"]) for line in kinds["valid"]] == [(4, 8.0)]
 
 
 def test_only_run_folders_are_found_and_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:

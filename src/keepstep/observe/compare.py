@@ -11,6 +11,8 @@ import numpy as np
 from keepstep.observe.folder import Record
 from keepstep.observe.history import History
 
+_NOT_ENVIRONMENT = ("data", "plan", "total_steps", "parameters", "samples_per_epoch")
+
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys."""
@@ -50,12 +52,13 @@ def _yaml(text: str) -> Any:
 def compare(left: History, right: History) -> dict[str, Any]:
     """Everything that differs between two runs, and how their losses stand at the steps both have."""
     facts = (left.facts(), right.facts())
+    environments = [{key: value for key, value in told.items() if key not in _NOT_ENVIRONMENT} for told in facts]
     return {
         "left": left.folder.name,
         "right": right.folder.name,
         "config": config_difference(left.config_text(), right.config_text()),
         "data": difference(facts[0].get("data"), facts[1].get("data")),
-        "environment": difference(facts[0].get("environment"), facts[1].get("environment")),
+        "environment": difference(*environments),
         "curves": curve_difference(left, right),
     }
 

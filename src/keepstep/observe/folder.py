@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,29 @@ def _parse_or_none(line: bytes) -> Any:
         return json.loads(line)
     except ValueError:
         return None
+
+
+def split_kinds(lines: Iterable[Record]) -> dict[str, list[Record]]:
+    """Metric lines as `train` and `valid`, each with rising steps.
+
+    A run that resumed from an earlier step writes those steps again: the later line wins, and what the abandoned
+    attempt had written beyond it is dropped, because the run never was there.
+    """
+    kinds: dict[str, list[Record]] = {"train": [], "valid": []}
+    for line in lines:
+        step = line.get("step")
+        if not isinstance(step, int | float):
+            continue
+        kept = kinds["valid" if is_validation(line) else "train"]
+        while kept and kept[-1]["step"] >= step:
+            kept.pop()
+        kept.append(line)
+    return kinds
+
+
+def is_validation(line: Record) -> bool:
+    """Whether a metrics line tells of a validation rather than of a step."""
+    return "valid_loss" in line and "loss" not in line
 
 
 def number(value: Any) -> float:

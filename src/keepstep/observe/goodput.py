@@ -24,6 +24,9 @@ CAUSES: dict[str, str] = {
 """What the wall clock is split into, in the order it is shown."""
 BEGINS = ("start", "resume")
 ENDS = ("fault", "stop", "finish")
+SILENT_S = 60.0
+SILENT_STEPS = 20.0
+"""A run is silent after both, a minute and the time of twenty steps."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def account(events: Sequence[Record], train: Columns, now: float) -> Goodput:
     for index, attempt in enumerate(attempts):
         if index and attempts[index - 1].end < attempt.begin:
             segments.append(Segment(attempts[index - 1].end, attempt.begin, "down"))
-        first, last = np.searchsorted(times, (attempt.begin, attempt.end))
+        first, last = np.searchsorted(times, attempt.begin), np.searchsorted(times, attempt.end, side="right")
         kept = int(min(last, np.searchsorted(steps, attempt.resumed_at, side="right")))
         if kept <= first:
             redone = attempt.resumed_at < np.inf and _has_fault(events, attempt)
@@ -82,8 +85,25 @@ def account(events: Sequence[Record], train: Columns, now: float) -> Goodput:
         segments.append(Segment(attempt.begin, stepping, "startup"))
         segments.append(Segment(stepping, solid, "training"))
         segments.append(Segment(solid, attempt.end, "lost"))
-    segments = [segment for segment in segments if segment.end > segment.start]
+    segments = [*_silence(segments, events, train)]
     return Goodput(_seconds(segments, events, train), segments)
+
+
+def _silence(segments: Sequence[Segment], events: Sequence[Record], train: Columns) -> list[Segment]:
+    """An open end that has gone silent is down time from the last sign of life on, not training."""
+    kept = [segment for segment in segments if segment.end > segment.start]
+    ended = any(event.get("kind") in ENDS for event in events[-1:])
+    if not kept or ended or kept[-1].cause not in ("training", "startup"):
+        return kept
+    last = kept[-1]
+    signs = [train.last("time"), *(number(event.get("time")) for event in events[-1:])]
+    seen = max([sign for sign in signs if np.isfinite(sign)], default=last.start)
+    recent = train.column("step_s")[-200:]
+    usual_s = float(np.nanmedian(recent)) if np.isfinite(recent).any() else 0.0
+    if last.end - seen <= max(SILENT_S, SILENT_STEPS * usual_s):
+        return kept
+    pieces = [Segment(last.start, seen, last.cause), Segment(seen, last.end, "down")]
+    return kept[:-1] + [piece for piece in pieces if piece.end > piece.start]
 
 
 def _attempts(events: Sequence[Record], train: Columns, now: float) -> list[_Attempt]:
@@ -156,7 +176,7 @@ def _seconds(segments: Sequence[Segment], events: Sequence[Record], train: Colum
 
     inside = {
         "data": float(np.nansum(train.column("data_s"))),
-        "checkpoint": told("checkpoint_committed", "blocked_s"),
+        "checkpoint": told("checkpoint_started", "blocked_s") + told("checkpoint_committed", "blocked_s"),
         "evaluate": told("evaluate", "seconds"),
     }
     productive = max(0.0, by_segment["training"] - sum(inside.values()))

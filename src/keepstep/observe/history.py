@@ -13,7 +13,7 @@ import numpy as np
 
 from keepstep.observe import cache
 from keepstep.observe.columns import Columns
-from keepstep.observe.folder import JsonLines, Record, RunFolder, read_from
+from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, read_from
 
 _TAIL_BYTES = 4 * 2**20
 _PIECE_BYTES = 16 * 2**20
@@ -128,11 +128,7 @@ class History:
 
 
 def _of_kind(lines: Sequence[Record], valid: bool) -> list[Record]:
-    return [
-        line
-        for line in lines
-        if isinstance(line.get("step"), int | float) and ("valid_loss" in line and "loss" not in line) is valid
-    ]
+    return [line for line in lines if isinstance(line.get("step"), int | float) and is_validation(line) is valid]
 
 
 def tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Record]:

@@ -15,11 +15,12 @@ from keepstep.observe.goodput import CAUSES, account
 from keepstep.observe.history import History
 from keepstep.observe.plot import Curve, png_bytes, text_plot
 from keepstep.observe.terminal import clock, shown
-from keepstep.observe.verdict import describe_fault, judge
+from keepstep.observe.verdict import describe, judge
 from keepstep.observe.view import evaluations, plan_beside_truth
 
 PLOTS = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("tokens_per_s", "Tokens per second"))
 _TOLD = ("start", "resume", "fault", "restart", "resize", "stop", "finish", "warning")
+_ENVIRONMENT = ("keepstep", "torch", "python", "device", "host")
 _UNITS = {
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
@@ -46,7 +47,8 @@ def tables(history: History, now: float) -> list[Table]:
 
 def _facts(history: History, now: float) -> Table:
     verdict, train = judge(history, now), history.train
-    environment = history.facts().get("environment") or {}
+    facts = history.facts()
+    environment = facts.get("environment") or {key: facts[key] for key in _ENVIRONMENT if key in facts}
     rows = [
         ("state", verdict.state + (f" ({'; '.join(verdict.reasons)})" if verdict.reasons else "")),
         ("step", f"{verdict.step:,}" + (f" of {verdict.total_steps:,}" if verdict.total_steps else "")),
@@ -89,7 +91,7 @@ def _faults(history: History) -> Table:
         kind = event.get("kind")
         if kind not in _TOLD:
             continue
-        about = describe_fault(event) if kind in ("fault", "warning") else ""
+        about = describe(event) if kind in ("fault", "warning") else ""
         if kind == "resize":
             about = f"{event.get('before', '?')} to {event.get('ranks', '?')} ranks"
         rows.append((clock(number(event.get("time"))), str(kind), str(event.get("step") or "–"), about))
@@ -145,12 +147,15 @@ def _cell(text: str) -> str:
 _STYLE = """
 :root { --ink: #1c1e21; --paper: #fff; --muted: #686d76; --line: #e6e3de; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7e7e4; --paper: #16181b; --muted: #979ca5; --line: #2b2f34; } }
-body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 880px; margin: 40px auto;
-  padding: 0 20px; font-variant-numeric: tabular-nums; }
-h1 { letter-spacing: -.02em; } h2 { font-size: 16px; margin-top: 36px; }
+body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 880px;
+  margin: 40px auto; padding: 0 20px; font-variant-numeric: tabular-nums; }
+h1 { letter-spacing: -.02em; }
+h2 { font-size: 16px; margin-top: 36px; }
 table { border-collapse: collapse; font-size: 14px; width: 100%; }
-th { text-align: left; color: var(--muted); font-weight: 500; } td, th { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--line); }
-img { width: 100%; border-radius: 10px; background: #fff; } pre { font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
+th { text-align: left; color: var(--muted); font-weight: 500; }
+td, th { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--line); }
+img { width: 100%; border-radius: 10px; background: #fff; }
+pre { font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
 @media print { h2, img, tr { break-inside: avoid; } }
 """
 

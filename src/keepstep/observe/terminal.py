@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ _COLOURS = {
     "stalled": "\x1b[31m",
     "failed": "\x1b[31m",
 }
-_SHOWN_EVENTS = ("start", "resume", "fault", "restart", "resize", "stop", "finish", "warning", "checkpoint_committed")
+_SHOWN_EVENTS = ("start", "resume", "fault", "restart", "resize", "stop", "finish", "warning")
 
 
 def paint_state(state: str, colour: bool) -> str:
@@ -39,7 +40,7 @@ def screen(history: History, now: float, width: int, height: int, colour: bool =
         head.append(f"  {'; '.join(verdict.reasons)}"[:width])
     head += ["", *_figures(history, verdict, goodput, width), ""]
     events = [event for event in history.events if event.get("kind") in _SHOWN_EVENTS][-5:]
-    foot = ["", goodput_line(goodput, width), "", *(event_line(event, now)[:width] for event in reversed(events))]
+    foot = ["", *goodput_lines(goodput, width), "", *(event_line(event, now)[:width] for event in reversed(events))]
     rows = max(5, min(24, height - len(head) - len(foot) - 4))
     train = history.train
     curve = Curve("", train.column("step").tolist(), train.column("loss").tolist())
@@ -74,7 +75,7 @@ def _figures(history: History, verdict: Verdict, goodput: Goodput, width: int) -
         ("goodput", f"{goodput.share:.1%}"),
         ("checkpoint", saved),
         ("lost if killed now", f"{format_seconds(verdict.at_risk_s)}, {verdict.at_risk_steps:,} steps"),
-        ("ranks", f"{verdict.ranks or '–'}, {verdict.restarts} restarts"),
+        ("ranks", f"{verdict.ranks or '–'}, {verdict.restarts} restart{'' if verdict.restarts == 1 else 's'}"),
     ]
     columns = max(1, min(3, width // 36))
     rows = -(-len(pairs) // columns)
@@ -87,15 +88,15 @@ def _figures(history: History, verdict: Verdict, goodput: Goodput, width: int) -
 
 def shown(value: float, pattern: str) -> str:
     """A number through `pattern`, a dash where there is none, `nan` and `inf` as they are."""
-    return "–" if value is None or math.isnan(value) else pattern.format(value)
+    return "–" if math.isnan(value) else pattern.format(value)
 
 
-def goodput_line(goodput: Goodput, width: int) -> str:
+def goodput_lines(goodput: Goodput, width: int) -> list[str]:
     """Shares of the wall clock by cause."""
     if not goodput.wall_s:
-        return "goodput: nothing to account for yet"
+        return ["goodput: nothing to account for yet"]
     parts = [f"{cause} {spent / goodput.wall_s:.1%}" for cause, spent in goodput.seconds.items() if spent > 0]
-    return ("wall clock " + format_seconds(goodput.wall_s) + ": " + ", ".join(parts))[:width]
+    return textwrap.wrap(f"wall clock {format_seconds(goodput.wall_s)}: {', '.join(parts)}", max(20, width))
 
 
 def event_line(event: Record, now: float) -> str:

@@ -11,14 +11,12 @@ import numpy as np
 
 from keepstep.core.units import Duration, format_seconds
 from keepstep.observe.folder import Record, number
+from keepstep.observe.goodput import SILENT_S, SILENT_STEPS
 from keepstep.observe.history import History
 
 State = Literal["starting", "healthy", "degraded", "recovering", "stalled", "stopped", "failed", "finished"]
 
-STALLED_S = 60.0
-STALLED_STEPS = 20.0
-"""Stalled: silent for longer than both, a minute and the time of twenty steps."""
-RECOVERY_S = 1800.0
+RECOVERY_S = 600.0
 """A recovery that shows no step for this long is stalled."""
 SLOW_SHARE = 0.8
 """Degraded: the last steps run below this share of the run's usual speed."""
@@ -98,17 +96,17 @@ def _state(history: History, now: float, silent_s: float, straggler: Record) -> 
     if kind == "stop" and not stepped_since:
         return "stopped", [str(newest.get("reason") or "stopped on request: start the same command again")]
     if kind == "fault" and newest.get("final"):
-        return "failed", [describe_fault(newest)]
+        return "failed", [describe(newest)]
     trouble = next(
         (event for event in reversed(lifecycle) if event.get("kind") in ("fault", "restart", "resize")), None
     )
     if not stepped_since and trouble is not None:
-        told = describe_fault(trouble) if trouble.get("kind") == "fault" else str(trouble.get("kind"))
+        told = describe(trouble) if trouble.get("kind") == "fault" else str(trouble.get("kind"))
         if silent_s > RECOVERY_S:
             return "stalled", [f"no step since {told}, silent for {format_seconds(silent_s)}"]
         return "recovering", [told]
     usual_s = _usual_step_s(history)
-    if silent_s > max(STALLED_S, STALLED_STEPS * usual_s) or (not stepped_since and silent_s > RECOVERY_S):
+    if silent_s > max(SILENT_S, SILENT_STEPS * usual_s) or (not stepped_since and silent_s > RECOVERY_S):
         return "stalled", [f"no sign of life for {format_seconds(silent_s)}; a step usually takes {usual_s:.3g} s"]
     if not stepped_since:
         return "starting", ["no step yet"]
@@ -139,15 +137,15 @@ def _worries(history: History, now: float, straggler: Record) -> list[str]:
         worries.append(f"the last checkpoint is {format_seconds(now - commits[-1])} old")
     warning = _newest(events, "warning")
     if warning and now - number(warning.get("time")) < WARNING_S:
-        worries.append(str(warning.get("text") or warning.get("what") or "a warning"))
+        worries.append(describe(warning))
     return worries
 
 
-def describe_fault(event: Record) -> str:
-    """A fault in a few words."""
-    what = event.get("what") or event.get("text") or event.get("reason") or "a fault"
-    rank = event.get("rank")
-    return f"{what}" if rank is None or "rank" in str(what) else f"{what} (rank {rank})"
+def describe(event: Record) -> str:
+    """A fault or a warning in a few words."""
+    kind, rank = event.get("kind"), event.get("rank")
+    what = str(next((event[key] for key in ("message", "what", "text", "reason") if event.get(key)), f"a {kind}"))
+    return what if kind != "fault" or rank is None or "rank" in what else f"{what} (rank {rank})"
 
 
 def find_straggler(ranks: Record) -> dict[str, float | int | str]:
@@ -214,11 +212,15 @@ def total_steps(history: History) -> int:
 
 
 def _ranks(events: Sequence[Record]) -> int:
-    return next((int(number(e["ranks"])) for e in reversed(events) if e.get("ranks")), 0)
+    return next((count for event in reversed(events) if (count := _told_ranks(event))), 0)
 
 
 def _started_ranks(events: Sequence[Record]) -> int:
-    return next((int(number(e["ranks"])) for e in events if e.get("ranks")), 0)
+    return next((count for event in events if (count := _told_ranks(event))), 0)
+
+
+def _told_ranks(event: Record) -> int:
+    return int(number(event.get("ranks") or event.get("world_size") or 0))
 
 
 def _count(events: Sequence[Record], kind: str) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from keepstep.config.schema import ScheduleConfig
@@ -61,7 +63,7 @@ def test_every_schedule_rises_to_the_peak_and_ends_where_it_says(name: str) -> N
     assert shares[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert max(shares) == pytest.approx(1.0)
     assert shares[100] == pytest.approx(1.0 if name == "constant" else 0.1)
-    assert all(a >= b - 1e-12 for a, b in zip(shares[10:], shares[11:], strict=False)), "never rises after warmup"
+    assert all(a >= b - 1e-12 for a, b in pairwise(shares[10:])), "never rises after warmup"
 
 
 def test_cosine_is_halfway_at_half_time_and_two_stage_bends_where_told() -> None:

@@ -236,6 +236,8 @@ class ObserveConfig:
     """Steps between log lines and metric flushes. The losses of all steps are recorded whatever this is."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run's folder."""
+    rank_interval: int = 20
+    """Steps between two looks at all ranks (step time, wait for data, memory of each); 0 takes none."""
     metrics_port: int = 0
     """Serve Prometheus metrics on this port of each node's first process; 0 serves none. 9464 is a usual choice."""
     metrics_host: str = "127.0.0.1"

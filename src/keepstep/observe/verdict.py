@@ -150,8 +150,7 @@ def describe(event: Record) -> str:
 
 def find_straggler(ranks: Record) -> dict[str, float | int | str]:
     """The slowest rank of a look at all ranks when it is clearly slower than the median; else empty."""
-    # A rank that waits for a slow one takes as long as it does: time spent waiting is not its own.
-    own = _own_seconds(ranks)
+    own = np.array(own_seconds(ranks))
     if len(own) < 2 or not np.isfinite(own).any():
         return {}
     median, slowest = float(np.nanmedian(own)), int(np.nanargmax(own))
@@ -162,10 +161,19 @@ def find_straggler(ranks: Record) -> dict[str, float | int | str]:
     return {"rank": slowest, "ratio": float(own[slowest] / median), "seconds": float(own[slowest]), "host": host}
 
 
-def _own_seconds(ranks: Record) -> np.ndarray:
+def own_seconds(ranks: Record) -> list[float]:
+    """Each rank's step without its waiting for others, which takes as long on a fast rank as on a slow one.
+
+    Waiting is `wait_s` where it was measured. Else the wait for data tells: all ranks meet at the start of a step, so
+    one whose data came early waited there for the one whose data came last.
+    """
     seconds = np.array([number(value) for value in ranks.get("step_s") or []])
     waits = np.array([number(value) for value in ranks.get("wait_s") or []])
-    return seconds - np.nan_to_num(waits) if len(waits) == len(seconds) else seconds
+    data = np.array([number(value) for value in ranks.get("data_s") or []])
+    if len(waits) != len(seconds):
+        waits = data.max() - data if len(data) and len(data) == len(seconds) else np.zeros(len(seconds))
+    own: list[float] = (seconds - np.nan_to_num(waits)).tolist()
+    return own
 
 
 def _at_risk(history: History, checkpoint: Record) -> tuple[float, int]:

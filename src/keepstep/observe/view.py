@@ -13,7 +13,7 @@ from keepstep.observe.columns import Columns, FloatArray, smooth, thin
 from keepstep.observe.folder import Record, number
 from keepstep.observe.goodput import CAUSES, account
 from keepstep.observe.history import History
-from keepstep.observe.verdict import judge
+from keepstep.observe.verdict import judge, own_seconds
 
 SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "step_s")
 SPLIT = ("data", "compute", "communication", "save")
@@ -25,7 +25,7 @@ def overview(history: History, now: float) -> dict[str, Any]:
     """Verdict, goodput, timeline, ranks, data position, samples and evaluations of one run."""
     verdict = judge(history, now)
     goodput = account(history.events, history.train, now)
-    train = history.train
+    train, ranks = history.train, history.newest_ranks()
     return {
         "name": history.folder.name,
         "verdict": asdict(verdict),
@@ -39,7 +39,7 @@ def overview(history: History, now: float) -> dict[str, Any]:
         },
         "events": history.events[-_EVENTS_SHOWN:],
         "events_total": len(history.events),
-        "ranks": history.newest_ranks(),
+        "ranks": {**ranks, "own_s": own_seconds(ranks)},
         "sources": history.sources,
         "samples": history.newest_samples(),
         "evaluations": evaluations(history.valid),

@@ -70,18 +70,17 @@ function drawEvents(run) {
 }
 
 function drawRanks(run) {
-  const { step_s: times = [], memory_gib: memory = [], host = [], wait_s: waits = [] } = run.ranks || {};
-  byId("ranks-card").hidden = !times.length;
-  if (!times.length) return;
-  const own = times.map((time, i) => time - (waits[i] || 0));
+  const { own_s: own = [], memory_gib: memory = [], host = [], data_s: data = [] } = run.ranks || {};
+  byId("ranks-card").hidden = !own.length;
+  if (!own.length) return;
   const median = [...own].sort((a, b) => a - b)[Math.floor(own.length / 2)] || 1e-9, slow = run.verdict.straggler;
   const sentence = slow.rank !== undefined
     ? `Rank ${slow.rank}${slow.host ? " on " + slow.host : ""} is the straggler: ${slow.ratio.toFixed(2)} times the median of ${seconds(median)}.`
-    : `No straggler: all ${times.length} ranks are near the median of ${seconds(median)}.`;
+    : `No straggler: all ${own.length} ranks are near the median of ${seconds(median)}.`;
   const cell = own.length > 2048 ? 8 : own.length > 256 ? 14 : 30;
   const grid = el("div", { class: "rankgrid", "--cell": cell + "px", "--columns": own.length > 256 ? 64 : 32 }, own.map((time, i) => {
     const heat = Math.min(100, Math.max(0, (time / median - 1) * 200));
-    const about = `rank ${i}${host[i] ? " on " + host[i] : ""}: ${seconds(time)}${waits[i] ? ", waits " + seconds(waits[i]) : ""}${isNumber(memory[i]) ? ", " + digits(memory[i], 3) + " GiB" : ""}`;
+    const about = `rank ${i}${host[i] ? " on " + host[i] : ""}: ${seconds(time)}${isNumber(data[i]) ? ", waits for data " + seconds(data[i]) : ""}${isNumber(memory[i]) ? ", " + digits(memory[i], 3) + " GiB" : ""}`;
     return el("i", { class: slow.rank === i ? "slow" : "", "--heat": heat.toFixed(0) + "%", title: about, text: cell > 20 ? i : "" });
   }));
   byId("ranks").replaceChildren(el("p", { class: slow.rank !== undefined ? "" : "muted", text: sentence }), grid);

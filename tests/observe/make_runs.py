@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from random import Random
 
 from keepstep.core.files import write_json
 from keepstep.observe.folder import JsonLines, Record, RunFolder
+from keepstep.observe.sinks import JsonlSink
 
 CONFIG = """name: {name}
 seed: {seed}
@@ -155,17 +155,17 @@ class Writer:
 
 
 def write_long(root: Path, steps: int, seed: int) -> RunFolder:
-    """A finished run of very many steps, written in one go; step `steps // 3` has a spike of 99."""
+    """A finished run of very many steps through the real sink; step `steps // 3` has a spike of 99."""
     writer = Writer(root, steps=steps, seed=seed, now=time.time() - steps * 0.5)
     writer.start()
-    lines = []
+    sink = JsonlSink(writer.folder)
     for step in range(1, steps + 1):
         writer.step, writer.now = step, writer.now + 0.5
         record = writer.line()
         if step == steps // 3:
             record["loss"] = 99.0
-        lines.append(json.dumps(record, separators=(",", ":")))
-    writer.folder.metrics.write_text("\n".join(lines) + "\n")
+        sink.write("metrics", record)
+    sink.close()
     writer.save()
     writer.finish()
     return writer.folder

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from make_runs import Writer, write_long
 
-from keepstep.observe import cache, history
+from keepstep.observe import cache, history, sinks
 from keepstep.observe.folder import JsonLines, RunFolder
 from keepstep.observe.history import History, glance, open_history
 
@@ -89,6 +89,21 @@ def test_a_damaged_cache_or_a_changed_file_is_read_afresh(
     lines = [json.loads(line) for line in writer.folder.metrics.read_text().splitlines()]
     writer.folder.metrics.write_text("".join(json.dumps({**line, "loss": 1.0}) + "\n" for line in lines))
     assert open_history(writer.folder, tmp_path / "cache").train.last("loss") == 1.0
+
+
+def test_a_long_run_leaves_its_columns_and_a_viewer_needs_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "COLUMNS_EVERY", 500)
+    folder = write_long(tmp_path / "run", 1740, 1)
+    assert folder.columns.is_file()
+    taken: list[int] = []
+    original = History._take
+    monkeypatch.setattr(History, "_take", lambda self, lines: taken.append(len(lines)) or original(self, lines))
+    seen = open_history(folder)
+    assert sum(taken) < 500
+    assert seen.train.column("step").tolist() == list(range(1, 1741))
+    assert seen.train.column("loss").max() == 99
 
 
 def test_a_glance_reads_the_end_only_but_all_events(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Columns of long runs, kept in the user's cache so that a page over five runs of 100,000 steps opens at once.
+"""Columns of long runs in binary, so that a page over five runs of 100,000 steps opens at once.
 
-The run folder stays untouched. A cache is only ever a copy of the first bytes of metrics.jsonl: it names how many, and
-a fingerprint of them, and is thrown away when they are not the same any more.
+A run writes them beside its metrics every so often; where it did not, a viewer keeps its own copy in the user's cache
+(a viewer never writes into a run folder). A copy is only ever of the first bytes of metrics.jsonl: it names how many,
+and a fingerprint of them, and counts for nothing when they are not the same any more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from keepstep.core.files import write_atomic
 
 if TYPE_CHECKING:
     from keepstep.observe.columns import Columns
+    from keepstep.observe.folder import RunFolder
     from keepstep.observe.history import History
 
 WORTH_BYTES = 2 * 2**20
@@ -32,8 +34,14 @@ def default_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepstep" / "runs"
 
 
-def store(history: History, folder: Path, offset: int) -> None:
-    """Keep the columns as they are after the first `offset` bytes; a cache that cannot be written is none."""
+def place(folder: RunFolder, cache_dir: Path) -> Path:
+    """Where a viewer keeps its copy of a run's columns."""
+    name = hashlib.sha256(str(folder.metrics.resolve()).encode()).hexdigest()[:24]
+    return cache_dir / f"{name}.columns"
+
+
+def store(history: History, path: Path, offset: int) -> None:
+    """Keep the columns as they are after the first `offset` bytes; a copy that cannot be written is none."""
     tables = {"train": history.train, "valid": history.valid}
     header = {
         "format": _FORMAT,
@@ -46,13 +54,18 @@ def store(history: History, folder: Path, offset: int) -> None:
     }
     body = b"".join(table.column(name).tobytes() for table in tables.values() for name in table.names)
     with contextlib.suppress(OSError):
-        write_atomic(_path(history, folder), json.dumps(header).encode() + b"\n" + body)
+        write_atomic(path, json.dumps(header).encode() + b"\n" + body)
 
 
-def load(history: History, folder: Path) -> int:
-    """Fill an empty history from its cache and return how many bytes of metrics.jsonl that covers; 0 without one."""
+def load(history: History, cache_dir: Path | None) -> int:
+    """Fill an empty history and return how many bytes of metrics.jsonl that covers; 0 where there is no good copy."""
+    places = [history.folder.columns, *([place(history.folder, cache_dir)] if cache_dir else [])]
+    return next((offset for path in places if (offset := _load(history, path))), 0)
+
+
+def _load(history: History, path: Path) -> int:
     try:
-        header_line, _, body = _path(history, folder).read_bytes().partition(b"\n")
+        header_line, _, body = path.read_bytes().partition(b"\n")
         header = json.loads(header_line)
         if header["format"] != _FORMAT:
             return 0
@@ -75,11 +88,6 @@ def _fill(table: Columns, shape: dict[str, object], numbers: np.ndarray, at: int
     arrays = {name: numbers[at + index * rows : at + (index + 1) * rows] for index, name in enumerate(names)}
     table.append_arrays(arrays, rows)
     return at + rows * len(names)
-
-
-def _path(history: History, folder: Path) -> Path:
-    name = hashlib.sha256(str(history.folder.metrics.resolve()).encode()).hexdigest()[:24]
-    return folder / f"{name}.columns"
 
 
 def _fingerprint(path: Path, offset: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from operator import itemgetter
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from keepstep.observe.folder import Record, number
 
 FloatArray = NDArray[np.float64]
-_BLOCK = 256
+_BLOCK = 32
 
 
 class Columns:
@@ -88,20 +88,28 @@ def smooth(values: Sequence[float] | FloatArray, weight: float) -> FloatArray:
     if not len(solid) or weight <= 0:
         result[finite] = solid
         return result
-    # Blocks through one small matrix: a plain loop over 100,000 steps would cost more than drawing them.
-    places = np.arange(_BLOCK)
-    powers = weight ** np.arange(_BLOCK + 1)
-    kernel = np.where(places[:, None] >= places, powers[np.abs(places[:, None] - places)], 0.0) * (1 - weight)
-    padded = np.zeros(-(-len(solid) // _BLOCK) * _BLOCK)
-    padded[: len(solid)] = solid
-    sums = padded.reshape(-1, _BLOCK) @ kernel.T
-    carry = 0.0
-    for block in sums:
-        block += carry * powers[1:]
-        carry = block[-1]
-    mass = 1 - weight ** np.arange(1, len(solid) + 1)
-    result[finite] = sums.reshape(-1)[: len(solid)] / mass
+    sums = _running(solid * (1 - weight), weight)
+    # At the start the weights do not sum to one yet; expm1 keeps the difference exact for weights close to one.
+    mass = -np.expm1(np.arange(1, len(solid) + 1) * math.log(weight))
+    result[finite] = sums / mass
     return result
+
+
+def _running(values: FloatArray, weight: float) -> FloatArray:
+    """y[t] = weight · y[t - 1] + values[t]: all blocks at once, then the same for what each hands to the next.
+
+    A plain loop over 100,000 steps would cost more than drawing them.
+    """
+    count, blocks = len(values), -(-len(values) // _BLOCK)
+    sums = np.zeros(blocks * _BLOCK)
+    sums[:count] = values
+    sums = np.ascontiguousarray(sums.reshape(blocks, _BLOCK).T)
+    for place in range(1, _BLOCK):
+        sums[place] += weight * sums[place - 1]
+    if blocks > 1:
+        handed = _running(sums[-1], weight**_BLOCK)
+        sums[:, 1:] += np.multiply.outer(weight ** np.arange(1, _BLOCK + 1), handed[:-1])
+    return sums.T.reshape(-1)[:count]
 
 
 @dataclass(frozen=True)
@@ -130,5 +138,12 @@ def thin(steps: FloatArray, values: FloatArray, averaged: FloatArray, pieces: in
 
 
 def _short(values: FloatArray) -> list[float]:
-    """Six digits: more than a screen shows, and half the bytes on the wire."""
-    return list(map(float, map(format, values.tolist(), repeat(".7g"))))
+    """Seven digits: more than a screen shows, and half the bytes on the wire."""
+    sizes = np.abs(values, where=values != 0, out=np.ones_like(values))
+    places = 6 - np.floor(np.log10(sizes))
+    # Beyond 10^±15 the scale has no exact float: such values are sent as they are.
+    exact = np.abs(places) <= 15
+    scale = 10.0 ** np.where(exact, places, 0)
+    scaled = np.where(exact, np.rint(values * scale) / scale, values)
+    short: list[float] = scaled.tolist()
+    return short

@@ -47,6 +47,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def columns(self) -> Path:
+        """The same numbers as metrics.jsonl up to some line, in binary, so that a viewer opens a long run at once."""
+        return self.root / "metrics.columns"
+
+    @property
     def events(self) -> Path:
         """A line for each thing that happened: start, checkpoint, fault, restart, finish."""
         return self.root / "events.jsonl"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from keepstep.observe import cache
 from keepstep.observe.columns import Columns
 from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, read_from
 
+_T = TypeVar("_T")
 _TAIL_BYTES = 4 * 2**20
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 2 * 2**20
 _GLANCE_BYTES = 2**18
 
 
@@ -38,6 +39,7 @@ class History:
         self.undone_s = 0.0
         self.sources: dict[str, Any] = {}
         self._offsets = {"metrics": 0, "events": 0}
+        self._remembered: dict[Any, tuple[int, Any]] = {}
         self._identity: tuple[int, int] | None = None
 
     def refresh(self) -> bool:
@@ -45,7 +47,7 @@ class History:
         with self._lock:
             before = self.version
             self._start_over_if_replaced()
-            if self._cache_dir and not self._offsets["metrics"]:
+            if not self._offsets["metrics"]:
                 self._offsets["metrics"] = cache.load(self, self._cache_dir)
                 self.version += bool(self._offsets["metrics"])
             read_bytes = self._read_metrics()
@@ -53,8 +55,23 @@ class History:
             self.events.extend(events)
             self.version += bool(events)
             if self._cache_dir and read_bytes > cache.WORTH_BYTES:
-                cache.store(self, self._cache_dir, self._offsets["metrics"])
+                cache.store(self, cache.place(self.folder, self._cache_dir), self._offsets["metrics"])
             return self.version != before
+
+    def keep_columns(self) -> None:
+        """Write the columns beside the metrics: what a run does for its viewers every so often."""
+        self.refresh()
+        with self._lock:
+            cache.store(self, self.folder.columns, self._offsets["metrics"])
+
+    def remember(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` gives, made once for what has been read so far."""
+        version, value = self._remembered.get(key, (-1, None))
+        if version != self.version:
+            version, value = self.version, make()
+            self._remembered[key] = (version, value)
+        made: _T = value
+        return made
 
     def skip_to_last(self, limit_bytes: int) -> None:
         """Leave out all but the last bytes of the metrics; before the first `refresh`."""

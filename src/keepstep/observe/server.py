@@ -104,7 +104,9 @@ class PageServer(AccessServer):
                 for name, history in histories.items()
             }
         now = time.time()
-        return _json({"now": now, "version": version, "run": overview(histories[names[0]], now), "series": curves})
+        run = jsonable(overview(histories[names[0]], now))
+        # Curves are finite already: sent without a second look at each of their many numbers.
+        return _text({"now": now, "version": version, "run": run, "series": curves})
 
     def _config(self, query: dict[str, str]) -> Answer:
         folders = self._folders()
@@ -144,7 +146,11 @@ def _bounded(text: str | None, default: float, low: float, high: float) -> float
 
 
 def _json(value: Any) -> Answer:
-    return Answer(json.dumps(jsonable(value), separators=(",", ":")).encode(), "application/json")
+    return _text(jsonable(value))
+
+
+def _text(value: Any) -> Answer:
+    return Answer(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), "application/json")
 
 
 @cache

@@ -19,9 +19,12 @@ from keepstep.config.schema import ObserveConfig
 from keepstep.core.errors import UsageError
 from keepstep.core.ranks import Ranks
 from keepstep.observe.folder import JsonLines, Record, RunFolder
+from keepstep.observe.history import History
 
 METRICS, EVENT, RANKS, SAMPLE = "metrics", "event", "ranks", "sample"
 QUEUE_RECORDS = 4096
+COLUMNS_EVERY = 10_000
+"""Metric lines after which the columns are kept again: a viewer parses at most so many lines of a run."""
 TELL_EVERY_S = 60.0
 """Seconds between two notices about the same sink."""
 
@@ -55,18 +58,29 @@ class JsonlSink:
             RANKS: JsonLines(folder.ranks),
             SAMPLE: JsonLines(folder.samples),
         }
+        self._history = History(folder)
+        self._lines = 0
 
     def write(self, stream: str, record: Record) -> None:
-        """Append one line to the stream's file."""
+        """Append one line to the stream's file; every so often keep the columns for viewers."""
         self._files[stream].append(record)
+        self._lines += stream == METRICS
+        if self._lines >= COLUMNS_EVERY:
+            self._keep_columns()
+
+    def _keep_columns(self) -> None:
+        self._lines = 0
+        self._history.keep_columns()
 
     def flush(self) -> None:
         """Nothing is held back: each line was written whole."""
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; a run long enough to be slow to read leaves its columns."""
         for file in self._files.values():
             file.close()
+        if self._lines >= COLUMNS_EVERY // 10:
+            self._keep_columns()
 
 
 def _print_notice(text: str) -> None:

@@ -133,7 +133,7 @@ def _worries(history: History, now: float, straggler: Record) -> list[str]:
     if 0 < running < started:
         worries.append(f"{running} of {started} ranks are left")
     commits = [number(event.get("time")) for event in events if event.get("kind") == "checkpoint_committed"]
-    if len(commits) >= 3 and now - commits[-1] > STALE_CHECKPOINTS * float(np.median(np.diff(commits))):
+    if len(commits) >= 3 and now - commits[-1] > max(SILENT_S, STALE_CHECKPOINTS * float(np.median(np.diff(commits)))):
         worries.append(f"the last checkpoint is {format_seconds(now - commits[-1])} old")
     warning = _newest(events, "warning")
     if warning and now - number(warning.get("time")) < WARNING_S:

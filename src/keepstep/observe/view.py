@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ def series(
         if not np.isfinite(values).any():
             continue
         shown = window(steps, first, last)
-        averaged = values if table is valid else smooth(values, weight)
-        curves[name] = asdict(thin(steps[shown], values[shown], averaged[shown], pieces))
+        averaged = values if table is valid else history.remember((name, weight), partial(smooth, values, weight))
+        curves[name] = vars(thin(steps[shown], values[shown], averaged[shown], pieces))
     return curves
 
 

@@ -16,7 +16,7 @@ function logTicks(low, high) {
       if (value >= low && value <= high) found.push(value);
     }
   }
-  return found.length > 2 ? found : ticks(low, high, 4);
+  return found.length > 2 ? found : ticks(10 ** low, 10 ** high, 5).filter((v) => v > 0).map(Math.log10);
 }
 
 function nearest(steps, wanted) {

@@ -1,4 +1,4 @@
-"""`keepstep runs`: list runs, compare two, merge the logs of one."""
+"""`keepstep runs`: list runs, compare two, merge the logs of one, write dashboards."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import shutil
 import sys
 import time
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import UsageError
+from keepstep.core.files import write_atomic
 from keepstep.observe import cache
 from keepstep.observe.compare import compare
 from keepstep.observe.folder import find_run, find_runs
@@ -24,8 +26,14 @@ from keepstep.observe.view import jsonable, summary
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to do with which runs."""
-    parser.usage = "keepstep runs [RUNS_DIR] | keepstep runs compare A B | keepstep runs logs RUN"
-    parser.add_argument("words", nargs="*", help="a folder of runs; or `compare A B`; or `logs RUN`")
+    parser.usage = "keepstep runs [RUNS_DIR] | compare A B | logs RUN | dashboards FOLDER"
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUNS_DIR",
+        help="a folder of runs to list; or `compare A B`; or `logs RUN` for all logs in time order; or `dashboards "
+        "FOLDER` to write Grafana dashboards and Prometheus rules there",
+    )
     parser.add_argument("--runs-dir", default="runs", help="where run names are looked up (default: runs)")
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
 
@@ -37,8 +45,11 @@ def run(args: argparse.Namespace) -> int:
             return _compare(left, right, Path(args.runs_dir), args.json)
         case ["logs", name]:
             return _logs(name, Path(args.runs_dir), args.json)
-        case ["compare" | "logs", *_]:
-            raise UsageError(f"{' '.join(args.words)!r} does not say which", "runs compare A B, or runs logs RUN")
+        case ["dashboards", folder]:
+            return _dashboards(Path(folder))
+        case ["compare" | "logs" | "dashboards", *_]:
+            hint = "runs compare A B, runs logs RUN, or runs dashboards FOLDER"
+            raise UsageError(f"{' '.join(args.words)!r} does not say which", hint)
         case [folder]:
             return _list(Path(folder), args.json)
         case []:
@@ -77,6 +88,15 @@ def _compare(left: str, right: str, runs_dir: Path, as_json: bool) -> int:
     print(text_plot(curves, shutil.get_terminal_size((100, 24)).columns - 1, 12, colour=wants_colour(sys.stdout)))
     print(_curves(answer["curves"]))
     print(f"next: keepstep ui {histories[0].folder.root.parent}", file=sys.stderr)
+    return 0
+
+
+def _dashboards(folder: Path) -> int:
+    for source in (resources.files("keepstep.observe") / "dashboards").iterdir():
+        if source.name.endswith((".json", ".yaml")):
+            write_atomic(folder / source.name, source.read_bytes())
+            print(folder / source.name)
+    print(f"next: promtool check rules {folder / 'rules.yaml'}; import the .json files in Grafana", file=sys.stderr)
     return 0
 
 

@@ -238,6 +238,17 @@ class ObserveConfig:
     """Steps between log lines and metric flushes. The losses of all steps are recorded whatever this is."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run's folder."""
+    rank_interval: int = 20
+    """Steps between two looks at all ranks (step time, wait for data, memory of each); 0 takes none."""
+    metrics_port: int = 0
+    """Serve Prometheus metrics on this port of each node's first process; 0 serves none. 9464 is a usual choice."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port. Any but loopback needs the environment variable KEEPSTEP_METRICS_TOKEN, which Prometheus
+    then sends as its credentials."""
+    wandb_project: str = ""
+    """Log into this Weights & Biases project as well (needs the package wandb); empty does not."""
+    mlflow_experiment: str = ""
+    """Log into this MLflow experiment as well (needs the package mlflow and MLFLOW_TRACKING_URI); empty does not."""
 
 
 @dataclass(frozen=True)

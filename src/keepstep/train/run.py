@@ -25,7 +25,7 @@ from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder
 from keepstep.observe.progress import Progress
-from keepstep.observe.sinks import open_sinks
+from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_mesh, data_rank
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
@@ -163,10 +163,10 @@ class _Run:
         tokens_per_step = config.global_batch * config.model.seq_len
         peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
         rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr)
+        sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
         if not self.world.is_first:
-            return Recorder(config.observe, rates, None, None, device)
+            return Recorder(config.observe, rates, sinks, None, device)
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
-        sinks = open_sinks(self.folder, tensorboard=config.observe.tensorboard)
         return Recorder(config.observe, rates, sinks, progress, device)
 
     def _describe(self) -> None:
@@ -187,6 +187,21 @@ class _Run:
             self.recorder.last_saved_at = time.time()
         elif kind in ("warning", "fault"):
             self.recorder.note(f"warning: {fields.get('message', kind)}")
+
+
+def _tracked(config: RunConfig) -> dict[str, Any]:
+    """What an experiment tracker files a run under."""
+    return {
+        "model": config.model.preset,
+        "parameters": parameter_count(config.model),
+        "data": config.data.path,
+        "global_batch": config.global_batch,
+        "seq_len": config.model.seq_len,
+        "optimizer": config.optimizer.name,
+        "lr": config.optimizer.lr,
+        "max_duration": str(config.max_duration),
+        "seed": config.seed,
+    }
 
 
 def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -> dict[str, Any]:

@@ -107,21 +107,26 @@ def read_manifest(store: Store, step: StepFolder) -> Manifest:
     return decode_manifest(content, where)
 
 
-def next_place(store: Store, step: int) -> tuple[str, int]:
-    """Folder and sequence number for a new save of `step`: never a folder that is committed."""
-    sequence = 1 + max((found.marker.sequence for found in committed_steps(store)), default=0)
+def free_folder(store: Store, step: int) -> str:
+    """The folder for a new save of `step`: never one that is committed."""
     attempt = 0
     while MARKER in store.names(folder_name(step, attempt)):
         attempt += 1
-    return folder_name(step, attempt), sequence
+    return folder_name(step, attempt)
 
 
 def write_part(
-    store: Store, attempt: Attempt, rank: int, specs: list[PieceSpec], data: memoryview, extra: Mapping[str, Any]
+    store: Store,
+    attempt: Attempt,
+    rank: int,
+    specs: list[PieceSpec],
+    data: memoryview,
+    extra: Mapping[str, Any],
+    threads: int = 1,
 ) -> None:
     """One rank's share: its data file, then its part file. `extra` goes into the part (rank values, names held)."""
     failpoints.reach("before_data")
-    entry = write_shard(store, f"{attempt.folder}/{attempt.file_name(rank)}", specs, data, attempt.algorithm)
+    entry = write_shard(store, f"{attempt.folder}/{attempt.file_name(rank)}", specs, data, attempt.algorithm, threads)
     failpoints.reach("after_data")
     part = {
         **extra,

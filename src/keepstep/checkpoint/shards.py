@@ -23,6 +23,7 @@ from keepstep.core.errors import CheckpointError
 PAGE_BYTES = 4096
 SMALLEST_BLOCK_BYTES = 64 * 1024
 MOST_BLOCKS = 65536
+CHECK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,9 @@ class ShardReader:
         self.block_bytes = int(about["block_bytes"])
         self._hashes: str = about["blocks"]
         self._first_block: dict[int, int] = {}
+        self._spans = sorted(tuple(piece["data_offsets"]) for piece in table.values())
         count = 0
-        for begin, end in sorted(tuple(piece["data_offsets"]) for piece in table.values()):
+        for begin, end in self._spans:
             if end > begin:
                 self._first_block[begin] = count
                 count += -(-(end - begin) // self.block_bytes)
@@ -160,6 +162,14 @@ class ShardReader:
         self.bytes_read += read
         if read != len(buffer):
             raise self._damaged(f"ends after {offset + read} bytes")
+
+    def check_all(self) -> None:
+        """Read every block once and check it."""
+        run_bytes = max(self.block_bytes, CHECK_BYTES // self.block_bytes * self.block_bytes)
+        buffer = memoryview(bytearray(run_bytes))
+        for begin, end in self._spans:
+            for first in range(0, end - begin, run_bytes):
+                self.read_piece(begin, first, buffer[: min(run_bytes, end - begin - first)])
 
     def widen(self, first: int, last: int, piece_bytes: int) -> tuple[int, int]:
         """The smallest run of whole blocks around bytes [first, last) of a piece."""

@@ -42,6 +42,9 @@ class Store(Protocol):
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file whole and durable, over an older one if need be."""
 
+    def move(self, name: str, target: str) -> None:
+        """Put a file in the place of another; only repair does this, on a file that is checked already."""
+
     def remove(self, name: str) -> None:
         """Delete a file; one that is gone already is fine."""
 
@@ -126,6 +129,11 @@ class LocalStore:
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file whole and durable, over an older one if need be."""
         write_atomic(self.root / name, content)
+
+    def move(self, name: str, target: str) -> None:
+        """Put a file in the place of another; only repair does this, on a file that is checked already."""
+        (self.root / name).replace(self.root / target)
+        sync_folder((self.root / target).parent)
 
     def remove(self, name: str) -> None:
         """Delete a file; one that is gone already is fine."""

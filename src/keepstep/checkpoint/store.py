@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from keepstep.checkpoint.direct import write_durable
 from keepstep.core.files import sync_folder, write_atomic
-
-WRITE_BYTES = 8 * 1024 * 1024
 
 
 class Store(Protocol):
@@ -98,16 +97,7 @@ class LocalStore:
         """Write a new file, durable on return."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            for piece in pieces:
-                view = piece.cast("B") if piece.format != "B" else piece
-                done = 0
-                while done < len(view):
-                    done += os.write(handle, view[done : done + WRITE_BYTES])
-            os.fdatasync(handle)
-        finally:
-            os.close(handle)
+        write_durable(path, pieces)
         sync_folder(path.parent)
 
     def create(self, name: str, content: bytes) -> None:

@@ -5,8 +5,8 @@
 A job trains a small FSDP2 model with dropout and AdamW, saves behind training every second step and keeps two steps. It
 is killed at random moments (the whole process group, or the trainers alone so that their writers live on) and at every
 numbered failpoint of the commit protocol. After each kill every committed step must be whole, the newest one no older
-than the last commit that the job had heard of; started again, each loss must be, bit for bit, that of a run which nobody
-killed. Jobs are forked from this process, which has torch imported already: a round takes about a second.
+than the last commit that the job had heard of; started again, each loss must be, bit for bit, that of a run which
+nobody killed. Jobs are forked from this process, which has torch imported already: a round takes about a second.
 """
 
 from __future__ import annotations

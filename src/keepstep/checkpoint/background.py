@@ -46,6 +46,10 @@ class WriterProcess:
         """Tell a committing writer that some rank's part will never come."""
         self._send(json.dumps({"abort": token}))
 
+    def fail(self, message: str) -> None:
+        """Put a failure of our own side in the place of the report that will not come."""
+        self._reports.put({"kind": "failed", "message": message, "seconds": 0.0})
+
     def report(self, timeout_s: float | None) -> dict[str, Any] | None:
         """The next report; None when there is none within the time (0 looks without waiting)."""
         try:

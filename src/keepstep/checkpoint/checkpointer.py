@@ -168,7 +168,9 @@ class Checkpointer:
             self._total_bytes = sum(self._gather(self._plan.size_bytes))
         plan = self._plan
         assert plan is not None
-        attempt, free_bytes = proposals[0][1]
+        attempt, free_bytes, failure = proposals[0][1]
+        if attempt is None:
+            raise CheckpointError(f"step {step} is not committed: {failure}")
         self._check_space(free_bytes)
         self._event("checkpoint_started", {"step": step})
         memory = {(held.name, held.box): held.local for held in holdings}
@@ -189,18 +191,34 @@ class Checkpointer:
         writer = self._writer
         assert writer is not None
         self._flying, self._report = attempt, None
-        snapshot.start([(s, memory[s.tensor, s.box]) for s in plan.specs], plan.size_bytes, lambda: writer.submit(job))
 
-    def _propose(self, step: int) -> tuple[Attempt, int | None]:
-        """Rank 0 chooses folder, sequence number and token, and looks at the free space."""
+        def copied(error: Exception | None) -> None:
+            if error is None:
+                writer.submit(job)
+            else:
+                writer.fail(f"rank {self.rank} could not copy its state: {error}")
+
+        try:
+            snapshot.start([(s, memory[s.tensor, s.box]) for s in plan.specs], plan.size_bytes, copied)
+        except (OSError, RuntimeError) as error:
+            # Out of host memory, say. The other ranks are under way: this one must fail like a writer, not alone.
+            copied(error)
+
+    def _propose(self, step: int) -> tuple[Attempt | None, int | None, str]:
+        """Rank 0 chooses folder, sequence number and token, and looks at the free space; or says why it cannot."""
+        try:
+            return self._new_attempt(step), self._store.free_bytes(), ""
+        except (OSError, CheckpointError) as error:
+            return None, None, str(error)
+
+    def _new_attempt(self, step: int) -> Attempt:
         if self._sequence is None:
             self._sequence = max((found.marker.sequence for found in commit.committed_steps(self._store)), default=0)
             for name in commit.leftovers(self._store):
                 self._store.remove_folder(name)
         self._sequence += 1
         folder = commit.free_folder(self._store, step)
-        attempt = Attempt(step, self._sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
-        return attempt, self._store.free_bytes()
+        return Attempt(step, self._sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
 
     def _check_space(self, free_bytes: int | None) -> None:
         needed = self._total_bytes * (2 if self._config.parity else 1) + SPARE_BYTES

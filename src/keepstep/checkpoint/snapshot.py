@@ -41,9 +41,9 @@ class Snapshot:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._registered = False
         self._copying: threading.Thread | None = None
+        self._copied: CopyPlan = ()
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._failure: BaseException | None = None
 
     def ensure(self, size_bytes: int, cuda: bool) -> None:
         """Have room for `size_bytes`, resident and, for a GPU, registered with the driver."""
@@ -60,8 +60,8 @@ class Snapshot:
                 )
                 self._registered = True
 
-    def start(self, plan: CopyPlan, size_bytes: int, done: Callable[[], None]) -> None:
-        """Begin to copy; `done` runs (on another thread) once every byte is in the buffer."""
+    def start(self, plan: CopyPlan, size_bytes: int, done: Callable[[Exception | None], None]) -> None:
+        """Begin to copy; `done` runs, on another thread, once every byte is in the buffer or the copy has failed."""
         cuda = any(tensor.is_cuda for _, tensor in plan)
         self.ensure(size_bytes, cuda)
         failpoints.reach("copy_started")
@@ -88,12 +88,13 @@ class Snapshot:
                     self._copy(spec, tensor)
                 if event is not None:
                     event.synchronize()
-                # The tensors of a GPU copy must live until here, or their memory could be handed out again.
-                plan_alive = plan
-                done()
-                del plan_alive
-            except BaseException as error:  # handed to the step that waits for this copy
-                self._failure = error
+            except (RuntimeError, ValueError, OSError) as error:
+                done(error)
+            else:
+                done(None)
+
+        # Keeps the tensors alive until `join`: freed memory could be handed out again while the GPU still reads it.
+        self._copied = plan
 
         self._copying = threading.Thread(target=work, name="checkpoint-copy", daemon=True)
         self._copying.start()
@@ -111,9 +112,7 @@ class Snapshot:
         if self._copying is not None:
             self._copying.join()
             self._copying = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            self._copied = ()
 
     def close(self) -> None:
         """Give the memory back."""

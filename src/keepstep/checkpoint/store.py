@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from keepstep.checkpoint.direct import write_durable
+from keepstep.checkpoint.objects import ObjectStore, parse_url
 from keepstep.core.files import sync_folder, write_atomic
 
 
@@ -145,5 +146,6 @@ class LocalStore:
 
 
 def open_store(place: str | Path) -> Store:
-    """The store behind a path."""
-    return LocalStore(Path(place))
+    """The store behind a path or an object store's URL."""
+    url = parse_url(str(place))
+    return ObjectStore(*url) if url else LocalStore(Path(place))

@@ -309,9 +309,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--failpoint-counts", default="1,3", help="kill at the n-th time each failpoint is reached")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    tally = run(args.kills, [1, 3], args.seed)
+    tally = run(args.kills, [int(count) for count in args.failpoint_counts.split(",")], args.seed)
     print(json.dumps(tally.__dict__, indent=None if args.json else 1))
     return 1 if tally.problems else 0
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint import commit, parity
-from keepstep.checkpoint.boxes import Box
-from keepstep.checkpoint.commit import Attempt
-from keepstep.checkpoint.hashing import Algorithm, best_algorithm
-from keepstep.checkpoint.layout import DTYPE_NAMES, rank_name, split_state
-from keepstep.checkpoint.manifest import StepFolder, folder_name
-from keepstep.checkpoint.restore import bytes_of, restore
-from keepstep.checkpoint.shards import lay_out
+from keepstep.checkpoint import commit
+from keepstep.checkpoint.hashing import Algorithm
+from keepstep.checkpoint.layout import rank_name, split_state
+from keepstep.checkpoint.manifest import StepFolder
+from keepstep.checkpoint.offline import Content, write_content
+from keepstep.checkpoint.restore import restore
 from keepstep.checkpoint.store import Store
 
 
@@ -60,37 +58,13 @@ def write_step(
     step: int,
     state: dict[str, Any],
     ranks: int = 3,
-    sequence: int | None = None,
     with_parity: bool = False,
     algorithm: Algorithm | None = None,
 ) -> StepFolder:
     """Commit a step as `ranks` processes would, each with its rows of every tensor, without starting any."""
     named, values = split_state(state)
     tensors = {rank_name(name, 0) if name.startswith("rank.") else name: tensor for name, tensor in named.items()}
-    attempt = Attempt(step, sequence or step, folder_name(step), f"{step:08x}", ranks, algorithm or best_algorithm())
-    for rank in range(ranks):
-        pieces, memory = [], {}
-        for name, tensor in tensors.items():
-            rows = tensor.shape[0] if tensor.shape else 1
-            first, last = rows * rank // ranks, rows * (rank + 1) // ranks
-            local = tensor[first:last] if tensor.shape else tensor
-            if not local.numel() or (not tensor.shape and rank):
-                continue
-            offset = (first, *(0,) * (len(tensor.shape) - 1)) if tensor.shape else ()
-            box = Box(offset, tuple(local.shape))
-            pieces.append((name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), box))
-            memory[name, box] = local
-        specs, size_bytes = lay_out(pieces)
-        buffer = bytearray(size_bytes)
-        for spec in specs:
-            buffer[spec.begin : spec.begin + spec.size_bytes] = bytes_of(memory[spec.tensor, spec.box].contiguous())
-        holds = {name: [DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
-        commit.write_part(store, attempt, rank, specs, memoryview(buffer), {"holds": holds, "rank_values": {}})
-    parts = commit.await_parts(store, attempt, lambda: False, 1.0)
-    manifest = commit.compose(attempt, parts, values, {"loss": 1.0 / step})
-    if with_parity:
-        manifest = parity.add(store, attempt.folder, attempt.token, manifest)
-    return commit.publish(store, attempt, manifest)
+    return write_content(store, Content(step, tensors, values, {"loss": 1.0 / step}, {}), ranks, with_parity, algorithm)
 
 
 def load_step(store: Store, name: str, into: dict[str, Any]) -> None:

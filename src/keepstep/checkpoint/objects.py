@@ -1,4 +1,4 @@
-"""Object stores through fsspec: S3, Google Cloud Storage, Azure Blob. They cannot rename; we commit by conditional put."""
+"""Object stores through fsspec: S3, Google Cloud Storage, Azure Blob. None can rename; we commit by conditional put."""
 
 from __future__ import annotations
 

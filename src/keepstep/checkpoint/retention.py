@@ -46,8 +46,8 @@ def surplus(steps: Sequence[StepFolder], rules: Rules, losses: Mapping[str, floa
     return [step for step in steps if step.name not in kept]
 
 
-def apply(store: Store, rules: Rules, note: Callable[[str], None]) -> list[str]:
-    """Remove what the rules do not keep; returns the names removed. Nothing goes unless a kept step is whole."""
+def removable(store: Store, rules: Rules, note: Callable[[str], None]) -> list[str]:
+    """Names of the steps that may go now, oldest first. None, unless a step that stays is whole."""
     steps = commit.committed_steps(store)
     losses = _losses(store, steps) if rules.keep_best > 0 else {}
     doomed = surplus(steps, rules, losses)
@@ -60,15 +60,22 @@ def apply(store: Store, rules: Rules, note: Callable[[str], None]) -> list[str]:
         if problem is None:
             break
     else:
-        note(f"no old checkpoint was removed, because none of the newer ones is whole: {problem}")
+        note(f"no old checkpoint is removed, because none of the newer ones is whole: {problem}")
         return []
-    removed = []
+    free = []
     for step in reversed(doomed):
         if being_read(store, step.name):
             note(f"{step.name} is being read and stays until the next save")
-            continue
-        remove_step(store, step)
-        removed.append(step.name)
+        else:
+            free.append(step.name)
+    return free
+
+
+def apply(store: Store, rules: Rules, note: Callable[[str], None]) -> list[str]:
+    """Remove what the rules do not keep; returns the names removed."""
+    removed = removable(store, rules, note)
+    for name in removed:
+        remove_step(store, name)
     return removed
 
 
@@ -93,11 +100,11 @@ def _losses(store: Store, steps: Sequence[StepFolder]) -> dict[str, float]:
     return losses
 
 
-def remove_step(store: Store, step: StepFolder) -> None:
+def remove_step(store: Store, name: str) -> None:
     """Delete one step."""
-    store.remove(f"{step.name}/{MARKER}")
+    store.remove(f"{name}/{MARKER}")
     failpoints.reach("gc_marker_removed")
-    store.remove_folder(step.name)
+    store.remove_folder(name)
     failpoints.reach("gc_folder_removed")
 
 

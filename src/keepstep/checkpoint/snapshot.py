@@ -67,7 +67,7 @@ class Snapshot:
         failpoints.reach("copy_started")
         later = []
         if cuda:
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for spec, tensor in plan:
@@ -136,4 +136,4 @@ class Snapshot:
 
 
 def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()

@@ -211,8 +211,22 @@ def measure_loads(state: dict[str, Any], folder: Path, rounds: int) -> dict[str,
     stored = checkpointer.find()
     assert stored is not None
     checkpointer.close()
+    grown = bytes_read_when_grown(state, folder / "one")
     remove(folder)
-    return {"keepstep_s": ours[1:], "dcp_s": theirs[1:], "bytes_read_over_stored": read / stored.marker.data_bytes}
+    ratio = read / stored.marker.data_bytes
+    return {"keepstep_s": ours[1:], "dcp_s": theirs[1:], "bytes_read_over_stored": ratio, "bytes_read_grown": grown}
+
+
+def bytes_read_when_grown(state: dict[str, Any], folder: Path) -> float:
+    """Bytes that two processes read, over bytes stored, when one process wrote the checkpoint."""
+    checkpointer = Checkpointer(folder, CheckpointConfig(format="full"))
+    checkpointer.save(1, state, {})
+    loaded = checkpointer.load_newest(state)
+    assert loaded is not None
+    total = torch.tensor(loaded.bytes_read)
+    dist.all_reduce(total)
+    checkpointer.close()
+    return int(total) / loaded.where.marker.data_bytes
 
 
 def worker(rank: int, world: int, port: int, folder: str, rounds: int, answer: str) -> None:
@@ -253,6 +267,7 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
         "save_over_dcp_unsynced": save_s / median(raw["save"]["dcp_unsynced_s"]),
         "load_vs_dcp": median(raw["load"]["dcp_s"]) / median(raw["load"]["keepstep_s"]),
         "bytes_read_over_stored": raw["load"]["bytes_read_over_stored"],
+        "bytes_read_over_stored_grown": raw["load"]["bytes_read_grown"],
         "memcpy_s": memcpy_s,
         "blocked_s": median(raw["stall"]["blocked_s"]),
         "extra_step_s": median(raw["stall"]["extra_step_s"]),

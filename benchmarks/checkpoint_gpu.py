@@ -40,8 +40,9 @@ class Training:
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = self.model(self.tokens, self.tokens, loss_chunks=8)
-        (loss / self.tokens.numel()).backward()
+            logits = self.model(self.tokens)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten())
+        loss.backward()
         before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()

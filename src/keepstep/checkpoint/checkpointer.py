@@ -185,7 +185,7 @@ class Checkpointer:
             holds={held.name: (held.dtype, held.shape) for held in holdings},
             rank_values=rank_values,
             publication=publication,
-            threads=_hash_threads(),
+            threads=self._threads(share=2),
         )
         snapshot = self._ensure_writer()
         writer = self._writer
@@ -357,7 +357,9 @@ class Checkpointer:
         store = self._store_of(where)
         with reading(store, where.name):
             manifest = commit.read_manifest(store, where)
-            values, bytes_read = restore(store, where.name, manifest, into, self.rank, self.world_size, strict)
+            values, bytes_read = restore(
+                store, where.name, manifest, into, self.rank, self.world_size, strict, self._threads(share=1)
+            )
         folder = store.locate(where.name)
         return LoadedStep(manifest.step, where, folder, values, manifest.metadata, manifest.world_size, bytes_read)
 
@@ -404,6 +406,12 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- talking
 
+    def _threads(self, share: int) -> int:
+        """Threads for hashing: this rank's cores when it loads, half of them beside a step; over 16 gain nothing."""
+        ranks = from_environment()
+        neighbours = ranks.local_world_size if ranks.launched else self.world_size
+        return min(16, max(1, (os.cpu_count() or 1) // neighbours // share))
+
     def _event(self, kind: str, facts: dict[str, Any]) -> None:
         if self._on_event is not None:
             self._on_event(kind, facts)
@@ -426,11 +434,6 @@ class Checkpointer:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-def _hash_threads() -> int:
-    """Half of this rank's share of the cores: the step needs the other half."""
-    return max(1, (os.cpu_count() or 1) // from_environment().local_world_size // 2)
 
 
 def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], rank: int) -> list[Holding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def restore(
     rank: int,
     world_size: int,
     strict: bool = True,
+    threads: int = 1,
 ) -> tuple[dict[str, Any], int]:
     """Fill the tensors of `into` and return the plain values with the bytes read; no unchecked byte gets through.
 
@@ -74,11 +76,16 @@ def restore(
             if common is not None:
                 by_file[piece.file].append((held, piece, common))
     bytes_read = 0
-    with torch.no_grad():
+    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
         for file, jobs in sorted(by_file.items()):
             reader = ShardReader(store, folder, manifest.files[file], manifest.algorithm)
-            for held, piece, common in sorted(jobs, key=lambda job: job[1].begin):
-                fill(reader, held, piece, common)
+            ordered = sorted(jobs, key=lambda job: job[1].begin)
+            if threads == 1:
+                for held, piece, common in ordered:
+                    fill(reader, held, piece, common)
+            else:
+                # Pieces never overlap in the tensors they fill. `list` lets the first error out.
+                list(pool.map(lambda job, reader=reader: fill(reader, *job), ordered))
             bytes_read += reader.bytes_read
     values = dict(manifest.values)
     if rank in manifest.rank_values:

@@ -121,8 +121,14 @@ class ShardReader:
         self._entry = entry
         self._digest = hasher(algorithm)
         self._block_chars = DIGEST_CHARS[algorithm]
-        self.bytes_read = 0
+        # Appended to, not added up: threads share a reader, and an append cannot lose a count.
+        self._reads: list[int] = []
         self._open()
+
+    @property
+    def bytes_read(self) -> int:
+        """What was read of this file so far."""
+        return sum(self._reads)
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -159,7 +165,7 @@ class ShardReader:
             read = self._store.read_into(self._name, offset, buffer)
         except OSError as error:
             raise self._damaged(f"cannot be read: {error.strerror or error}") from error
-        self.bytes_read += read
+        self._reads.append(read)
         if read != len(buffer):
             raise self._damaged(f"ends after {offset + read} bytes")
 

@@ -29,5 +29,9 @@ def test_a_job_killed_a_dozen_times_loses_no_commit_and_ends_with_the_same_losse
     assert tally["failpoint_kills"] == 10
 
 
+def test_a_lost_node_costs_nothing_when_every_node_writes_to_its_own_disk() -> None:
+    assert run_harness(str(HERE / "nodes.py")) == {"nodes": 2, "lost": 0}
+
+
 def test_every_layout_loads_into_every_other_bit_for_bit() -> None:
     assert run_harness(str(HERE / "elastic.py"), "--worlds", "1,3,4")["pairs"] >= 60

@@ -14,6 +14,7 @@ from typing import Any
 
 import keepstep
 from keepstep.checkpoint.writer import Job
+from keepstep.core.errors import CheckpointError
 
 
 class WriterProcess:
@@ -41,6 +42,14 @@ class WriterProcess:
     def submit(self, job: Job) -> None:
         """Hand over a job; a report for it will come, even if the writer is dead."""
         self._send(job.to_json())
+
+    def serve(self, place: str, secret: str) -> int:
+        """Have it accept copies from other nodes into `place`; returns its port. Only while no job is under way."""
+        self._send(json.dumps({"serve": place, "secret": secret}))
+        report = self._reports.get()
+        if report["kind"] != "serving":
+            raise CheckpointError(f"copies from other nodes cannot be taken: {report['message']}")
+        return int(report["port"])
 
     def abort(self, token: str) -> None:
         """Tell a committing writer that some rank's part will never come."""

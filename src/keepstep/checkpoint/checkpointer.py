@@ -19,6 +19,7 @@ from keepstep.checkpoint.commit import Attempt
 from keepstep.checkpoint.hashing import best_algorithm
 from keepstep.checkpoint.layout import RANK_KEY, Holding, holding, settle_owners, split_state
 from keepstep.checkpoint.manifest import Marker, StepFolder
+from keepstep.checkpoint.nearby import Nearby
 from keepstep.checkpoint.restore import restore
 from keepstep.checkpoint.retention import Rules, reading
 from keepstep.checkpoint.shards import PieceSpec, lay_out
@@ -86,12 +87,15 @@ class Checkpointer:
         self._sequence: int | None = None
         self._flying: Attempt | None = None
         self._report: dict[str, Any] | None = None
+        self._nearby: Nearby | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 # A group of our own: small CPU messages that never queue behind the training's collectives.
                 self._group = dist.new_group(backend="gloo")
+                if config.format == "local":
+                    self._nearby = Nearby(self._store, self._group, self._gather)
 
     @property
     def last_committed(self) -> tuple[int, float] | None:
@@ -173,6 +177,9 @@ class Checkpointer:
             raise CheckpointError(f"step {step} is not committed: {failure}")
         self._check_space(free_bytes)
         self._event("checkpoint_started", {"step": step})
+        snapshot = self._ensure_writer()
+        writer = self._writer
+        assert writer is not None
         memory = {(held.name, held.box): held.local for held in holdings}
         rules = Rules(self._config.keep, self._config.keep_every, self._config.keep_best)
         publication = Publication(plain, dict(metadata), rules, self._config.parity) if self.rank == 0 else None
@@ -186,10 +193,8 @@ class Checkpointer:
             rank_values=rank_values,
             publication=publication,
             threads=self._threads(share=2),
+            peers=self._nearby.peers(self._place, writer) if self._nearby is not None else None,
         )
-        snapshot = self._ensure_writer()
-        writer = self._writer
-        assert writer is not None
         self._flying, self._report = attempt, None
 
         def copied(error: Exception | None) -> None:
@@ -221,7 +226,9 @@ class Checkpointer:
         return Attempt(step, self._sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
 
     def _check_space(self, free_bytes: int | None) -> None:
-        needed = self._total_bytes * (2 if self._config.parity else 1) + SPARE_BYTES
+        copies = 2 if self._config.parity or self._nearby is not None else 1
+        nodes = self._nearby.node_count if self._nearby is not None else 1
+        needed = self._total_bytes * copies // nodes + SPARE_BYTES
         if free_bytes is not None and free_bytes < needed:
             raise CheckpointError(
                 f"{self._store.locate()} has {format_bytes(free_bytes)} free and this save needs "
@@ -237,6 +244,8 @@ class Checkpointer:
             self._writer = None
         if self._writer is None:
             self._writer = WriterProcess(self._snapshot.handle)
+            if self._nearby is not None:
+                self._nearby.forget()
         return self._snapshot
 
     def _settle(self, before: int | None = None) -> str | None:
@@ -332,6 +341,8 @@ class Checkpointer:
         """Load on every rank; when one fails, all have failed."""
         loaded, own = None, None
         try:
+            if self._nearby is not None and self._store_of(where) is self._store:
+                self._nearby.bring(where, into)
             loaded = self._load(where, into, strict)
         except CheckpointError as error:
             own = error
@@ -339,7 +350,12 @@ class Checkpointer:
         return (None, CheckpointError(*failures[0])) if failures else (loaded, None)
 
     def _mended(self, where: StepFolder) -> bool:
-        """Rebuild a damaged step from its parity; whether that is worth another try."""
+        """Rebuild a damaged step from its parity or its replicas; whether that is worth another try."""
+        if self._nearby is not None and self._store_of(where) is self._store:
+            dropped = self._nearby.drop_damaged(where)
+            if dropped:
+                self._warn("checkpoint_repaired", f"{where.name}: fetching {', '.join(dropped)} anew", step=where.step)
+            return bool(dropped)
         rebuilt: list[str] = []
         if self.rank == 0:
             try:
@@ -375,6 +391,8 @@ class Checkpointer:
 
     def _candidates(self) -> list[StepFolder]:
         """The steps to try, best first; rank 0 looks, and what it sees or fails with holds for all."""
+        if self._nearby is not None and self._resume_place() is None:
+            return self._nearby.steps()
         steps: list[StepFolder] = []
         failure: str | None = None
         if self.rank == 0:

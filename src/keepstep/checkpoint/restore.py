@@ -66,15 +66,7 @@ def restore(
     tensors, _ = split_state(into)
     holdings = [holding(name, tensor, rank, world_size) for name, tensor in tensors.items()]
     match_names(manifest, into, holdings, store.locate(folder), strict)
-    by_file: dict[int, list[tuple[Holding, Piece, Box]]] = defaultdict(list)
-    for held in holdings:
-        entry = manifest.tensors.get(held.name)
-        if entry is None or entry.shape != held.shape or entry.dtype != held.dtype:
-            continue
-        for piece in entry.pieces:
-            common = piece.box.common(held.box) if held.box.count else None
-            if common is not None:
-                by_file[piece.file].append((held, piece, common))
+    by_file = _jobs(manifest, holdings)
     bytes_read = 0
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
         for file, jobs in sorted(by_file.items()):
@@ -91,6 +83,26 @@ def restore(
     if rank in manifest.rank_values:
         values[RANK_KEY] = manifest.rank_values[rank]
     return values, bytes_read
+
+
+def _jobs(manifest: Manifest, holdings: list[Holding]) -> dict[int, list[tuple[Holding, Piece, Box]]]:
+    """Which parts of which pieces go into our tensors, by data file."""
+    by_file: dict[int, list[tuple[Holding, Piece, Box]]] = defaultdict(list)
+    for held in holdings:
+        entry = manifest.tensors.get(held.name)
+        if entry is None or entry.shape != held.shape or entry.dtype != held.dtype:
+            continue
+        for piece in entry.pieces:
+            common = piece.box.common(held.box) if held.box.count else None
+            if common is not None:
+                by_file[piece.file].append((held, piece, common))
+    return by_file
+
+
+def files_needed(manifest: Manifest, into: Mapping[str, Any], rank: int, world_size: int) -> set[int]:
+    """The data files that hold something for this process."""
+    tensors, _ = split_state(into)
+    return set(_jobs(manifest, [holding(name, tensor, rank, world_size) for name, tensor in tensors.items()]))
 
 
 def fill(reader: ShardReader, held: Holding, piece: Piece, common: Box) -> None:

@@ -46,8 +46,11 @@ def surplus(steps: Sequence[StepFolder], rules: Rules, losses: Mapping[str, floa
     return [step for step in steps if step.name not in kept]
 
 
-def removable(store: Store, rules: Rules, note: Callable[[str], None]) -> list[str]:
-    """Names of the steps that may go now, oldest first. None, unless a step that stays is whole."""
+def removable(store: Store, rules: Rules, note: Callable[[str], None], elsewhere: bool = False) -> list[str]:
+    """Names of the steps that may go now, oldest first. None, unless a step that stays is whole.
+
+    `elsewhere` says that some files lie on other nodes: those cannot be looked at from here.
+    """
     steps = commit.committed_steps(store)
     losses = _losses(store, steps) if rules.keep_best > 0 else {}
     doomed = surplus(steps, rules, losses)
@@ -56,7 +59,7 @@ def removable(store: Store, rules: Rules, note: Callable[[str], None]) -> list[s
     gone = {step.name for step in doomed}
     problem = None
     for step in (step for step in steps if step.name not in gone):
-        problem = quick_problem(store, step)
+        problem = quick_problem(store, step, elsewhere)
         if problem is None:
             break
     else:
@@ -71,19 +74,22 @@ def removable(store: Store, rules: Rules, note: Callable[[str], None]) -> list[s
     return free
 
 
-def apply(store: Store, rules: Rules, note: Callable[[str], None]) -> list[str]:
+def apply(store: Store, rules: Rules, note: Callable[[str], None], elsewhere: bool = False) -> list[str]:
     """Remove what the rules do not keep; returns the names removed."""
-    removed = removable(store, rules, note)
+    removed = removable(store, rules, note, elsewhere)
     for name in removed:
         remove_step(store, name)
     return removed
 
 
-def quick_problem(store: Store, step: StepFolder) -> str | None:
+def quick_problem(store: Store, step: StepFolder, elsewhere: bool = False) -> str | None:
     """None when manifest, file sizes and headers are as they were written: the check before an older step may go."""
     try:
         manifest = commit.read_manifest(store, step)
+        here = set(store.names(step.name))
         for file in manifest.files:
+            if elsewhere and file.name not in here:
+                continue
             ShardReader(store, step.name, file, manifest.algorithm)
     except CheckpointError as error:
         return error.message

@@ -77,10 +77,8 @@ def block_size(total_bytes: int) -> int:
     return size
 
 
-def write_shard(
-    store: Store, name: str, specs: Sequence[PieceSpec], data: memoryview, algorithm: Algorithm, threads: int = 1
-) -> FileEntry:
-    """Hash `data`, then write header and data as the file `name`; durable on return."""
+def shard_header(specs: Sequence[PieceSpec], data: memoryview, algorithm: Algorithm, threads: int = 1) -> bytes:
+    """Hash the source buffer and make the header that, followed by `data`, is a data file."""
     block_bytes = block_size(len(data))
 
     def hashes_of(spec: PieceSpec) -> list[str]:
@@ -91,9 +89,7 @@ def write_shard(
             blocks = "".join("".join(hashes) for hashes in pool.map(hashes_of, specs))
     else:
         blocks = "".join("".join(hashes_of(spec)) for spec in specs)
-    header = encode_header(specs, block_bytes, algorithm, blocks)
-    store.write(name, [memoryview(header), data])
-    return FileEntry(name.rpartition("/")[2], len(header) + len(data), len(header), hasher(algorithm)(header))
+    return encode_header(specs, block_bytes, algorithm, blocks)
 
 
 def encode_header(specs: Sequence[PieceSpec], block_bytes: int, algorithm: Algorithm, blocks: str) -> bytes:

@@ -21,7 +21,8 @@ from typing import Any
 
 from keepstep.checkpoint import commit, parity, retention
 from keepstep.checkpoint.commit import Attempt
-from keepstep.checkpoint.manifest import StepFolder
+from keepstep.checkpoint.manifest import LATEST, MARKER, StepFolder
+from keepstep.checkpoint.peers import Peers, serve
 from keepstep.checkpoint.shards import PieceSpec
 from keepstep.checkpoint.store import Store, open_store
 from keepstep.core.errors import CheckpointError
@@ -54,11 +55,13 @@ class Job:
     rank_values: dict[str, Any]
     publication: Publication | None
     threads: int = 1
+    peers: Peers | None = None
 
     def to_json(self) -> str:
         """One line."""
         body = {**self.__dict__, "attempt": asdict(self.attempt), "specs": [spec.to_json() for spec in self.specs]}
         body["publication"] = asdict(self.publication) if self.publication else None
+        body["peers"] = asdict(self.peers) if self.peers else None
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
@@ -70,6 +73,7 @@ class Job:
         if publication:
             publication["rules"] = retention.Rules(**publication["rules"])
             body["publication"] = Publication(**publication)
+        body["peers"] = Peers.from_json(body["peers"]) if body["peers"] else None
         return Job(**body)
 
 
@@ -79,7 +83,7 @@ def perform(job: Job, data: memoryview, stop: Callable[[], bool]) -> dict[str, A
     store = open_store(job.place)
     try:
         extra = {"holds": job.holds, "rank_values": job.rank_values}
-        commit.write_part(store, job.attempt, job.rank, job.specs, data, extra, job.threads)
+        commit.write_part(store, job.attempt, job.rank, job.specs, data, extra, job.threads, job.peers)
         written_s = time.monotonic() - began
         report: dict[str, Any] = {"kind": "written", "step": job.attempt.step, "seconds": written_s}
         if job.publication is not None:
@@ -105,12 +109,15 @@ def _publish(
     manifest = commit.compose(job.attempt, parts, publication.values, publication.metadata)
     if publication.parity:
         manifest = parity.add(store, job.attempt.folder, job.attempt.token, manifest)
-    committed = commit.publish(store, job.attempt, manifest)
+    committed = commit.publish(store, job.attempt, manifest, elsewhere=job.peers is not None)
     notes: list[str] = []
     try:
-        retention.apply(store, publication.rules, notes.append)
+        retired = retention.apply(store, publication.rules, notes.append, elsewhere=job.peers is not None)
+        if job.peers is not None:
+            names = (f"{committed.name}/{committed.marker.manifest}", f"{committed.name}/{MARKER}", LATEST)
+            job.peers.send_published({name: store.read(name) for name in names}, retired)
     except (OSError, CheckpointError) as error:
-        notes.append(f"old checkpoints could not be removed: {error}")
+        notes.append(f"the step is committed, but not all was tidied up after it: {error}")
     return committed, notes
 
 
@@ -118,8 +125,8 @@ def _give_up(store: Store, job: Job, message: str) -> None:
     """Free the space and tell the committing rank not to wait; the disk may be the very thing that failed."""
     try:
         store.remove(f"{job.attempt.folder}/{job.attempt.file_name(job.rank)}")
-        commit.write_failure(store, job.attempt, job.rank, message)
-    except OSError:
+        commit.announce(store, job.attempt, job.rank, {"error": message}, job.peers)
+    except (OSError, CheckpointError):
         pass
 
 
@@ -137,6 +144,9 @@ class _Inbox:
             body = json.loads(line)
             if "abort" in body:
                 self._aborted.add(body["abort"])
+            elif "serve" in body:
+                port = serve(open_store(body["serve"]), body["secret"])
+                print(json.dumps({"kind": "serving", "port": port}), flush=True)
             else:
                 self.jobs.put(Job.from_json(body))
         self._orphaned_at = time.monotonic()

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-browser lint clean
+.PHONY: help demo test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -36,6 +36,9 @@ lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
 
 clean:          ## remove the environment and everything made by runs
 	rm -rf $(VENV) runs

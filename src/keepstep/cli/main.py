@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "new": ("keepstep.cli.new", "write a commented run.yaml to start from"),
     "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
     "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
+    "ckpt": ("keepstep.cli.ckpt", "list, verify, repair, convert and compare checkpoints"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
     "runs": ("keepstep.cli.runs", "list runs with their state, compare two, merge their logs"),
     "watch": ("keepstep.cli.watch", "follow one run in the terminal"),

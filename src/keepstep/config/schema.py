@@ -228,6 +228,17 @@ class CheckpointConfig:
     """Go on from this step folder instead (another run's, for example)."""
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
+    asynchronous: bool = True
+    """Write behind training: a step waits only for a copy in memory that it has not overtaken. Off waits for the disk."""
+    format: Literal["sharded", "full", "local"] = "sharded"
+    """sharded: each process writes its own share at the same time. full: one file with whole tensors, gathered first.
+    local: shares on each node's own disk, with a copy on the next node. All load at any number of processes."""
+    parity: Literal[0, 1] = 0
+    """1 adds a parity file for every eight data files: one lost or damaged file among them is rebuilt by itself."""
+    keep_every: int = 0
+    """Steps divisible by this are kept for good, beside the newest; 0 switches it off."""
+    keep_best: int = 0
+    """This many steps with the lowest loss are kept, beside the newest; 0 switches it off."""
 
 
 @dataclass(frozen=True)

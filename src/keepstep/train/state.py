@@ -1,0 +1,59 @@
+"""What a checkpoint holds: every number that the next step depends on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from keepstep.train.clock import Clock
+from keepstep.train.optimizer import Optimizers
+from keepstep.train.scaler import LossScaler
+
+
+@dataclass
+class TrainState:
+    """The live parts whose state is saved and restored."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    scaler: LossScaler
+    clock: Clock
+
+    def weights(self) -> dict[str, Any]:
+        """The model's live parameters by name; it keeps no other state."""
+        return dict(self.model.named_parameters())
+
+    def tensors(self) -> dict[str, Any]:
+        """Live tensors: saving reads them, loading fills them in place."""
+        return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
+
+    def numbers(self) -> dict[str, Any]:
+        """Plain values that go along."""
+        return {"clock": self.clock.state(), "scaler": self.scaler.state()}
+
+    def adopt(self, numbers: dict[str, Any], rng: dict[str, Any]) -> None:
+        """Take over plain values and this process's random state."""
+        self.clock.restore(numbers["clock"])
+        self.scaler.restore(numbers["scaler"])
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"])
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Dropout differs between processes; everything else draws from its own generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed * 1_000_003 + rank)
+
+
+def _rng_tensors() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states

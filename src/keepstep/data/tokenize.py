@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def special_id(tokenizer: Any, text: str, path: Path) -> int:
 class Encoder:
     """Ids exactly as Hugging Face tokenizers gives them, by the fastest way that was proven to agree.
 
-    fastokens is tried where it is installed: it must load the same tokenizer.json and agree on every sample it is shown.
+    fastokens is tried where it is installed: it must load the same file and agree on every sample it is shown.
     """
 
     def __init__(self, path: Path, *, fast: bool = True) -> None:
@@ -75,7 +76,7 @@ class Encoder:
         """Whether `prove` has been asked at least once."""
         self.notice = "" if self._fast is not None or not fast else "fastokens cannot be used with this tokenizer"
 
-    @property
+    @functools.cached_property
     def vocab(self) -> int:
         """Ids are below this."""
         known: dict[str, int] = self._exact.get_vocab(with_added_tokens=True)

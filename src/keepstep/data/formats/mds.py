@@ -118,7 +118,7 @@ def _config(column: str, encoding: str) -> dict[str, Any]:
 
 def _array_head(length: int) -> bytes:
     """Rank and shape of a one-dimensional array, in the smallest type that holds the length."""
-    code = next(code for code, dtype in enumerate(_SHAPE_TYPES) if length <= np.iinfo(dtype).max)
+    code = next(code for code, dtype in enumerate(_SHAPE_TYPES) if length < 1 << 8 * dtype.itemsize)
     return bytes([(1 << 2) | code]) + np.array([length], _SHAPE_TYPES[code]).tobytes()
 
 
@@ -154,7 +154,9 @@ def parse_index(raw: bytes, where: str) -> list[ShardEntry]:
         if index["version"] != 2 or not isinstance(shards, list):
             raise ValueError("not version 2")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{where} is not an MDS index: {error}", "the file is damaged: build or copy it again") from error
+        raise DataError(
+            f"{where} is not an MDS index: {error}", "the file is damaged: build or copy it again"
+        ) from error
     return [_parse_entry(entry, f"{where} shard {number}") for number, entry in enumerate(shards)]
 
 
@@ -287,5 +289,6 @@ def _find_column(entry: ShardEntry, column: str, path: Path) -> tuple[int, np.dt
             # Older llm-foundry stored raw int64 bytes.
             return number, _TOKEN_TYPES["int64"], False
     raise DataError(
-        f"{path} stores {column!r} as {encoding}, which are no tokens", "tokens are ndarray:int32, ndarray:uint16 or bytes"
+        f"{path} stores {column!r} as {encoding}, which are no tokens",
+        "tokens are ndarray:int32, ndarray:uint16 or bytes",
     )

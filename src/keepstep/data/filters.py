@@ -40,7 +40,9 @@ class FilterOptions:
 
 def parse_filters(words: list[str]) -> FilterOptions:
     """Read `name=value` pairs."""
-    known = {one.name: type(one.default) for one in fields(FilterOptions)}
+    known: dict[str, type[int] | type[float]] = {
+        one.name: float if one.type == "float" else int for one in fields(FilterOptions)
+    }
     values: dict[str, int | float] = {}
     for word in words:
         name, _, value = word.partition("=")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,20 @@ class Rows:
     tokens: NDArray[np.int64]
     documents: NDArray[np.int64] | None = None
     """Number of the document each token belongs to, counted inside the row; None when nobody asked."""
+    filled: NDArray[np.int64] | None = None
+    """Tokens of each row that are text and not padding; None when all are."""
+
+
+def check_vocab(tokens: NDArray[Any], vocab: int, name: str) -> None:
+    """Refuse tokens that the model has no row for: on a GPU they would be a crash far from here."""
+    if not tokens.size:
+        return
+    largest, smallest = int(tokens.max()), int(tokens.min())
+    if largest >= vocab or smallest < 0:
+        raise DataError(
+            f"{name} holds token {largest if largest >= vocab else smallest}, but model.vocab is {vocab}",
+            f"set model.vocab to at least {largest + 1}, or use the tokenizer the data was made with",
+        )
 
 
 class RowSource(Protocol):
@@ -46,24 +61,23 @@ class PackedRows:
         self._bounds = bounds
         self._can_exceed_vocab = int(np.iinfo(reader.dtype).max) >= vocab or np.iinfo(reader.dtype).min < 0
         self.count = max(0, (self._last - self._first - 1) // length)
-        stream = reader.tokens[self._first : self._last]
-        step = stream.strides[0] if stream.size else reader.dtype.itemsize
-        # Overlapping windows, one a row: a batch is then a single gather from the mapped file.
-        self._windows = np.lib.stride_tricks.as_strided(
-            stream, shape=(self.count, length + 1), strides=(step * length, step), writeable=False
-        )
 
     def read(self, indices: IndexArray) -> Rows:
         """Gather rows from the file."""
-        found = np.asarray(self._windows[indices])
-        if self._can_exceed_vocab and found.size:
-            largest, smallest = int(found.max()), int(found.min())
-            if largest >= self._vocab or smallest < 0:
-                raise DataError(
-                    f"{self._reader.prefix} holds token {largest if largest >= self._vocab else smallest}, "
-                    f"but model.vocab is {self._vocab}",
-                    f"set model.vocab to at least {largest + 1}, or use the tokenizer the data was made with",
-                )
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.count):
+            raise IndexError(f"rows are numbered 0 to {self.count - 1}")
+        size = self._reader.dtype.itemsize
+        # Overlapping windows, one a row: a batch is then a single gather from the mapped file.
+        windows: NDArray[Any] = np.ndarray(
+            (self.count, self._length + 1),
+            self._reader.dtype,
+            self._reader.tokens.data,
+            offset=self._first * size,
+            strides=(size * self._length, size),
+        )
+        found = windows[indices]
+        if self._can_exceed_vocab:
+            check_vocab(found, self._vocab, str(self._reader.prefix))
         return Rows(found.astype(np.int64), self._number_documents(indices) if self._bounds else None)
 
     def _number_documents(self, indices: IndexArray) -> NDArray[np.int64]:
@@ -100,13 +114,17 @@ def _join(parts: list[tuple[NDArray[np.int64], Rows]], count: int) -> Rows:
         return parts[0][1]
     width = parts[0][1].tokens.shape[1]
     tokens = np.empty((count, width), dtype=np.int64)
-    documents: NDArray[np.int64] | None = None
+    documents = (
+        np.zeros((count, width), dtype=np.int64) if any(rows.documents is not None for _, rows in parts) else None
+    )
+    filled = np.full(count, width, dtype=np.int64) if any(rows.filled is not None for _, rows in parts) else None
     for places, rows in parts:
         tokens[places] = rows.tokens
-        if rows.documents is not None:
-            documents = np.zeros((count, width), dtype=np.int64) if documents is None else documents
+        if documents is not None and rows.documents is not None:
             documents[places] = rows.documents
-    return Rows(tokens, documents)
+        if filled is not None and rows.filled is not None:
+            filled[places] = rows.filled
+    return Rows(tokens, documents, filled)
 
 
 class SyntheticRows:
@@ -138,27 +156,38 @@ class SyntheticRows:
         return Rows((start + (places_signed - last_jump) * self._stride) % self._states)
 
 
-def split_documents(readers: Sequence[MegatronReader], share: float) -> tuple[list[range], list[range]]:
-    """Ranges of documents for training and, from the end, for validation; at least one document when share > 0."""
-    total = sum(reader.documents for reader in readers)
-    held_out = min(total, max(1, round(total * share))) if share > 0 else 0
-    train: list[range] = []
-    valid: list[range] = []
-    for reader in reversed(readers):
-        here = min(held_out, reader.documents)
-        held_out -= here
-        train.insert(0, range(reader.documents - here))
-        valid.insert(0, range(reader.documents - here, reader.documents))
-    return train, valid
+def split_documents(counts: Sequence[int], shares: Sequence[float]) -> list[list[range]]:
+    """Documents of files for training, then one part for each share, cut from the end in that order.
+
+    A share above 0 gets at least one document. The answer has one list of ranges, one range a file, for each part.
+    """
+    total = sum(counts)
+    sizes = [max(1, round(total * share)) if share > 0 else 0 for share in shares]
+    bounds = [max(0, total - sum(sizes[number:])) for number in range(len(sizes))]
+    bounds = [0, *bounds, total]
+    starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    return [
+        [
+            range(min(max(low - start, 0), count), min(max(high - start, 0), count))
+            for start, count in zip(starts, counts, strict=False)
+        ]
+        for low, high in pairwise(bounds)
+    ]
+
+
+def chain(sources: Sequence[RowSource]) -> RowSource:
+    """Several sources as one; those without a whole row are left out."""
+    parts = [source for source in sources if source.count]
+    return parts[0] if len(parts) == 1 else ChainedRows(parts)
 
 
 def packed(
     readers: Sequence[MegatronReader], ranges: Sequence[range], length: int, vocab: int, *, bounds: bool = False
 ) -> RowSource:
-    """Packed rows over these documents of these files; files without a whole row are left out."""
-    parts: list[Any] = [
-        PackedRows(reader, documents, length, vocab, bounds=bounds)
-        for reader, documents in zip(readers, ranges, strict=True)
-    ]
-    parts = [part for part in parts if part.count]
-    return parts[0] if len(parts) == 1 else ChainedRows(parts)
+    """Packed rows over these documents of these files."""
+    return chain(
+        [
+            PackedRows(reader, documents, length, vocab, bounds=bounds)
+            for reader, documents in zip(readers, ranges, strict=True)
+        ]
+    )

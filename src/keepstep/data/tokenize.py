@@ -110,7 +110,8 @@ class Encoder:
 
     def _encode_fast(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         ids, offsets = self._fast.encode_batch_flat(list(texts))  # type: ignore[union-attr]
-        return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.uint64).astype(np.int64))
+        ends = np.frombuffer(offsets, np.uint64).astype(np.int64)
+        return np.frombuffer(ids, np.uint32), ends[1:] - ends[:-1]
 
     def _encode_exact(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         found = self._exact.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -23,7 +23,7 @@ from keepstep.core.files import write_atomic
 SIZE_LIMIT = 1 << 26
 INDEX = "index.json"
 _LARGEST_INDEX_BYTES = 1 << 30
-_SHAPE_TYPES = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8"))
+_SHAPE_TYPES: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8"))
 _TOKEN_TYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -218,26 +218,33 @@ class TokenShard:
         self._offsets = self._raw[4:head].view("<u4").astype(np.int64)
         if self._offsets[0] < head or self._offsets[-1] > size_bytes or np.any(np.diff(self._offsets) < 0):
             raise self._damaged("has sample offsets outside the file")
-        self.uniform = self._find_uniform()
+        sizes = np.diff(self._offsets)
+        alike = len(sizes) > 0 and len(self._sizes) == 1 and bool(np.all(sizes == sizes[0]))
+        self.width = len(self.tokens(0)) if alike else 0
+        """Tokens of every sample when all are equal and alone in their shard, else 0."""
 
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self._path} {what}", "the shard is damaged: copy it again, or run keepstep data verify")
 
-    def _find_uniform(self) -> NDArray[Any] | None:
-        """All samples as one two-dimensional view, where they are equal in length and alone in their shard."""
-        sizes = np.diff(self._offsets)
-        if len(sizes) == 0 or len(self._sizes) != 1 or np.any(sizes != sizes[0]):
-            return None
-        width, step = len(self.tokens(0)), int(sizes[0])
-        payload = width * self._dtype.itemsize
-        start = int(self._offsets[0]) + step - payload
-        table = self._raw[int(self._offsets[0]) : int(self._offsets[-1])].reshape(len(sizes), step)
-        # Heads must be equal byte for byte, or some sample has another shape than the first.
-        if np.any(table[:, : step - payload] != table[0, : step - payload]):
-            return None
-        return np.ndarray(
-            (len(sizes), width), self._dtype, self._raw.data, offset=start, strides=(step, self._dtype.itemsize)
+    def rows(self, samples: NDArray[np.int64]) -> NDArray[Any]:
+        """Samples of a shard of equal ones, one a row, in one gather."""
+        first, step = int(self._offsets[0]), int(self._offsets[1] - self._offsets[0])
+        head = step - self.width * self._dtype.itemsize
+        table = self._raw[first : int(self._offsets[-1])].reshape(-1, step)
+        # Equal sizes may still hide another shape; a sample is believed only with the first one's head.
+        if np.any(table[samples, :head] != table[0, :head]):
+            raise self._damaged("holds samples whose heads differ though their sizes do not")
+        values: NDArray[Any] = np.ndarray(
+            (len(table), self.width), self._dtype, self._raw.data, first + head, (step, self._dtype.itemsize)
         )
+        return values[samples]
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every sample."""
+        samples = len(self._offsets) - 1
+        if self.width:
+            return np.full(samples, self.width, dtype=np.int64)
+        return np.fromiter((len(self.tokens(sample)) for sample in range(samples)), np.int64, samples)
 
     def tokens(self, sample: int) -> NDArray[Any]:
         """The tokens of one sample."""

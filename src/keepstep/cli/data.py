@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_build(actions)
     _add_verify(actions)
+    _add_merge(actions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,3 +157,25 @@ def verify(args: argparse.Namespace) -> int:
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:20])) + (" …" if len(numbers) > 20 else "")
+
+
+def _add_merge(actions: Any) -> None:
+    parser = _action(actions, "merge", merge, "join the .bin/.idx pairs of a folder into one pair")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", required=True, type=Path, help="prefix to write, for example data/set_text_document")
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Write one pair and say how large it is."""
+    from keepstep.core.errors import DataError
+    from keepstep.data.build.merge import merge as join
+    from keepstep.data.formats.megatron import find_prefixes
+
+    prefixes = find_prefixes(args.folder)
+    if not prefixes:
+        raise DataError(f"{args.folder} holds no .bin/.idx pairs", "name a folder that keepstep data build wrote")
+    documents, tokens = join(prefixes, args.out)
+    print(f"documents {documents:,}")
+    print(f"tokens    {tokens:,}")
+    print(f"next: keepstep data inspect {args.out}")
+    return EXIT_DONE

@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path(".venv-bench/bin/python"), help="a Python with the peers")
     parser.add_argument("--work", type=Path, default=Path(".cache/bench-data"), help="scratch folder")
     parser.add_argument("--megabytes", type=int, default=200, help="size of the corpus")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; default: a BPE of 32,768 trained on the corpus")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a tokenizer.json; default: a BPE of 32,768 trained on the corpus"
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each loading measurement")
     parser.add_argument("--only", choices=("prep", "load", "scale"), help="one part alone")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "data.json")

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from keepstep.cli import data_look, data_stages
+from keepstep.cli.data_common import add_action, parse_share, print_build, size
 from keepstep.core.errors import EXIT_DATA, EXIT_DONE, UsageError
-from keepstep.core.units import ByteSize
 
 HAS_ACTIONS = True
 
@@ -20,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_build(actions)
     _add_verify(actions)
     _add_merge(actions)
+    data_look.add_actions(actions)
+    data_stages.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,21 +31,8 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _action(actions: Any, name: str, call: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(call=call)
-    return parser
-
-
-def _size(text: str) -> int:
-    try:
-        return ByteSize.parse(text).bytes
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _add_build(actions: Any) -> None:
-    parser = _action(actions, "build", build, "turn raw text into tokenised .bin/.idx or MDS files")
+    parser = add_action(actions, "build", build, "turn raw text into tokenised .bin/.idx or MDS files")
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -64,8 +54,8 @@ def _add_build(actions: Any) -> None:
     parser.add_argument("--limit", type=int, default=0, help="stop after N samples")
     parser.add_argument("--workers", type=int, default=0, help="processes on this machine; default: one a core")
     parser.add_argument("--task", default="0/1", metavar="I/N", help="do only this share of the tasks (arrays of jobs)")
-    parser.add_argument("--task-bytes", type=_size, default=0, help="input in one task, for example 64MiB")
-    parser.add_argument("--max-document", type=_size, default=1 << 26, help="larger documents are rejected")
+    parser.add_argument("--task-bytes", type=size, default=0, help="input in one task, for example 64MiB")
+    parser.add_argument("--max-document", type=size, default=1 << 26, help="larger documents are rejected")
     parser.add_argument("--max-reject-share", type=float, default=0.01, help="stop above this share of bad records")
     parser.add_argument("--json", action="store_true", help="facts as JSON")
 
@@ -81,8 +71,9 @@ def build(args: argparse.Namespace) -> int:
 
     if not args.tokenizer.is_file():
         raise UsageError(f"--tokenizer {args.tokenizer} is missing", "keepstep data train-tokenizer makes one")
+    inputs, limit = _named_inputs(args.inputs, args.limit)
     options = BuildOptions(
-        inputs=tuple(args.inputs),
+        inputs=inputs,
         tokenizer_sha256=sha256_file(args.tokenizer),
         format=args.format,
         records=RecordOptions(args.field, args.max_document, args.lines),
@@ -91,46 +82,37 @@ def build(args: argparse.Namespace) -> int:
         eos=args.eos,
         concat=args.concat,
         dtype=args.dtype,
-        limit=args.limit,
+        limit=limit,
         task_bytes=args.task_bytes,
         max_reject_share=args.max_reject_share,
     )
     workers = args.workers or len(os.sched_getaffinity(0))
-    facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=_share(args.task))
+    facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=parse_share(args.task))
     if facts is None:
         print(f"share {args.task} of {args.out} is done; other shares are not", file=sys.stderr)
         print("next: run the other shares, or the same command without --task")
         return EXIT_DONE
-    _print_build(args.out, facts, as_json=args.json)
+    print_build(args.out, facts, as_json=args.json)
     return EXIT_DONE
 
 
-def _share(text: str) -> Any:
-    from keepstep.data.build.run import Share
+def _named_inputs(inputs: list[str], limit: int) -> tuple[tuple[str, ...], int]:
+    """Inputs with `c4:SPLIT` written out; a small split brings its own limit."""
+    from keepstep.data.stages import c4_split
 
-    number, _, of = text.partition("/")
-    if not (number.isdigit() and of.isdigit() and int(number) < int(of)):
-        raise UsageError(f"--task is {text!r}, but it must be I/N with 0 ≤ I < N", "--task 0/4 is the first of four")
-    return Share(int(number), int(of))
-
-
-def _print_build(out: Path, facts: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({key: value for key, value in facts.items() if key != "files"}))
-        return
-    print(f"documents {facts['documents']:,}")
-    print(f"tokens    {facts['tokens']:,}")
-    print(f"files     {len(facts['files']):,} in {out}")
-    for title, counts in (("rejected", facts["rejects"]), ("dropped", facts["dropped"])):
-        if counts:
-            print(f"{title:<9} " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items()))
-    if facts["rejects"]:
-        print(f"          samples in {out / 'rejects.jsonl'}")
-    print(f"next: keepstep data inspect {out}   or   keepstep train run.yaml data.path={out}")
+    found = []
+    for name in inputs:
+        if name.startswith("c4:"):
+            pattern, samples = c4_split(name.removeprefix("c4:"))
+            found.append(pattern)
+            limit = limit or samples
+        else:
+            found.append(name)
+    return tuple(found), limit
 
 
 def _add_verify(actions: Any) -> None:
-    parser = _action(actions, "verify", verify, "hold every file of a build against its checksum")
+    parser = add_action(actions, "verify", verify, "hold every file of a build against its checksum")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mend", action="store_true", help="take the marks of damaged tasks away: build redoes them")
     parser.add_argument("--json", action="store_true")
@@ -160,7 +142,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _add_merge(actions: Any) -> None:
-    parser = _action(actions, "merge", merge, "join the .bin/.idx pairs of a folder into one pair")
+    parser = add_action(actions, "merge", merge, "join the .bin/.idx pairs of a folder into one pair")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", required=True, type=Path, help="prefix to write, for example data/set_text_document")
 

@@ -21,10 +21,9 @@ from keepstep.core.errors import ConfigError, DataError
 from keepstep.data.blend import Blend
 from keepstep.data.opening import Cut, DataSet, open_data
 from keepstep.data.order import sample_order
-from keepstep.data.rows import Rows, RowSource, SyntheticRows, split_documents
+from keepstep.data.rows import NO_LOSS, Rows, RowSource, SyntheticRows, split_documents
 
-NO_LOSS = -100
-"""Target that takes no part in the loss."""
+_ORDER_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Loader:
         self._seed = seed
         self._shuffle = shuffle
         self._window = window
+        self._block = (-1, np.empty(0, np.int64))
 
     @property
     def samples_per_epoch(self) -> int:
@@ -54,8 +54,20 @@ class Loader:
 
     def rows(self, first_sample: int, count: int) -> Batch:
         """The samples [first_sample, first_sample + count) of the endless stream."""
-        order = sample_order(first_sample, count, self._source.count, self._seed, self._shuffle, self._window)
-        return to_batch(self._source.read(order), first_sample)
+        return to_batch(self._source.read(self._order(first_sample, count)), first_sample)
+
+    def _order(self, first: int, count: int) -> NDArray[np.int64]:
+        """Which rows these samples are. A block is worked out at once: looking up one costs nearly as much as all."""
+        number, start = divmod(first, _ORDER_BLOCK)
+        if start + count > _ORDER_BLOCK:
+            return sample_order(first, count, self._source.count, self._seed, self._shuffle, self._window)
+        known, order = self._block
+        if known != number:
+            order = sample_order(
+                number * _ORDER_BLOCK, _ORDER_BLOCK, self._source.count, self._seed, self._shuffle, self._window
+            )
+            self._block = (number, order)
+        return order[start : start + count]
 
 
 class BlendedLoader(Loader):

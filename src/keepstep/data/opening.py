@@ -22,7 +22,7 @@ from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_pr
 from keepstep.data.gpt_order import GptRows
 from keepstep.data.packing import BestFitRows, DocumentStore, OverflowRows, StreamRows, TruncRows
 from keepstep.data.remote import NodeCache, RemoteFile, Retry, filesystem, is_remote, read_remote, with_retry
-from keepstep.data.rows import RowSource, packed
+from keepstep.data.rows import PackedRows, RowSource
 from keepstep.data.sources import kind_of
 from keepstep.data.stores import MdsDocuments, MdsRecordRows, MdsStore, MegatronDocuments
 
@@ -148,7 +148,7 @@ class MegatronSet:
                 )
             return GptRows(self.readers[0], ranges[0], cut.seq_len, cut.config.gpt_samples, cut.seed, cut.vocab)
         if cut.config.strategy == "pack":
-            return packed(self.readers, ranges, cut.seq_len, cut.vocab, bounds=cut.config.separate_documents)
+            return PackedRows(self.readers, ranges, cut.seq_len, cut.vocab, bounds=cut.config.separate_documents)
         return segment_rows(MegatronDocuments(self.readers, ranges), cut)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from keepstep.core.errors import DataError
-from keepstep.data.sources import Piece, open_binary, open_parquet
+from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
 
 BLOCK_BYTES = 1 << 22
 """Raw bytes read, and about the text handed on, at a time."""
@@ -66,6 +66,20 @@ def read_documents(piece: Piece, options: RecordOptions, rejects: Rejects) -> It
             yield from _read_parquet(piece, options, rejects)
         case "text":
             yield from _read_text(piece, options, rejects)
+
+
+def texts_of(
+    inputs: Sequence[str], options: RecordOptions, rejects: Rejects | None = None, max_chars: int = 1 << 62
+) -> Iterator[str]:
+    """Every document of these inputs in order, until `max_chars` are read."""
+    for pieces in cut_tasks(find_files(inputs), 1 << 30):
+        for piece in pieces:
+            for texts in read_documents(piece, options, rejects or Rejects()):
+                for text in texts:
+                    yield text
+                    max_chars -= len(text)
+                    if max_chars <= 0:
+                        return
 
 
 def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
@@ -185,6 +199,30 @@ def _open_at(piece: Piece) -> tuple[Any, int | None]:
     if piece.start:
         file.seek(piece.start - 1)
     return file, piece.stop - piece.start
+
+
+def open_decompressed(path: str) -> Any:
+    """A file's unpacked bytes as a stream, whatever its name says it is packed with."""
+    compression = next((suffix for suffix in (".gz", ".zst") if path.endswith(suffix)), "")
+    return _Checked(_open_at(Piece(path, "jsonl", compression, 0, -1))[0], path)
+
+
+class _Checked:
+    """A stream whose faults are our errors."""
+
+    def __init__(self, stream: Any, path: str) -> None:
+        self._stream = stream
+        self._path = path
+
+    def __enter__(self) -> _Checked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.__exit__(None, None, None)
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes; none at the end."""
+        return _read(self._stream, size, self._path)
 
 
 class _Inflating:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,16 @@ from keepstep.core.errors import DataError
 from keepstep.data.formats.megatron import MegatronReader
 from keepstep.data.order import IndexArray, mix, mix_array
 
+NO_LOSS = -100
+"""Target that takes no part in the loss."""
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they were read: `length` + 1 tokens each, so that inputs and targets are two views of one array."""
+    """Rows as they were read: `length` + 1 tokens each, so that inputs and targets are two views of one array.
+
+    The last token of a row is only ever a target, so a source may put NO_LOSS there.
+    """
 
     tokens: NDArray[np.int64]
     documents: NDArray[np.int64] | None = None
@@ -26,16 +32,16 @@ class Rows:
     """Tokens of each row that are text and not padding; None when all are."""
 
 
-def check_vocab(tokens: NDArray[Any], vocab: int, name: str) -> None:
+def check_vocab(tokens: NDArray[np.int64], vocab: int, name: str) -> None:
     """Refuse tokens that the model has no row for: on a GPU they would be a crash far from here."""
-    if not tokens.size:
+    # Seen as unsigned, a negative number is huge: one pass finds both kinds.
+    if not tokens.size or int(tokens.view(np.uint64).max()) < vocab:
         return
-    largest, smallest = int(tokens.max()), int(tokens.min())
-    if largest >= vocab or smallest < 0:
-        raise DataError(
-            f"{name} holds token {largest if largest >= vocab else smallest}, but model.vocab is {vocab}",
-            f"set model.vocab to at least {largest + 1}, or use the tokenizer the data was made with",
-        )
+    wrong = tokens[(tokens >= vocab) | (tokens < 0)]
+    raise DataError(
+        f"{name} holds token {int(wrong[0])}, but model.vocab is {vocab}",
+        f"set model.vocab to at least {int(tokens.max()) + 1}, or use the tokenizer the data was made with",
+    )
 
 
 class RowSource(Protocol):
@@ -50,81 +56,41 @@ class RowSource(Protocol):
 
 
 class PackedRows:
-    """Rows cut from one stream of tokens: row i starts at token i × length and shares its last token with row i + 1."""
+    """Rows cut from the streams of .bin files: row i of a file starts at its token i × length and shares its last token
+    with row i + 1. Rows never cross files; the files' rows are numbered through."""
 
-    def __init__(self, reader: MegatronReader, documents: range, length: int, vocab: int, *, bounds: bool) -> None:
-        self._reader = reader
-        self._first = reader.document_start(documents.start)
-        self._last = reader.document_start(documents.stop)
+    def __init__(
+        self, readers: Sequence[MegatronReader], ranges: Sequence[range], length: int, vocab: int, *, bounds: bool
+    ) -> None:
+        self._readers = readers
         self._length = length
         self._vocab = vocab
         self._bounds = bounds
-        self._can_exceed_vocab = int(np.iinfo(reader.dtype).max) >= vocab or np.iinfo(reader.dtype).min < 0
-        self.count = max(0, (self._last - self._first - 1) // length)
-
-    def read(self, indices: IndexArray) -> Rows:
-        """Gather rows from the file."""
-        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.count):
-            raise IndexError(f"rows are numbered 0 to {self.count - 1}")
-        size = self._reader.dtype.itemsize
-        # Overlapping windows, one a row: a batch is then a single gather from the mapped file.
-        windows: NDArray[Any] = np.ndarray(
-            (self.count, self._length + 1),
-            self._reader.dtype,
-            self._reader.tokens.data,
-            offset=self._first * size,
-            strides=(size * self._length, size),
+        self._first = [reader.document_start(part.start) for reader, part in zip(readers, ranges, strict=True)]
+        last = [reader.document_start(part.stop) for reader, part in zip(readers, ranges, strict=True)]
+        counts = [max(0, (end - start - 1) // length) for start, end in zip(self._first, last, strict=True)]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._starts: IndexArray = self._ends - np.array(counts, dtype=np.int64)
+        self._can_exceed_vocab = any(
+            int(np.iinfo(reader.dtype).max) >= vocab or np.iinfo(reader.dtype).min < 0 for reader in readers
         )
-        found = windows[indices]
-        if self._can_exceed_vocab:
-            check_vocab(found, self._vocab, str(self._reader.prefix))
-        return Rows(found.astype(np.int64), self._number_documents(indices) if self._bounds else None)
-
-    def _number_documents(self, indices: IndexArray) -> NDArray[np.int64]:
-        numbers = np.zeros((len(indices), self._length + 1), dtype=np.int64)
-        for row, index in enumerate(indices.tolist()):
-            begin = self._first + index * self._length
-            starts = self._reader.starts_between(begin + 1, begin + self._length + 1)
-            numbers[row, starts - begin] = 1
-        np.cumsum(numbers, axis=1, out=numbers)
-        return numbers
-
-
-class ChainedRows:
-    """Sources one after the other, numbered through."""
-
-    def __init__(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-        self._ends = np.cumsum([source.count for source in sources], dtype=np.int64)
-        self.count = int(self._ends[-1]) if sources else 0
+        self.count = int(self._ends[-1]) if counts else 0
 
     def read(self, indices: IndexArray) -> Rows:
-        """Ask each source for its share and put the answers back in order."""
-        owner = np.searchsorted(self._ends, indices, side="right")
-        parts: list[tuple[NDArray[np.int64], Rows]] = []
-        for number in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == number)
-            start = int(self._ends[number]) - self._sources[number].count
-            parts.append((places, self._sources[number].read(indices[places] - start)))
-        return _join(parts, len(indices))
-
-
-def _join(parts: list[tuple[NDArray[np.int64], Rows]], count: int) -> Rows:
-    if len(parts) == 1:
-        return parts[0][1]
-    width = parts[0][1].tokens.shape[1]
-    tokens = np.empty((count, width), dtype=np.int64)
-    documents = (
-        np.zeros((count, width), dtype=np.int64) if any(rows.documents is not None for _, rows in parts) else None
-    )
-    filled = np.full(count, width, dtype=np.int64) if any(rows.filled is not None for _, rows in parts) else None
-    for places, rows in parts:
-        tokens[places] = rows.tokens
-        if documents is not None and rows.documents is not None:
-            documents[places] = rows.documents
-        if filled is not None and rows.filled is not None:
-            filled[places] = rows.filled
-    return Rows(tokens, documents, filled)
+        """Copy rows out of the mapped files."""
+        owners = np.searchsorted(self._ends, indices, side="right")
+        begins = (indices - self._starts[np.minimum(owners, len(self._starts) - 1)]) * self._length
+        width = self._length + 1
+        tokens = np.empty((len(indices), width), dtype=np.int64)
+        documents = np.zeros_like(tokens) if self._bounds else None
+        for row, (owner, begin) in enumerate(zip(owners.tolist(), begins.tolist(), strict=True)):
+            start = self._first[owner] + begin
+            tokens[row] = self._readers[owner].tokens[start : start + width]
+            if documents is not None:
+                documents[row, self._readers[owner].starts_between(start + 1, start + width) - start] = 1
+        if self._can_exceed_vocab:
+            check_vocab(tokens, self._vocab, str(self._readers[0].prefix))
+        return Rows(tokens, None if documents is None else np.cumsum(documents, axis=1))
 
 
 class SyntheticRows:
@@ -173,21 +139,3 @@ def split_documents(counts: Sequence[int], shares: Sequence[float]) -> list[list
         ]
         for low, high in pairwise(bounds)
     ]
-
-
-def chain(sources: Sequence[RowSource]) -> RowSource:
-    """Several sources as one; those without a whole row are left out."""
-    parts = [source for source in sources if source.count]
-    return parts[0] if len(parts) == 1 else ChainedRows(parts)
-
-
-def packed(
-    readers: Sequence[MegatronReader], ranges: Sequence[range], length: int, vocab: int, *, bounds: bool = False
-) -> RowSource:
-    """Packed rows over these documents of these files."""
-    return chain(
-        [
-            PackedRows(reader, documents, length, vocab, bounds=bounds)
-            for reader, documents in zip(readers, ranges, strict=True)
-        ]
-    )

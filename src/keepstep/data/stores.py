@@ -15,7 +15,7 @@ from keepstep.core.errors import DataError
 from keepstep.data.formats.mds import ShardEntry, TokenShard
 from keepstep.data.formats.megatron import MegatronReader
 from keepstep.data.order import IndexArray
-from keepstep.data.rows import Rows, check_vocab
+from keepstep.data.rows import NO_LOSS, Rows, check_vocab
 
 
 class MegatronDocuments:
@@ -100,27 +100,36 @@ class MdsRecordRows:
         self._length = length
         self._vocab = vocab
         self._width = store.width()
+        self._starts: IndexArray = store.ends - np.array([entry.samples for entry in store.entries], dtype=np.int64)
         self.count = len(samples)
 
     def read(self, indices: IndexArray) -> Rows:
-        """Gather samples, shard by shard."""
+        """Copy samples out of the mapped shards."""
         places = indices + self._first
-        owner = np.searchsorted(self._store.ends, places, side="right")
-        tokens = np.zeros((len(indices), self._length + 1), dtype=np.int64)
-        for number in np.unique(owner).tolist():
-            inside = owner == number
-            shard, entry = self._store.shard(number), self._store.entries[number]
-            if shard.width != self._width:
-                raise DataError(
-                    f"{self._store.name} {entry.basename} holds samples of other lengths than {self._width}",
-                    "build the data again with one --concat",
-                )
-            start = int(self._store.ends[number]) - entry.samples
-            tokens[inside, : self._width] = shard.rows(places[inside] - start)
+        owners = np.searchsorted(self._store.ends, places, side="right")
+        inside = places - self._starts[np.minimum(owners, len(self._starts) - 1)]
+        tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        text = tokens[:, : self._width]
+        tables: dict[int, NDArray[Any]] = {}
+        for row, (owner, sample) in enumerate(zip(owners.tolist(), inside.tolist(), strict=True)):
+            table = tables.get(owner)
+            if table is None:
+                table = tables[owner] = self._table(owner)
+            text[row] = table[sample]
+        tokens[:, self._width :] = 0
         check_vocab(tokens, self._vocab, self._store.name)
-        if self._width > self._length:
-            return Rows(tokens)
-        return Rows(tokens, filled=np.full(len(indices), self._width, dtype=np.int64))
+        tokens[:, self._width :] = NO_LOSS
+        return Rows(tokens)
+
+    def _table(self, number: int) -> NDArray[Any]:
+        shard = self._store.shard(number)
+        if shard.width != self._width:
+            raise DataError(
+                f"{self._store.name} {self._store.entries[number].basename} holds samples of other lengths than "
+                f"{self._width}",
+                "build the data again with one --concat",
+            )
+        return shard.table
 
 
 class MdsDocuments:

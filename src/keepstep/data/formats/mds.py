@@ -6,6 +6,7 @@ check every offset of a shard once, when it is first touched; names that lead ou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -209,7 +210,7 @@ class TokenShard:
             raise DataError(f"{path} is missing", "copy the shard again, or run keepstep data verify") from error
         if size_bytes != entry.bytes:
             raise self._damaged(f"is {size_bytes:,} bytes long, its index says {entry.bytes:,}")
-        self._raw: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
+        self._raw: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         self._column, self._dtype, self._shaped = _find_column(entry, column, path)
         self._sizes = entry.column_sizes
         head = 4 + 4 * (entry.samples + 1)
@@ -226,18 +227,14 @@ class TokenShard:
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self._path} {what}", "the shard is damaged: copy it again, or run keepstep data verify")
 
-    def rows(self, samples: NDArray[np.int64]) -> NDArray[Any]:
-        """Samples of a shard of equal ones, one a row, in one gather."""
-        first, step = int(self._offsets[0]), int(self._offsets[1] - self._offsets[0])
-        head = step - self.width * self._dtype.itemsize
-        table = self._raw[first : int(self._offsets[-1])].reshape(-1, step)
-        # Equal sizes may still hide another shape; a sample is believed only with the first one's head.
-        if np.any(table[samples, :head] != table[0, :head]):
-            raise self._damaged("holds samples whose heads differ though their sizes do not")
-        values: NDArray[Any] = np.ndarray(
-            (len(table), self.width), self._dtype, self._raw.data, first + head, (step, self._dtype.itemsize)
-        )
-        return values[samples]
+    @functools.cached_property
+    def table(self) -> NDArray[Any]:
+        """A shard of equal samples as one view of the file, one sample a row; their sizes were checked, so the first
+        one's head speaks for all."""
+        step = int(self._offsets[1] - self._offsets[0])
+        start = int(self._offsets[1]) - self.width * self._dtype.itemsize
+        shape, strides = (len(self._offsets) - 1, self.width), (step, self._dtype.itemsize)
+        return np.ndarray(shape, self._dtype, self._raw.data, start, strides)
 
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of every sample."""

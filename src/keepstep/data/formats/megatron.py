@@ -164,7 +164,12 @@ class MegatronReader:
         self._documents: NDArray[np.int64] = raw[cuts[2] : cuts[2] + 8 * documents].view("<i8")
         self._local: NDArray[Any] | None = None
         if not remote:
-            self._local = np.memmap(stream, dtype=self.dtype, mode="r") if size_bytes else np.empty(0, self.dtype)
+            # A plain array over the mapping: the memmap class makes every slice several times slower.
+            self._local = (
+                np.memmap(stream, dtype=self.dtype, mode="r").view(np.ndarray)
+                if size_bytes
+                else np.empty(0, self.dtype)
+            )
         self.sequences = sequences
         self.documents = documents - 1
         self._check_ends(index, stream)

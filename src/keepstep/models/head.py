@@ -99,16 +99,8 @@ class _ChunkedLoss(torch.autograd.Function):
         piece_size = -(-hidden_nd.shape[0] // pieces)
         for start in range(0, hidden_nd.shape[0], piece_size):
             piece = slice(start, start + piece_size)
-            counts_n1 = (targets_n[piece] != NO_LOSS)[:, None]
-            logits_nv, log_probability_nv = _log_probabilities(hidden_nd[piece], weight_vd, vocab)
-            loss_n = _token_losses(log_probability_nv, targets_n[piece])
-            loss += loss_n.where(counts_n1.squeeze(1), 0.0).sum()
-            logits_grad_nv = _logits_grad(logits_nv, log_probability_nv, loss_n, targets_n[piece])
-            # Tokens without a target are left out on the narrow side of both products: v is many times d.
-            if hidden_grad_nd is not None:
-                hidden_grad_nd[piece] = torch.mm(logits_grad_nv, weight_vd) * counts_n1
-            if weight_grad_vd is not None:
-                _add_product(weight_grad_vd, logits_grad_nv.t(), hidden_nd[piece] * counts_n1)
+            grad_nd = None if hidden_grad_nd is None else hidden_grad_nd[piece]
+            loss += _piece_loss(hidden_nd[piece], weight_vd, targets_n[piece], vocab, grad_nd, weight_grad_vd)
         ctx.grads = (hidden_grad_nd, weight_grad_vd, weight_vd.dtype)
         return loss
 
@@ -120,6 +112,27 @@ class _ChunkedLoss(torch.autograd.Function):
         by_hidden = None if hidden_grad_nd is None else (hidden_grad_nd * scale).to(hidden_grad_nd.dtype)
         by_weight = None if weight_grad_vd is None else weight_grad_vd.mul_(scale).to(weight_dtype)
         return by_hidden, by_weight, None, None, None
+
+
+def _piece_loss(
+    hidden_nd: Tensor,
+    weight_vd: Tensor,
+    targets_n: Tensor,
+    vocab: int,
+    hidden_grad_nd: Tensor | None,
+    weight_grad_vd: Tensor | None,
+) -> Tensor:
+    """One piece's loss; fills its hidden states' gradient and adds to the weights'. Its logits are gone on return."""
+    counts_n1 = (targets_n != NO_LOSS)[:, None]
+    logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab)
+    loss_n = _token_losses(log_probability_nv, targets_n)
+    logits_grad_nv = _logits_grad(logits_nv, log_probability_nv, loss_n, targets_n)
+    # Tokens without a target are left out on the narrow side of both products: v is many times d.
+    if hidden_grad_nd is not None:
+        torch.mul(torch.mm(logits_grad_nv, weight_vd), counts_n1, out=hidden_grad_nd)
+    if weight_grad_vd is not None:
+        _add_product(weight_grad_vd, logits_grad_nv.t(), hidden_nd * counts_n1)
+    return loss_n.where(counts_n1.squeeze(1), 0.0).sum()
 
 
 def _logits_grad(logits_nv: Tensor, log_probability_nv: Tensor, loss_n: Tensor, targets_n: Tensor) -> Tensor:

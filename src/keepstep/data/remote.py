@@ -27,6 +27,7 @@ from keepstep.core.units import format_bytes
 _BLOCK_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "abfs": "azure", "az": "azure", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 _BAD_COPIES_ALLOWED = 3
+_NETWORK_WORDS = ("Connect", "Timeout", "Disconnected", "ServiceRe", "ServerError")
 
 
 def is_remote(path: str) -> bool:
@@ -72,13 +73,13 @@ def with_retry(what: str, act: Callable[[], Any], retry: Retry) -> Any:
     while True:
         try:
             return act()
-        except (FileNotFoundError, PermissionError) as error:
-            raise DataError(
-                f"{what} is missing or not ours to read: {error}", "check the address, then its credentials"
-            ) from error
         except (DataError, HardwareError):
             raise
         except Exception as error:  # every file system has errors of its own; all of them may be the network
+            if isinstance(error, FileNotFoundError | PermissionError) and not _is_network(error):
+                raise DataError(
+                    f"{what} is missing or not ours to read: {error}", "check the address, then its credentials"
+                ) from error
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             if time.monotonic() - start_s + wait_s > retry.patience_s:
@@ -91,6 +92,17 @@ def with_retry(what: str, act: Callable[[], Any], retry: Retry) -> Any:
             # A little noise keeps a thousand processes from knocking at the same moment.
             retry.sleep(wait_s * random.uniform(0.7, 1.3))
             wait_s = min(2 * wait_s, retry.longest_wait_s)
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whether a lost connection hides behind an error: some file systems call an unreachable file a missing one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        name = type(cause).__name__
+        if isinstance(cause, ConnectionError | TimeoutError) or any(word in name for word in _NETWORK_WORDS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 @dataclass(frozen=True)
@@ -124,14 +136,6 @@ class NodeCache:
                 return path
             self._fetch(file, path)
         return path
-
-    def prefetch(self, files: list[RemoteFile]) -> None:
-        """Fetch ahead of use, one after the other; an error waits for the reader who needs the file."""
-        for file in files:
-            try:
-                self.get(file)
-            except (DataError, HardwareError, OSError):
-                return
 
     @staticmethod
     def _touch(path: Path) -> bool:

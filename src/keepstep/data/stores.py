@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,14 @@ class MdsStore:
                 self._open.popitem(last=False)
         return shard
 
+    def fetch_together(self, numbers: Sequence[int]) -> None:
+        """Bring the files of several remote shards at the same time, not one after the other."""
+        with self._lock:
+            absent = [number for number in numbers if number not in self._open]
+        if len(absent) > 1:
+            with ThreadPoolExecutor(min(8, len(absent))) as pool:
+                list(pool.map(lambda number: self._fetch(self.entries[number]), absent))
+
     def width(self) -> int:
         """Tokens of each sample when the first shard's are all equal, else 0; later shards are held to it when read."""
         for number, entry in enumerate(self.entries):
@@ -110,6 +119,8 @@ class MdsRecordRows:
         inside = places - self._starts[np.minimum(owners, len(self._starts) - 1)]
         tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
         text = tokens[:, : self._width]
+        if self._store.open_limit:
+            self._store.fetch_together(np.unique(owners).tolist())
         tables: dict[int, NDArray[Any]] = {}
         for row, (owner, sample) in enumerate(zip(owners.tolist(), inside.tolist(), strict=True)):
             table = tables.get(owner)

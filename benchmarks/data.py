@@ -35,6 +35,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".cache/bench-data"), help="scratch folder")
     parser.add_argument("--megabytes", type=int, default=200, help="size of the corpus")
     parser.add_argument(
+        "--peer-megabytes", type=int, default=0, help="prepare only this much with the peers; 0 for all"
+    )
+    parser.add_argument(
         "--tokenizer", type=Path, help="a tokenizer.json; default: a BPE of 32,768 trained on the corpus"
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each loading measurement")
@@ -49,7 +52,9 @@ def main() -> None:
         "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
         "corpus": {"bytes": corpus.stat().st_size, "documents": sum(1 for _ in corpus.open("rb"))},
     }
-    bench = Bench(args.peers.absolute(), corpus, tokenizer.resolve(), work, args.seconds)
+    peer_corpus = first_part(corpus, args.peer_megabytes * 1_000_000) if args.peer_megabytes else corpus
+    results["corpus"]["peer_bytes"] = peer_corpus.stat().st_size
+    bench = Bench(args.peers.absolute(), (corpus, peer_corpus), tokenizer.resolve(), work, args.seconds)
     if args.only in (None, "prep"):
         results.update(bench.preparation())
     if args.only in (None, "load"):
@@ -91,6 +96,21 @@ def make_corpus(path: Path, size_bytes: int) -> Path:
     return path
 
 
+def first_part(corpus: Path, size_bytes: int) -> Path:
+    """The first lines of the corpus, for peers that would take too long over all of it."""
+    path = corpus.with_name(f"{corpus.stem}-first-{size_bytes}.jsonl")
+    with corpus.open("rb") as source, path.open("wb") as target:
+        for line in source:
+            if target.tell() >= size_bytes:
+                break
+            target.write(line)
+    return path
+
+
+def _cpu_s(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
+
+
 def make_tokenizer(corpus: Path, path: Path) -> Path:
     """A BPE over every twentieth document."""
     from keepstep.data.tokenize import train_bpe
@@ -104,9 +124,9 @@ def make_tokenizer(corpus: Path, path: Path) -> Path:
 class Bench:
     """One run of all comparisons."""
 
-    def __init__(self, peers: Path, corpus: Path, tokenizer: Path, work: Path, seconds: float) -> None:
-        self.peers, self.corpus, self.tokenizer, self.work, self.seconds = peers, corpus, tokenizer, work, seconds
-        self.megabytes = corpus.stat().st_size / 1e6
+    def __init__(self, peers: Path, corpora: tuple[Path, Path], tokenizer: Path, work: Path, seconds: float) -> None:
+        self.peers, self.tokenizer, self.work, self.seconds = peers, tokenizer, work, seconds
+        self.corpus, self.peer_corpus = corpora
 
     def preparation(self) -> dict[str, Any]:
         """MB of input a second, ours and theirs."""
@@ -115,7 +135,10 @@ class Bench:
         foundry = self._peer("prep-llm-foundry", "peer-mds")
         megatron = self._peer("prep-megatron", "peer-bin")
         datasets = self._peer("prep-datasets", "peer-datasets")
-        same = self._same_stream(self.work / "bin", self.work / "peer-bin" / "set_text_document.bin")
+        if self.peer_corpus != self.corpus:
+            self._ours("bin-part", "--format", "megatron", corpus=self.peer_corpus, repeat=1)
+        mine = self.work / ("bin" if self.peer_corpus == self.corpus else "bin-part")
+        same = self._same_stream(mine, self.work / "peer-bin" / "set_text_document.bin")
         return {
             "prep": {
                 "ours_megatron": ours_bin,
@@ -128,14 +151,18 @@ class Bench:
             "prep_ratio_llm_foundry": ours_mds["mb_per_s"] / foundry["mb_per_s"],
             "prep_ratio_megatron": ours_bin["mb_per_s"] / megatron["mb_per_s"],
             "prep_ratio_hf_datasets": ours_bin["mb_per_s"] / datasets["mb_per_s"],
+            # Work for a second of processor time, which a busy machine does not change.
+            "prep_cpu_ratio_llm_foundry": ours_mds["mb_per_cpu_s"] / foundry["mb_per_cpu_s"],
+            "prep_cpu_ratio_megatron": ours_bin["mb_per_cpu_s"] / megatron["mb_per_cpu_s"],
         }
 
-    def _ours(self, name: str, *options: str) -> dict[str, Any]:
-        out = self.work / name
-        command = [sys.executable, "-m", "keepstep", "data", "build", str(self.corpus), "--out", str(out)]
+    def _ours(self, name: str, *options: str, corpus: Path | None = None, repeat: int = 3) -> dict[str, Any]:
+        out, corpus = self.work / name, corpus or self.corpus
+        megabytes = corpus.stat().st_size / 1e6
+        command = [sys.executable, "-m", "keepstep", "data", "build", str(corpus), "--out", str(out)]
         command += ["--tokenizer", str(self.tokenizer), "--eos", EOS, "--workers", "2", "--json", *options]
         best: dict[str, Any] = {}
-        for _ in range(3):
+        for _ in range(repeat):
             shutil.rmtree(out, ignore_errors=True)
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             start_s = time.perf_counter()
@@ -143,10 +170,12 @@ class Bench:
             seconds = time.perf_counter() - start_s
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             if not best or seconds < best["seconds"]:
+                cpu_s = _cpu_s(after) - _cpu_s(before)
                 best = {
                     "seconds": seconds,
-                    "mb_per_s": self.megabytes / seconds,
-                    "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                    "mb_per_s": megabytes / seconds,
+                    "cpu_s": cpu_s,
+                    "mb_per_cpu_s": megabytes / cpu_s,
                     # The largest process; parent and two workers together stay below three times this.
                     "peak_process_mib": after.ru_maxrss / 1024,
                     "tokens": json.loads(done.stdout)["tokens"],
@@ -156,10 +185,13 @@ class Bench:
     def _peer(self, action: str, out: str, *more: str) -> dict[str, Any]:
         print(f"peer: {action}", file=sys.stderr)
         command = [str(self.peers), str(HERE / "data_peers.py"), action, "--out", str(self.work / out)]
-        command += ["--corpus", str(self.corpus), "--tokenizer", str(self.tokenizer), "--eos", EOS, *more]
+        command += ["--corpus", str(self.peer_corpus), "--tokenizer", str(self.tokenizer), "--eos", EOS, *more]
+        before_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN))
         found = self._run_peer(command)
         if "seconds" in found:
-            found["mb_per_s"] = self.megabytes / found["seconds"]
+            megabytes = self.peer_corpus.stat().st_size / 1e6
+            cpu_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN)) - before_s
+            found |= {"mb_per_s": megabytes / found["seconds"], "cpu_s": cpu_s, "mb_per_cpu_s": megabytes / cpu_s}
         shutil.rmtree(self.work / f"{out}.cache", ignore_errors=True)
         return found
 

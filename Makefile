@@ -39,6 +39,15 @@ lint: $(READY)  ## lint, format, types, import contracts
 
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
+BENCH_READY := .venv-bench/.data-ready
+$(BENCH_READY): requirements/bench-data.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/bench-data.txt
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-foundry==0.22.0
+	@touch $@
+
+bench-data: $(READY) $(BENCH_READY)  ## preparation and loading beside the peers; writes benchmarks/results/data.json
+	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python
 
 clean:          ## remove the environment and everything made by runs
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-bench .cache runs

@@ -1,0 +1,37 @@
+# keepstep: `make demo` and `make test` set up everything they need in .venv and nothing outside it.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-fast lint clean
+help:           ## this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# One pinned set for everybody: what CI tested is what a newcomer gets.
+$(READY): pyproject.toml requirements/pinned.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed ($$($(PYTHON) --version) found)"; echo " hint: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing pinned dependencies into $(VENV) (a minute or two)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt --editable '.[test,lint]'
+	@touch $@
+
+demo: $(READY)  ## raw text to a trained model, offline, in minutes
+	$(BIN)/keepstep demo
+
+test: $(READY) lint  ## everything that must hold before a change lands
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)  ## unit tests in about a minute
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(READY)  ## lint, format, types, import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:          ## remove the environment and everything made by runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,64 @@
+"""`keepstep train`: check the configuration first, then start as many processes as wanted, or be one of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from keepstep.config.load import load_config, split_words
+from keepstep.config.schema import RunConfig
+from keepstep.core.errors import ConfigError, KeepstepError, StopRequested
+from keepstep.core.ranks import Ranks, from_environment
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the verb."""
+    parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
+    parser.add_argument("--procs", default="auto", metavar="N", help="processes on this machine (auto: one a GPU)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train: as one of several processes where a launcher started us, else by starting them."""
+    path, overrides = split_words(args.words)
+    config = load_config(path, overrides).config
+    ranks = from_environment()
+    if ranks.launched:
+        return _train_as_one_of(ranks, config)
+    from keepstep.launch.local import process_count
+
+    processes = process_count(args.procs, config.compute.device)
+    if processes == 1:
+        from keepstep.train.run import train
+
+        train(config)
+        code = 0
+    else:
+        from keepstep.config.check import accumulation_steps
+        from keepstep.config.layout import resolve_layout
+        from keepstep.resilience.agent import run_processes
+
+        # Told here once, before any process starts, rather than by each of them.
+        accumulation_steps(
+            config.global_batch, config.microbatch, resolve_layout(config.parallel, processes).data_ranks
+        )
+        code = run_processes(["train", *args.words], processes)
+    if code == 0:
+        print(f"done: {config.runs_dir}/{config.name}")
+    return code
+
+
+def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:
+    from keepstep.resilience.agent import report_exit
+    from keepstep.train.run import train
+
+    try:
+        train(config)
+        code = 0
+    except KeepstepError as error:
+        code = error.exit_code
+        # What every process finds alike is said once; what one of them met, it says itself.
+        if ranks.is_first or not isinstance(error, ConfigError | StopRequested):
+            where = "" if ranks.is_first else f"[rank {ranks.rank}] "
+            print("\n".join(where + line for line in error.lines()), file=sys.stderr, flush=True)
+    report_exit(code)
+    return code

@@ -1,0 +1,1 @@
+"""On-disk formats: what we write, other libraries read, and the reverse."""

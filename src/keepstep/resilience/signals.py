@@ -1,0 +1,41 @@
+"""Stop on request: a signal sets a flag that the loop polls; nothing happens inside the handler."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What schedulers, people and Slurm's early warning send."""
+
+
+class StopFlag:
+    """Whether this process was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+
+    @property
+    def requested(self) -> bool:
+        """True from the first signal on."""
+        return bool(self.signal_name)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal_name == "SIGINT":
+            # A second Ctrl-C: the person does not want to wait for the save.
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Listen for stop signals for the length of a run, then give the old handlers back."""
+    flag = StopFlag()
+    before = {number: signal.signal(number, flag._handle) for number in STOP_SIGNALS}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,91 @@
+"""Where the run stands, and when something is due: steps, samples, tokens, epochs and seconds in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.core.units import Duration
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one step consumes; fixed for the whole run, whatever the number of processes."""
+
+    samples_per_step: int
+    tokens_per_sample: int
+    samples_per_epoch: int
+
+    def steps(self, duration: Duration) -> int | None:
+        """`duration` in steps, rounded up; None for wall-clock time, which no arithmetic turns into steps."""
+        match duration.unit:
+            case "ba":
+                return int(duration.value)
+            case "sp":
+                return -(-int(duration.value) // self.samples_per_step)
+            case "tok":
+                return -(-int(duration.value) // (self.samples_per_step * self.tokens_per_sample))
+            case "ep":
+                return -(-round(duration.value * self.samples_per_epoch) // self.samples_per_step)
+            case "s":
+                return None
+
+
+@dataclass
+class Clock:
+    """Counts of finished work; saved with every checkpoint."""
+
+    pace: Pace
+    step: int = 0
+    samples: int = 0
+    """Global samples consumed: the data position, right even where a resumed run changes its batch size."""
+    elapsed_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Global tokens consumed."""
+        return self.samples * self.pace.tokens_per_sample
+
+    def advance(self, step_s: float) -> None:
+        """One step is done."""
+        self.step += 1
+        self.samples += self.pace.samples_per_step
+        self.elapsed_s += step_s
+
+    def reached(self, duration: Duration) -> bool:
+        """Whether the run is at or past `duration`."""
+        steps = self.pace.steps(duration)
+        return self.elapsed_s >= duration.value if steps is None else self.step >= steps
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint."""
+        return {"step": self.step, "samples": self.samples, "elapsed_s": self.elapsed_s}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's numbers."""
+        self.step = int(state["step"])
+        self.samples = int(state["samples"])
+        self.elapsed_s = float(state["elapsed_s"])
+
+
+class Interval:
+    """Says when something that recurs is due. `0ba` is never."""
+
+    def __init__(self, every: Duration, clock: Clock) -> None:
+        self._every = every
+        self._clock = clock
+        self._last = self._count()
+
+    def _count(self) -> int:
+        if not self._every.value:
+            return 0
+        steps = self._clock.pace.steps(self._every)
+        if steps is None:
+            return int(self._clock.elapsed_s // self._every.value)
+        return self._clock.step // max(1, steps)
+
+    def due(self) -> bool:
+        """True once each time the interval has passed since the last True."""
+        count = self._count()
+        passed, self._last = count > self._last, count
+        return passed

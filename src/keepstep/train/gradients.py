@@ -1,0 +1,56 @@
+"""Global gradient norm and clipping over sharded parameters, in few passes and without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This process's part of every gradient."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together, the same scalar on every process.
+
+    torch's own function refuses parameters on different meshes; here each way of sharding is summed over just the
+    axes it is split along.
+    """
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            axes = [axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Shard)]
+            groups[tuple(mesh.get_group(axis) for axis in axes)].append(gradient.to_local())
+        else:
+            groups[()].append(gradient)
+    squares = []
+    for process_groups, gradients in groups.items():
+        filled = [gradient for gradient in gradients if gradient.numel()]
+        zero = gradients[0].new_zeros((), dtype=torch.float32)
+        norms = torch._foreach_norm(filled, 2.0, dtype=torch.float32) if filled else [zero]
+        square = torch.stack(list(norms)).square().sum()
+        for group in process_groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every gradient by a device scalar."""
+    torch._foreach_mul_(local_gradients(parameters), factor)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What brings a gradient of this norm down to `limit`; 1 where it is within."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -1,0 +1,143 @@
+"""From a step's bare numbers to what people and tools read: rates, MFU, memory, files, the progress line."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepstep.config.schema import ModelConfig, ObserveConfig
+from keepstep.models.size import flops_per_token
+from keepstep.observe.progress import Progress, Snapshot
+from keepstep.observe.sinks import Sinks
+from keepstep.train.validate import Validation
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the host knows of a step when it starts it."""
+
+    step: int
+    samples: int
+    tokens: int
+    lr_share: float
+    data_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns tokens a second into a share of the machine."""
+
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float | None
+    peak_lr: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, tokens_per_step: int, peak_flops: float | None, peak_lr: float) -> Rates:
+        """Rates of one model on one machine."""
+        return cls(tokens_per_step, flops_per_token(model, model.seq_len), peak_flops, peak_lr)
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOP/s over the peak of all devices; None where nobody knows the peak."""
+        return tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None
+
+
+class Recorder:
+    """Tells sinks and terminal about steps. Only the first process has any; the others count in silence."""
+
+    def __init__(
+        self, config: ObserveConfig, rates: Rates, sinks: Sinks | None, progress: Progress | None, device: torch.device
+    ) -> None:
+        self._config = config
+        self._rates = rates
+        self._sinks = sinks
+        self._progress = progress
+        self._device = device
+        self.last_saved_at: float | None = None
+
+    def step_done(self, facts: StepFacts, step_s: float, loss: float, grad_norm: float) -> None:
+        """A step's numbers have arrived."""
+        if self._sinks is None:
+            return
+        tokens_per_s = self._rates.tokens_per_step / max(step_s, 1e-9)
+        mfu = self._rates.mfu(tokens_per_s)
+        memory_gib = self._memory_gib()
+        line: dict[str, Any] = {
+            "step": facts.step,
+            "time": time.time(),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": self._rates.peak_lr * facts.lr_share,
+            "tokens": facts.tokens,
+            "samples": facts.samples,
+            "tokens_per_s": tokens_per_s,
+            "mfu": mfu,
+            "step_s": step_s,
+            "data_s": facts.data_s,
+            "memory_gib": memory_gib,
+        }
+        self._sinks.metrics({name: value for name, value in line.items() if value is not None})
+        if self._progress and facts.step % self._config.log_interval == 0:
+            age_s = None if self.last_saved_at is None else time.time() - self.last_saved_at
+            self._progress.update(
+                Snapshot(
+                    step=facts.step,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    tokens_per_s=tokens_per_s,
+                    mfu=mfu,
+                    memory_gib=memory_gib,
+                    checkpoint_age_s=age_s,
+                )
+            )
+
+    def validated(self, step: int, result: Validation) -> None:
+        """A validation is done."""
+        if self._sinks is None:
+            return
+        self._sinks.metrics(
+            {"step": step, "time": time.time(), "valid_loss": result.loss, "valid_ppl": result.perplexity}
+        )
+        self.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something happened that is not a step."""
+        if self._sinks is not None:
+            self._sinks.event(kind, **fields)
+
+    def note(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        if self._progress:
+            self._progress.note(text)
+
+    def close(self) -> None:
+        """Write out what is still under way."""
+        if self._progress:
+            self._progress.close()
+        if self._sinks is not None:
+            self._sinks.close()
+
+    def _memory_gib(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / 2**30
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measured_peak_flops(device: torch.device) -> float:
+    """This machine's own matrix rate in fp32, for hardware that no table knows: the best of a few products."""
+    size = 1024
+    own = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, generator=own) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)

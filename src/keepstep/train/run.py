@@ -1,0 +1,254 @@
+"""Assemble a run: data, model, parallel, optimizer, checkpoint, then the loop.
+
+The only file that sees the whole configuration; every part below is handed its own section.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from keepstep import __version__
+from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.check import accumulation_steps
+from keepstep.config.dump import dump_config
+from keepstep.config.layout import Layout, resolve_layout
+from keepstep.config.schema import ComputeConfig, ModelConfig, ParallelConfig, RunConfig
+from keepstep.core.errors import HardwareError
+from keepstep.core.files import write_atomic, write_json
+from keepstep.core.ranks import from_environment
+from keepstep.core.units import format_count
+from keepstep.data.loader import Loaders, StepFeed, build_loaders
+from keepstep.models.init import init_weights
+from keepstep.models.size import parameter_count, peak_flops
+from keepstep.models.transformer import Transformer
+from keepstep.observe.folder import RunFolder
+from keepstep.observe.progress import Progress
+from keepstep.observe.sinks import open_sinks
+from keepstep.parallel.apply import apply_parallel
+from keepstep.parallel.mesh import build_mesh, data_rank
+from keepstep.parallel.world import World, choose_device, joined_world, share_cores
+from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.train.clock import Clock, Pace
+from keepstep.train.loop import LoopParts, run_loop
+from keepstep.train.optimizer import Optimizers
+from keepstep.train.profile import Profiler, memory_snapshot_on_oom
+from keepstep.train.record import Rates, Recorder, measured_peak_flops
+from keepstep.train.scaler import LossScaler
+from keepstep.train.state import TrainState, seed_everything
+from keepstep.train.step import StepSettings, TrainStep
+from keepstep.train.validate import ValidationRows, validate
+
+
+def train(config: RunConfig) -> None:
+    """Run to the end, or to a saved stop. Every process of the run calls this with the same configuration."""
+    ranks = from_environment()
+    layout = resolve_layout(config.parallel, ranks.world_size)
+    accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+    device = choose_device(config.compute.device, ranks.local_rank)
+    share_cores(config.compute.threads, ranks.local_world_size)
+    folder = RunFolder(Path(config.runs_dir) / config.name).create()
+    with (
+        stop_on_signals() as stop,
+        joined_world(ranks, device) as world,
+        memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
+    ):
+        _Run(config, world, layout, folder).go(stop)
+
+
+def build_model(
+    model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig, mesh: DeviceMesh, dtype: torch.dtype
+) -> Transformer:
+    """This process's part of the model, with memory but without weights yet."""
+    with torch.device("meta"):
+        built = Transformer(model)
+    apply_parallel(built, mesh, parallel, compute, dtype)
+    built.to_empty(device=mesh.device_type)
+    return built
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The number format of matrix products."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise HardwareError(
+            f"precision is bf16, but {torch.cuda.get_device_name(device)} has none", "precision=fp16 or precision=fp32"
+        )
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+class _Run:
+    """The parts of one run and the few actions that join several of them."""
+
+    def __init__(self, config: RunConfig, world: World, layout: Layout, folder: RunFolder) -> None:
+        self.config, self.world, self.folder = config, world, folder
+        device, model_config = world.device, config.model
+        dtype = compute_dtype(config.precision, device)
+        mesh = build_mesh(layout, device.type)
+        self.data_rank, self.data_ranks = data_rank(mesh), layout.data_ranks
+
+        self.loaders = build_loaders(
+            config.data, model_config.seq_len, model_config.vocab, config.seed, Path(config.runs_dir) / ".data"
+        )
+        self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
+        self.recorder = self._open_recorder(dtype)
+
+        seed_everything(config.seed, world.ranks.rank)
+        model = build_model(model_config, config.parallel, config.compute, mesh, dtype)
+        init_weights(model, config.seed)
+        optimizers = Optimizers(model, config.optimizer)
+        scaler = LossScaler(enabled=dtype == torch.float16)
+        self.state = TrainState(model, optimizers, scaler, self.clock, world.ranks.rank)
+
+        settings = StepSettings(
+            layout=layout,
+            device=device,
+            clip=config.optimizer.clip,
+            loss_chunks=config.compute.loss_chunks,
+            reduce_each_microbatch=not config.parallel.keep_gathered,
+        )
+        self.step = TrainStep(model, optimizers, scaler, settings)
+        where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
+        self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+
+    def go(self, stop: StopFlag) -> None:
+        """Resume where a checkpoint allows it, then train."""
+        self._describe()
+        self._resume()
+        feed = StepFeed(
+            self.loaders.train,
+            at=self.clock.samples,
+            global_batch=self.config.global_batch,
+            microbatch=self.config.microbatch,
+            rank=self.data_rank,
+            ranks=self.data_ranks,
+            prefetch=self.config.data.prefetch,
+        )
+        profiler = Profiler(self.config.profile, self.folder.profile, self.world.ranks.rank, self.world.device)
+        parts = LoopParts(
+            step=self.step,
+            feed=feed,
+            clock=self.clock,
+            recorder=self.recorder,
+            profiler=profiler,
+            stop=stop,
+            save=self.save,
+            before_update=self.checkpointer.before_update,
+            evaluate=self.evaluate,
+        )
+        outcome = "fault"
+        try:
+            with profiler:
+                run_loop(parts, self.config)
+            outcome = "finish"
+        finally:
+            feed.close()
+            self.checkpointer.close()
+            self.recorder.event("stop" if stop.requested and outcome != "finish" else outcome, step=self.clock.step)
+            self.recorder.close()
+
+    def save(self) -> None:
+        """Commit a checkpoint of the step just done."""
+        metadata = {"keepstep": __version__, "torch": torch.__version__, "world_size": self.world.ranks.world_size}
+        state = {**self.state.tensors(), "numbers": self.state.numbers()}
+        self.checkpointer.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+
+    def evaluate(self) -> None:
+        """Validation loss over the first rows of the validation data."""
+        if self.loaders.valid is None:
+            self.recorder.note("no validation data: evaluation is skipped")
+            return
+        wanted = self.config.evaluate.batches * self.config.global_batch
+        rows = ValidationRows(
+            loader=self.loaders.valid,
+            rows=min(wanted, self.loaders.valid.samples_per_epoch),
+            microbatch=self.config.microbatch,
+            data_rank=self.data_rank,
+            data_ranks=self.data_ranks,
+        )
+        started = time.perf_counter()
+        self.state.model.eval()
+        result = validate(self.step.loss_sum, rows, self.world.device)
+        self.state.model.train()
+        self.recorder.validated(self.clock.step, result)
+        self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
+
+    def _resume(self) -> None:
+        settings = self.config.checkpoint
+        self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
+        if not settings.autoresume and not settings.resume_from:
+            return
+        into = self.state.tensors()
+        if settings.skip_optimizer and settings.resume_from:
+            into = {"model": into["model"]}
+        loaded = self.checkpointer.load_newest(into)
+        if loaded is None:
+            return
+        if settings.skip_optimizer and settings.resume_from:
+            self.recorder.note(f"weights from {loaded.folder}; optimizer, schedule and data start afresh")
+            return
+        self.state.adopt(loaded.values["numbers"], into["rng"][f"rank{self.world.ranks.rank}"])
+        self.recorder.event("resume", step=self.clock.step, folder=str(loaded.folder))
+        self.recorder.note(f"resumed at step {self.clock.step} from {loaded.folder}")
+
+    def _open_recorder(self, dtype: torch.dtype) -> Recorder:
+        config, device = self.config, self.world.device
+        tokens_per_step = config.global_batch * config.model.seq_len
+        peak = _peak_flops(device, dtype) * self.world.ranks.world_size
+        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr)
+        if not self.world.is_first:
+            return Recorder(config.observe, rates, None, None, device)
+        progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
+        sinks = open_sinks(self.folder, tensorboard=config.observe.tensorboard)
+        return Recorder(config.observe, rates, sinks, progress, device)
+
+    def _describe(self) -> None:
+        if not self.world.is_first:
+            return
+        config, parameters = self.config, parameter_count(self.config.model)
+        write_atomic(self.folder.config, dump_config(config))
+        write_json(self.folder.facts, _facts(config, self.world, self.loaders, parameters))
+        self.recorder.note(
+            f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "
+            f"{self.world.ranks.world_size} × {_device_name(self.world.device)}, "
+            f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
+        )
+
+    def _checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
+        self.recorder.event(kind, **fields)
+        if kind == "checkpoint_committed":
+            self.recorder.last_saved_at = time.time()
+        elif kind in ("warning", "fault"):
+            self.recorder.note(f"warning: {fields.get('message', kind)}")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    known = peak_flops(_device_name(device), "bf16") if dtype != torch.float32 else None
+    return known or measured_peak_flops(device)
+
+
+def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -> dict[str, Any]:
+    pace = Pace(config.global_batch, config.model.seq_len, loaders.train.samples_per_epoch)
+    return {
+        "keepstep": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "device": _device_name(world.device),
+        "world_size": world.ranks.world_size,
+        "parameters": parameters,
+        "total_steps": pace.steps(config.max_duration),
+        "samples_per_epoch": loaders.train.samples_per_epoch,
+        "tokenizer": str(loaders.tokenizer) if loaders.tokenizer else None,
+        "data": loaders.facts,
+    }

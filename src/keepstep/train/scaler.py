@@ -1,0 +1,36 @@
+"""Loss scaling for fp16: gradients too small for the format are lifted, and a step that overflows is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LossScaler:
+    """Doubles the scale after a run of good steps and halves it on an overflow. A scale of 1 that never moves when off."""
+
+    def __init__(self, enabled: bool, initial: float = 2.0**15, growth_interval: int = 1000) -> None:
+        self.enabled = enabled
+        self.scale = initial if enabled else 1.0
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Learn from one step whether the scale was right."""
+        if not self.enabled:
+            return
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps % self._growth_interval == 0:
+            self.scale *= 2
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's numbers."""
+        if self.enabled:
+            self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])

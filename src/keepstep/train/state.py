@@ -1,0 +1,62 @@
+"""What a checkpoint holds: every number that the next step depends on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from keepstep.train.clock import Clock
+from keepstep.train.optimizer import Optimizers
+from keepstep.train.scaler import LossScaler
+
+
+@dataclass
+class TrainState:
+    """The live parts whose state is saved and restored."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    scaler: LossScaler
+    clock: Clock
+    rank: int
+
+    def weights(self) -> dict[str, Any]:
+        """The model's live tensors by name."""
+        buffers = {name: buffer for name, buffer in self.model.state_dict().items() if not isinstance(buffer, nn.Parameter)}
+        return {**buffers, **dict(self.model.named_parameters())}
+
+    def tensors(self) -> dict[str, Any]:
+        """Live tensors: saving reads them, loading fills them in place."""
+        return {"model": self.weights(), "optimizer": self.optimizers.state(), "rng": {f"rank{self.rank}": _rng_tensors()}}
+
+    def numbers(self) -> dict[str, Any]:
+        """Plain values that go along."""
+        return {"clock": self.clock.state(), "scaler": self.scaler.state()}
+
+    def adopt(self, numbers: dict[str, Any], rng: dict[str, Any] | None) -> None:
+        """Take over plain values, and this process's random state where the checkpoint has one for it."""
+        self.clock.restore(numbers["clock"])
+        self.scaler.restore(numbers["scaler"])
+        if rng:
+            torch.set_rng_state(rng["cpu"])
+            if "cuda" in rng and torch.cuda.is_available():
+                torch.cuda.set_rng_state(rng["cuda"])
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Dropout differs between processes; everything else draws from its own generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed * 1_000_003 + rank)
+
+
+def _rng_tensors() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states

@@ -1,0 +1,58 @@
+"""Validation loss over the same rows each time, so that its numbers can be compared along the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keepstep.data.loader import Batch, Loader
+from keepstep.train.losses import count_targets
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean loss over validation targets, and what it means for a reader."""
+
+    loss: float
+    targets: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that overflows."""
+        return exp(self.loss) if self.loss < 700 else float("inf")
+
+
+@dataclass(frozen=True)
+class ValidationRows:
+    """Which rows, and how this process shares them with the others."""
+
+    loader: Loader
+    rows: int
+    microbatch: int
+    data_rank: int
+    data_ranks: int
+
+
+def validate(forward: Callable[[Batch], Tensor], share: ValidationRows, device: torch.device) -> Validation:
+    """Every process computes its rows; all of them return the same result. `forward` gives the sum of losses."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    stride = share.microbatch * share.data_ranks
+    with torch.no_grad():
+        # All processes run the same number of forwards (sharded weights are gathered together); rows past the end
+        # are computed by nobody twice: they carry no weight.
+        for start in range(0, share.rows, stride):
+            first = start + share.data_rank * share.microbatch
+            count = max(0, min(share.microbatch, share.rows - first))
+            batch = share.loader.rows(min(first, share.rows - 1), max(1, count))
+            loss_sum = forward(batch)
+            if count:
+                totals[0] += loss_sum
+                totals[1] += count_targets(batch)
+    dist.all_reduce(totals)
+    loss_sum_all, targets = totals.tolist()
+    return Validation(loss_sum_all / max(1.0, targets), int(targets))

@@ -1,0 +1,175 @@
+"""Batches: exact, the same for any number of ranks, resumable at any sample, with errors where they are seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.config.schema import DataConfig
+from keepstep.core.errors import ConfigError, DataError
+from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
+from keepstep.data.loader import Loader, StepFeed, build_loaders, to_batch
+from keepstep.data.order import IndexArray
+from keepstep.data.rows import Rows, SyntheticRows, packed
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    with MegatronWriter(tmp_path / "set", token_dtype(1000)) as writer:
+        for length in generator.integers(1, 60, size=200):
+            writer.add(generator.integers(0, 1000, size=int(length)))
+    return tmp_path / "set"
+
+
+def whole(prefix: Path, seq_len: int = 16, *, bounds: bool = False) -> Loader:
+    reader = MegatronReader(prefix)
+    return Loader(packed([reader], [range(reader.documents)], seq_len, 1000, bounds=bounds), seed=7, shuffle=True)
+
+
+def test_rows_are_windows_of_the_stream_and_targets_are_one_ahead(prefix: Path) -> None:
+    config = DataConfig(path=str(prefix), shuffle=False, valid_share=0.0)
+    loaders = build_loaders(config, 16, 1000, 1, prefix.parent)
+    stream = MegatronReader(prefix).tokens
+    batch = loaders.train.rows(2, 3)
+    assert np.array_equal(batch.inputs.ravel(), stream[32:80])
+    assert np.array_equal(batch.targets.ravel(), stream[33:81])
+    assert loaders.valid is None
+
+
+@given(
+    worlds=st.lists(st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (12, 1)]), min_size=1, max_size=5),
+    steps=st.lists(st.integers(0, 3), min_size=5, max_size=5),
+)
+@settings(deadline=None, max_examples=25)
+def test_no_sample_is_lost_or_doubled_over_resizes(worlds: list[tuple[int, int]], steps: list[int]) -> None:
+    loader = Loader(_Numbers(50), seed=3, shuffle=True)
+    seen: list[int] = []
+    at = 0
+    for (ranks, microbatch), count in zip(worlds, steps, strict=False):
+        feeds = [StepFeed(loader, at, 12, microbatch, rank, ranks, prefetch=2) for rank in range(ranks)]
+        for _ in range(count):
+            found = [batch for feed in feeds for batch in feed.next_step()]
+            found.sort(key=lambda batch: batch.first_sample)
+            seen += [int(number) for batch in found for number in batch.inputs[:, 0]]
+        at = feeds[0].position
+        for feed in feeds:
+            feed.close()
+    assert at == len(seen)
+    assert seen == loader.rows(0, len(seen)).inputs[:, 0].tolist()
+    for epoch in range(len(seen) // 50):
+        assert sorted(seen[50 * epoch : 50 * epoch + 50]) == list(range(50))
+
+
+class _Numbers:
+    """Row i holds the number i."""
+
+    def __init__(self, count: int, broken_at: int = -1) -> None:
+        self.count = count
+        self.broken_at = broken_at
+
+    def read(self, indices: IndexArray) -> Rows:
+        if self.broken_at in indices.tolist():
+            raise DataError("shard 3 is damaged", "fetch it again")
+        return Rows(np.repeat(indices[:, None], 3, axis=1))
+
+
+def test_an_error_while_reading_ahead_reaches_the_consumer_every_time() -> None:
+    feed = StepFeed(Loader(_Numbers(50, broken_at=4), seed=0, shuffle=False), 0, 2, 1, 0, 1, prefetch=8)
+    assert [batch.first_sample for batch in feed.next_step() + feed.next_step()] == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(DataError, match="shard 3"):
+            feed.next_step()
+    feed.close()
+
+
+def test_closing_ends_the_thread_even_when_nothing_was_read() -> None:
+    before = threading.active_count()
+    feed = StepFeed(Loader(_Numbers(50), seed=0, shuffle=True), 0, 4, 2, 0, 1, prefetch=1)
+    feed.close()
+    feed.close()
+    assert threading.active_count() == before
+
+
+def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of microbatch"):
+        StepFeed(Loader(_Numbers(50), seed=0, shuffle=True), 0, 10, 2, 0, 2, prefetch=1)
+
+
+def test_held_out_documents_are_never_trained_on(prefix: Path) -> None:
+    loaders = build_loaders(DataConfig(path=str(prefix), valid_share=0.2, shuffle=False), 8, 1000, 1, prefix.parent)
+    reader = MegatronReader(prefix)
+    split = reader.document_start(160)
+    assert loaders.valid is not None
+    assert loaders.train.samples_per_epoch == (split - 1) // 8
+    assert loaders.valid.rows(0, 1).inputs[0, 0] == reader.tokens[split]
+
+
+def test_a_token_beyond_the_models_vocabulary_is_named(prefix: Path) -> None:
+    loaders = build_loaders(DataConfig(path=str(prefix)), 64, 500, 1, prefix.parent)
+    with pytest.raises(DataError, match=r"holds token \d+, but model\.vocab is 500") as caught:
+        loaders.train.rows(0, 50)
+    assert "model.vocab" in (caught.value.hint or "")
+
+
+def test_documents_and_positions_keep_documents_apart(prefix: Path) -> None:
+    reader = MegatronReader(prefix)
+    batch = whole(prefix, bounds=True).rows(0, 40)
+    assert batch.documents is not None
+    assert batch.positions is not None
+    starts = set(reader.starts_between(0, len(reader.tokens)).tolist())
+    plain = whole(prefix).rows(0, 40)
+    order = np.array([_place(reader, row) for row in plain.inputs])
+    for row, begin in enumerate(order.tolist()):
+        for place in range(1, 16):
+            begins = begin + place in starts
+            assert (batch.documents[row, place] != batch.documents[row, place - 1]) == begins
+            assert (batch.positions[row, place] == 0) == begins
+            assert (batch.targets[row, place - 1] == -100) == begins
+
+
+def _place(reader: MegatronReader, row: np.ndarray) -> int:
+    windows = np.lib.stride_tricks.sliding_window_view(reader.tokens, 16)[::16]
+    return 16 * int(np.flatnonzero((windows == row).all(axis=1))[0])
+
+
+def test_a_folder_of_several_files_is_one_data_set(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 100)):
+        with MegatronWriter(tmp_path / name, token_dtype(1000)) as writer:
+            writer.add(np.arange(first, first + 33))
+    loaders = build_loaders(DataConfig(path=str(tmp_path), valid_share=0.0, shuffle=False), 8, 1000, 1, tmp_path)
+    assert loaders.train.rows(0, 8).inputs[:, 0].tolist() == [0, 8, 16, 24, 100, 108, 116, 124]
+
+
+def test_nothing_at_the_path_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data is there"):
+        build_loaders(DataConfig(path=str(tmp_path / "none")), 8, 1000, 1, tmp_path)
+
+
+def test_synthetic_rows_follow_from_seed_and_number_alone() -> None:
+    rows, again = SyntheticRows(64, 5000, 3), SyntheticRows(64, 5000, 3)
+    numbers = np.array([5, 10**9, 5])
+    found = rows.read(numbers).tokens
+    assert np.array_equal(found, again.read(numbers).tokens)
+    assert np.array_equal(found[0], found[2])
+    steps = np.diff(found) % 4096
+    assert np.mean(steps == np.bincount(steps.ravel()).argmax()) > 0.8
+    assert not np.array_equal(found, SyntheticRows(64, 5000, 4).read(numbers).tokens)
+
+
+def test_batches_without_documents_share_one_array() -> None:
+    batch = to_batch(Rows(np.arange(12).reshape(2, 6)), 0)
+    assert np.shares_memory(batch.inputs, batch.targets)
+
+
+def test_importing_the_loader_is_light() -> None:
+    code = "import sys, keepstep.data.loader; print(sorted({'torch', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,72 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from keepstep.observe.folder import JsonLines, RunFolder, find_runs, number, read_from, split_kinds
+
+
+def test_what_is_appended_is_read_back_while_the_writer_is_still_open(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "deep" / "metrics.jsonl")
+    lines.append({"step": 1, "loss": 2.5, "name": "é"})
+    lines.append({"step": 2, "loss": np.float32(1.5), "list": np.arange(2)})
+    assert lines.read() == [{"step": 1, "loss": 2.5, "name": "é"}, {"step": 2, "loss": 1.5, "list": [0, 1]}]
+
+
+def test_a_torn_last_line_is_skipped_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert JsonLines(path).read() == [{"step": 1}]
+    JsonLines(path).append({"step": 3})
+    assert JsonLines(path).read() == [{"step": 1}, {"step": 3}]
+
+
+def test_damaged_lines_in_the_middle_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe garbage\n[1, 2]\n{"step": 2}\n')
+    assert JsonLines(path).read() == [{"step": 1}, {"step": 2}]
+
+
+def test_a_reader_goes_on_from_where_it_was_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    first, offset = read_from(path)
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    second, _ = read_from(path, offset)
+    assert (first, second) == ([{"step": 1}], [{"step": 2}])
+
+
+def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
+    assert read_from(tmp_path / "absent.jsonl") == ([], 0)
+
+
+def test_numbers_json_does_not_know_stay_valid_json_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).append({"loss": math.nan, "grad_norm": math.inf})
+    raw = json.loads(path.read_text(), parse_constant=lambda text: (_ for _ in ()).throw(ValueError(text)))
+    assert math.isnan(number(raw["loss"]))
+    assert number(raw["grad_norm"]) == math.inf
+    assert math.isnan(number(None))
+    assert math.isnan(number("text"))
+
+
+def test_after_a_resume_the_later_attempt_wins_and_the_abandoned_tail_is_gone() -> None:
+    lines = [{"step": step, "loss": float(step)} for step in range(1, 8)]
+    lines += [{"step": 4, "valid_loss": 9.0}]
+    lines += [{"step": step, "loss": -float(step)} for step in (4, 5)]
+    lines += [{"step": 4, "valid_loss": 8.0}, {"no_step": True}]
+    kinds = split_kinds(lines)
+    assert [(line["step"], line["loss"]) for line in kinds["train"]] == [(1, 1), (2, 2), (3, 3), (4, -4), (5, -5)]
+    assert [(line["step"], line["valid_loss"]) for line in kinds["valid"]] == [(4, 8.0)]
+
+
+def test_only_run_folders_are_found_and_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
+    runs, outside = tmp_path / "runs", tmp_path / "outside"
+    for place in (runs / "a", runs / "b", outside):
+        JsonLines(RunFolder(place).create().metrics).append({"step": 1})
+    (runs / "notes").mkdir()
+    (runs / "link").symlink_to(outside)
+    assert [run.name for run in find_runs(runs)] == ["a", "b"]
+    assert find_runs(tmp_path / "absent") == []

@@ -60,5 +60,4 @@ def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:
         if ranks.is_first or not isinstance(error, ConfigError | StopRequested):
             where = "" if ranks.is_first else f"[rank {ranks.rank}] "
             print("\n".join(where + line for line in error.lines()), file=sys.stderr, flush=True)
-    report_exit(code)
-    return code
+    return report_exit(code)

@@ -61,7 +61,7 @@ def _check(args: argparse.Namespace) -> int:
         print(json.dumps({"sound": True, "problems": []}, indent=2))
         return 0
     given = sum(origin.kind not in ("default", "preset") for origin in loaded.origins.values())
-    print(f"sound: run {loaded.config.name}, model {loaded.config.model.preset}, {given} settings given")
+    print(f"sound: run {loaded.config.name}, model {loaded.config.model.preset}, settings given: {given}")
     print(f"next: {' '.join(['keepstep train', *args.words])}", file=sys.stderr)
     return 0
 

@@ -155,7 +155,7 @@ class StepFeed:
 
 @dataclass(frozen=True)
 class Loaders:
-    """What a run reads: training data, validation data (never shuffled) and what is known about them."""
+    """What a run reads: training data, validation data (in one fixed order) and what is known about them."""
 
     train: Loader
     valid: Loader | None
@@ -182,7 +182,8 @@ def build_loaders(config: DataConfig, seq_len: int, vocab: int, seed: int, cache
     return Loaders(
         # Synthetic rows have no order worth shuffling.
         Loader(train, seed=seed, shuffle=config.shuffle and config.path != "synthetic"),
-        Loader(valid, seed=seed, shuffle=False) if valid.count else None,
+        # One fixed shuffle for every run: the first rows stand for all, and are the same rows each time.
+        Loader(valid, seed=0, shuffle=True) if valid.count else None,
         tokenizer,
         facts,
     )

@@ -27,5 +27,5 @@ def apply_parallel(
     for block in blocks:
         apply_recompute(block, compute.recompute)
         if compute.compile:
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward)
     shard_model(model, blocks, mesh["replicate", "shard"], compute_dtype, parallel.keep_gathered)

@@ -28,5 +28,7 @@ def apply_recompute(block: nn.Module, mode: Literal["none", "selective", "full"]
     """Wrap the block's forward in place, so that parameter names stay as they are."""
     if mode == "none":
         return
-    contexts = {} if mode == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)  # type: ignore[method-assign]
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    block.forward = partial(checkpoint, block.forward, **options)

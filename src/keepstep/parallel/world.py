@@ -34,7 +34,9 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> to
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise HardwareError("compute.device is cuda, but torch finds no GPU here", "check nvidia-smi, or compute.device=cpu")
+        raise HardwareError(
+            "compute.device is cuda, but torch finds no GPU here", "check nvidia-smi, or compute.device=cpu"
+        )
     if local_rank >= torch.cuda.device_count():
         raise HardwareError(
             f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}",
@@ -59,8 +61,13 @@ def joined_world(ranks: Ranks, device: torch.device, timeout_s: float = 600.0) -
     if ranks.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=_private_store(), rank=0, world_size=1, timeout=timeout)
     try:
         yield World(ranks, device)
     finally:
         dist.destroy_process_group()
+
+
+def _private_store() -> dist.Store:
+    """A store inside this process: a group of one needs no port."""
+    return dist.HashStore()  # type: ignore[attr-defined,no-any-return]

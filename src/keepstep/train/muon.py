@@ -6,7 +6,7 @@ orthogonalised on every process (the same bits on each) and cut back, so any wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ def orthogonalise(matrix: Tensor, rounds: int = 5) -> Tensor:
     for _ in range(rounds):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+    orthogonal: Tensor = x.T if tall else x
+    return orthogonal.to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -37,7 +38,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:

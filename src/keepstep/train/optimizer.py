@@ -44,14 +44,16 @@ class Optimizers:
         return {self._names[parameter]: dict(slots) for parameter, slots in self._slots()}
 
     def _slots(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
-        for part in self._parts:
-            yield from part.state.items()
+        for parameter in self._names:
+            for part in self._parts:
+                if parameter in part.state:
+                    yield parameter, part.state[parameter]
 
 
 def _build(names: dict[nn.Parameter, str], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
     matrices: list[nn.Parameter] = []
     if config.name == "muon":
-        matrices = [parameter for parameter, name in names.items() if parameter.ndim == 2 and name.startswith("blocks.")]
+        matrices = [p for p, name in names.items() if p.ndim == 2 and name.startswith("blocks.")]
     chosen = set(matrices)
     groups = _decay_groups({p: n for p, n in names.items() if p not in chosen}, config)
     parts: list[torch.optim.Optimizer] = []
@@ -67,7 +69,8 @@ def _build(names: dict[nn.Parameter, str], config: OptimizerConfig) -> list[torc
 
 
 def _decay_groups(names: dict[nn.Parameter, str], config: OptimizerConfig) -> list[dict[str, Any]]:
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter, name in names.items():
         is_table = name.startswith(("embed.", "position."))
         wanted = config.decay_embeddings if is_table else (parameter.ndim >= 2 or config.decay_norms)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from keepstep.config.schema import ModelConfig, ObserveConfig
+from keepstep.evaluate.perplexity import PerplexityResult
 from keepstep.models.size import flops_per_token
 from keepstep.observe.progress import Progress, Snapshot
 from keepstep.observe.sinks import Sinks
-from keepstep.train.validate import Validation
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Recorder:
                 )
             )
 
-    def validated(self, step: int, result: Validation) -> None:
+    def validated(self, step: int, result: PerplexityResult) -> None:
         """A validation is done."""
         if self._sinks is None:
             return

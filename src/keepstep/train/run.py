@@ -104,7 +104,7 @@ class _Run:
         init_weights(model, config.seed)
         optimizers = Optimizers(model, config.optimizer)
         scaler = LossScaler(enabled=dtype == torch.float16)
-        self.state = TrainState(model, optimizers, scaler, self.clock, world.ranks.rank)
+        self.state = TrainState(model, optimizers, scaler, self.clock)
 
         settings = StepSettings(
             layout=layout,
@@ -191,11 +191,11 @@ class _Run:
         if loaded is None:
             return
         if settings.skip_optimizer and settings.resume_from:
-            self.recorder.note(f"weights from {loaded.folder}; optimizer, schedule and data start afresh")
+            self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
             return
-        self.state.adopt(loaded.values["numbers"], into["rng"][f"rank{self.world.ranks.rank}"])
-        self.recorder.event("resume", step=self.clock.step, folder=str(loaded.folder))
-        self.recorder.note(f"resumed at step {self.clock.step} from {loaded.folder}")
+        self.state.adopt(loaded.values["numbers"], into["rank"])
+        self.recorder.event("resume", step=self.clock.step, folder=loaded.where.name)
+        self.recorder.note(f"resumed at step {self.clock.step} from {loaded.where.name}")
 
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device

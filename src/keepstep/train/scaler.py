@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LossScaler:
-    """Doubles the scale after a run of good steps and halves it on an overflow. A scale of 1 that never moves when off."""
+    """Doubles the scale after a run of good steps and halves it on an overflow; when off it stays at 1."""
 
     def __init__(self, enabled: bool, initial: float = 2.0**15, growth_interval: int = 1000) -> None:
         self.enabled = enabled

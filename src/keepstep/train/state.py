@@ -23,29 +23,26 @@ class TrainState:
     optimizers: Optimizers
     scaler: LossScaler
     clock: Clock
-    rank: int
 
     def weights(self) -> dict[str, Any]:
-        """The model's live tensors by name."""
-        buffers = {name: buffer for name, buffer in self.model.state_dict().items() if not isinstance(buffer, nn.Parameter)}
-        return {**buffers, **dict(self.model.named_parameters())}
+        """The model's live parameters by name; it keeps no other state."""
+        return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Any]:
         """Live tensors: saving reads them, loading fills them in place."""
-        return {"model": self.weights(), "optimizer": self.optimizers.state(), "rng": {f"rank{self.rank}": _rng_tensors()}}
+        return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
 
     def numbers(self) -> dict[str, Any]:
         """Plain values that go along."""
         return {"clock": self.clock.state(), "scaler": self.scaler.state()}
 
-    def adopt(self, numbers: dict[str, Any], rng: dict[str, Any] | None) -> None:
-        """Take over plain values, and this process's random state where the checkpoint has one for it."""
+    def adopt(self, numbers: dict[str, Any], rng: dict[str, Any]) -> None:
+        """Take over plain values and this process's random state."""
         self.clock.restore(numbers["clock"])
         self.scaler.restore(numbers["scaler"])
-        if rng:
-            torch.set_rng_state(rng["cpu"])
-            if "cuda" in rng and torch.cuda.is_available():
-                torch.cuda.set_rng_state(rng["cuda"])
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"])
 
 
 def seed_everything(seed: int, rank: int) -> None:

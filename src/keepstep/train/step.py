@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from keepstep.config.layout import Layout
 from keepstep.data.loader import Batch
@@ -36,9 +38,7 @@ class StepSettings:
 class TrainStep:
     """Runs steps on one model; returns their numbers as a device vector that the caller reads later."""
 
-    def __init__(
-        self, model: Transformer, optimizers: Optimizers, scaler: LossScaler, settings: StepSettings
-    ) -> None:
+    def __init__(self, model: Transformer, optimizers: Optimizers, scaler: LossScaler, settings: StepSettings) -> None:
         self._model = model
         self._optimizers = optimizers
         self._scaler = scaler
@@ -80,7 +80,7 @@ class TrainStep:
         for number, batch in enumerate(batches):
             self._reduce_gradients(last=number == len(batches) - 1)
             loss_sum = self.loss_sum(batch)
-            (loss_sum * (weight * self._scaler.scale)).backward()
+            torch.autograd.backward(loss_sum * (weight * self._scaler.scale))
             loss += loss_sum.detach()
         before_update()
         norm = self._update(lr_share)
@@ -108,6 +108,7 @@ class TrainStep:
 
     def _reduce_gradients(self, last: bool) -> None:
         """Shards are summed at each micro batch (whole gradients would not fit); replicas only once."""
+        assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(last or self._settings.reduce_each_microbatch)
         self._model.set_requires_all_reduce(last)
 
@@ -117,7 +118,7 @@ class TrainStep:
         dist.all_reduce(total)
         return total
 
-    def _to_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
         if self._settings.device.type == "cuda":
             tensor = tensor.pin_memory()

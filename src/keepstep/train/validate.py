@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from keepstep.data.loader import Batch, Loader
+from keepstep.evaluate.perplexity import PerplexityResult, exponential
 from keepstep.train.losses import count_targets
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Mean loss over validation targets, and what it means for a reader."""
-
-    loss: float
-    targets: int
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
-        return exp(self.loss) if self.loss < 700 else float("inf")
 
 
 @dataclass(frozen=True)
@@ -38,7 +25,7 @@ class ValidationRows:
     data_ranks: int
 
 
-def validate(forward: Callable[[Batch], Tensor], share: ValidationRows, device: torch.device) -> Validation:
+def validate(forward: Callable[[Batch], Tensor], share: ValidationRows, device: torch.device) -> PerplexityResult:
     """Every process computes its rows; all of them return the same result. `forward` gives the sum of losses."""
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stride = share.microbatch * share.data_ranks
@@ -55,4 +42,5 @@ def validate(forward: Callable[[Batch], Tensor], share: ValidationRows, device: 
                 totals[1] += count_targets(batch)
     dist.all_reduce(totals)
     loss_sum_all, targets = totals.tolist()
-    return Validation(loss_sum_all / max(1.0, targets), int(targets))
+    loss = loss_sum_all / max(1.0, targets)
+    return PerplexityResult(loss, exponential(loss), int(targets))

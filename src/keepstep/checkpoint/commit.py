@@ -1,0 +1,244 @@
+"""The commit protocol: data files, then part files, then the manifest, then the marker, then `latest`. No torch here.
+
+Every rank writes its data file and, once that is on disk, a part file that describes it. Whoever commits waits for the
+parts of all ranks, proves that they cover every tensor, and publishes. Names carry a random token of this attempt, so a
+writer left over from a killed job can neither spoil nor mix with what a new job writes for the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.checkpoint import failpoints
+from keepstep.checkpoint.hashing import Algorithm, hasher
+from keepstep.checkpoint.manifest import (
+    LATEST,
+    MARKER,
+    FileEntry,
+    Manifest,
+    Marker,
+    Piece,
+    StepFolder,
+    TensorEntry,
+    check_coverage,
+    decode_manifest,
+    decode_marker,
+    encode_manifest,
+    encode_marker,
+    folder_name,
+    parse_folder_name,
+)
+from keepstep.checkpoint.shards import PieceSpec, write_shard
+from keepstep.checkpoint.store import Store
+from keepstep.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at writing one step, the same on every rank."""
+
+    step: int
+    sequence: int
+    folder: str
+    token: str
+    world_size: int
+    algorithm: Algorithm
+
+    def file_name(self, rank: int) -> str:
+        """A rank's data file."""
+        return f"rank{rank:05d}-{self.token}.safetensors"
+
+    def part_name(self, rank: int) -> str:
+        """A rank's word that its data file is on disk."""
+        return f"rank{rank:05d}-{self.token}.part.json"
+
+
+def committed_steps(store: Store, on_damage: Callable[[CheckpointError], None] | None = None) -> list[StepFolder]:
+    """All committed steps, the newest commit first; a damaged marker is reported and passed over."""
+    found = []
+    for name in store.names():
+        parsed = parse_folder_name(name)
+        if parsed is None:
+            continue
+        try:
+            step = read_step(store, name)
+        except FileNotFoundError:
+            continue
+        except CheckpointError as error:
+            if on_damage is not None:
+                on_damage(error)
+            continue
+        found.append((step.marker.sequence, parsed, step))
+    return [step for _, _, step in sorted(found, key=lambda item: item[:2], reverse=True)]
+
+
+def read_step(store: Store, name: str) -> StepFolder:
+    """The step in one folder; FileNotFoundError when it was never committed."""
+    where = f"{name}/{MARKER}"
+    try:
+        content = store.read(where)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(where) from error
+    marker = decode_marker(content, store.locate(where))
+    parsed = parse_folder_name(name)
+    if parsed is not None and parsed[0] != marker.step:
+        raise CheckpointError(
+            f"{store.locate(where)} is the marker of step {marker.step}: it was put here from elsewhere"
+        )
+    return StepFolder(name, marker)
+
+
+def read_manifest(store: Store, step: StepFolder) -> Manifest:
+    """The manifest of a committed step, checked against its marker and for coverage."""
+    name = f"{step.name}/{step.marker.manifest}"
+    where = store.locate(name)
+    try:
+        content = store.read(name)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where} is missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
+    if hasher(step.marker.algorithm)(content) != step.marker.manifest_hash:
+        raise CheckpointError(f"{where} is damaged: its marker holds another hash")
+    return decode_manifest(content, where)
+
+
+def next_place(store: Store, step: int) -> tuple[str, int]:
+    """Folder and sequence number for a new save of `step`: never a folder that is committed."""
+    sequence = 1 + max((found.marker.sequence for found in committed_steps(store)), default=0)
+    attempt = 0
+    while MARKER in store.names(folder_name(step, attempt)):
+        attempt += 1
+    return folder_name(step, attempt), sequence
+
+
+def write_part(
+    store: Store, attempt: Attempt, rank: int, specs: list[PieceSpec], data: memoryview, extra: Mapping[str, Any]
+) -> None:
+    """One rank's share: its data file, then its part file. `extra` goes into the part (rank values, names held)."""
+    failpoints.reach("before_data")
+    entry = write_shard(store, f"{attempt.folder}/{attempt.file_name(rank)}", specs, data, attempt.algorithm)
+    failpoints.reach("after_data")
+    part = {
+        **extra,
+        "file": [entry.name, entry.size_bytes, entry.header_bytes, entry.header_hash],
+        "pieces": [spec.to_json() for spec in specs],
+    }
+    store.create(f"{attempt.folder}/{attempt.part_name(rank)}", json.dumps(part, separators=(",", ":")).encode())
+    failpoints.reach("after_part")
+
+
+def write_failure(store: Store, attempt: Attempt, rank: int, reason: str) -> None:
+    """Tell the committing rank not to wait for us."""
+    store.create(f"{attempt.folder}/{attempt.part_name(rank)}", json.dumps({"error": reason}).encode())
+
+
+def await_parts(store: Store, attempt: Attempt, stop: Callable[[], bool], timeout_s: float) -> list[dict[str, Any]]:
+    """The parts of all ranks, in rank order, as soon as they are there."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.002
+    waiting = {attempt.part_name(rank): rank for rank in range(attempt.world_size)}
+    parts: dict[int, dict[str, Any]] = {}
+    while True:
+        for name in set(store.names(attempt.folder)) & set(waiting):
+            rank = waiting.pop(name)
+            part = json.loads(store.read(f"{attempt.folder}/{name}"))
+            if "error" in part:
+                raise CheckpointError(f"step {attempt.step} is not committed: rank {rank} failed: {part['error']}")
+            parts[rank] = part
+        if not waiting:
+            return [parts[rank] for rank in range(attempt.world_size)]
+        missing = sorted(waiting.values())
+        if stop():
+            raise CheckpointError(f"step {attempt.step} is not committed: given up while ranks {missing} were writing")
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"step {attempt.step} is not committed: ranks {missing} did not finish in {timeout_s:.0f} s"
+            )
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.1)
+
+
+def compose(
+    attempt: Attempt, parts: list[dict[str, Any]], values: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> Manifest:
+    """One manifest from the parts of all ranks, with every tensor that any rank holds proven whole."""
+    tensors: dict[str, TensorEntry] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for rank, part in enumerate(parts):
+        # What a rank holds counts even where another writes it: a tensor that nobody wrote must not go unnoticed.
+        for name, (dtype, shape) in part["holds"].items():
+            entry = tensors.setdefault(name, TensorEntry(dtype, tuple(shape), ()))
+            if (entry.dtype, entry.shape) != (dtype, tuple(shape)):
+                raise CheckpointError(
+                    f"tensor {name} is {dtype} {list(shape)} on rank {rank} and "
+                    f"{entry.dtype} {list(entry.shape)} elsewhere"
+                )
+        for raw in part["pieces"]:
+            spec = PieceSpec.from_json(raw)
+            pieces.setdefault(spec.tensor, []).append(Piece(spec.box, rank, spec.begin))
+    manifest = Manifest(
+        step=attempt.step,
+        sequence=attempt.sequence,
+        time=time.time(),
+        world_size=attempt.world_size,
+        algorithm=attempt.algorithm,
+        files=tuple(FileEntry(*part["file"]) for part in parts),
+        tensors={
+            name: TensorEntry(entry.dtype, entry.shape, tuple(pieces.get(name, ())))
+            for name, entry in sorted(tensors.items())
+        },
+        values=values,
+        rank_values={rank: part["rank_values"] for rank, part in enumerate(parts) if part["rank_values"]},
+        metadata=metadata,
+    )
+    check_coverage(manifest, f"step {attempt.step}")
+    return manifest
+
+
+def publish(store: Store, attempt: Attempt, manifest: Manifest) -> StepFolder:
+    """Make the step exist: manifest, marker (only if there is none), `latest`; then drop the part files."""
+    for file in manifest.files:
+        size = store.size(f"{attempt.folder}/{file.name}")
+        if size != file.size_bytes:
+            raise CheckpointError(
+                f"{store.locate(attempt.folder)}/{file.name} has {size} bytes instead of {file.size_bytes}"
+            )
+    content = encode_manifest(manifest)
+    name = f"manifest-{attempt.token}.json"
+    failpoints.reach("before_manifest")
+    store.create(f"{attempt.folder}/{name}", content)
+    failpoints.reach("after_manifest")
+    marker = Marker(
+        step=attempt.step,
+        sequence=attempt.sequence,
+        time=manifest.time,
+        world_size=attempt.world_size,
+        algorithm=attempt.algorithm,
+        manifest=name,
+        manifest_hash=hasher(attempt.algorithm)(content),
+        data_bytes=manifest.data_bytes,
+    )
+    try:
+        store.create(f"{attempt.folder}/{MARKER}", encode_marker(marker))
+    except FileExistsError as error:
+        raise CheckpointError(
+            f"{store.locate(attempt.folder)} was committed by another writer in the meantime"
+        ) from error
+    failpoints.reach("after_marker")
+    store.replace(LATEST, f"{attempt.folder}\n".encode())
+    failpoints.reach("after_latest")
+    for rank in range(attempt.world_size):
+        store.remove(f"{attempt.folder}/{attempt.part_name(rank)}")
+    return StepFolder(attempt.folder, marker)
+
+
+def leftovers(store: Store) -> Iterator[str]:
+    """Step folders that were never committed: a job was killed while it wrote them."""
+    for name in store.names():
+        if parse_folder_name(name) is not None and MARKER not in store.names(name):
+            yield name

@@ -1,0 +1,222 @@
+"""What a sound configuration obeys: a range for every number, and rules across fields. Pure functions only.
+
+A new number needs a line in one of the tables (a test holds that); a new rule is a function and a line in `_RULES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.config.fields import value_at
+from keepstep.config.schema import RunConfig
+from keepstep.config.values import listed
+from keepstep.core.errors import ConfigError
+from keepstep.core.units import Duration
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One broken rule: the first of `fields` is the one at fault, `rule` is read after "but it"."""
+
+    fields: tuple[str, ...]
+    rule: str
+    hint: str | None = None
+
+
+ABOVE_ZERO = frozenset({
+    "max_duration", "global_batch", "microbatch",
+    "model.layers", "model.hidden", "model.heads", "model.vocab", "model.vocab_multiple", "model.seq_len",
+    "model.rotary_base", "model.norm_eps", "model.alibi_bias_max", "model.init_std",
+    "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
+    "parallel.replicate", "parallel.tensor", "evaluate.batches", "observe.log_interval",
+})  # fmt: skip
+
+ZERO_OR_MORE = frozenset({
+    "seed",
+    "model.kv_heads", "model.head_dim", "model.ffn_hidden", "model.max_positions",
+    "model.clip_qkv", "model.sliding_window",
+    "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
+    "compute.loss_chunks", "compute.threads",
+    "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
+    "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
+})  # fmt: skip
+
+_SHARE = (lambda number: 0 <= number <= 1, "must be from 0 to 1")
+_BELOW_ONE = (lambda number: 0 <= number < 1, "must be at least 0 and below 1")
+
+RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "model.dropout": _BELOW_ONE,
+    "data.valid_share": _BELOW_ONE,
+    "optimizer.betas": (
+        lambda betas: all(0 <= beta < 1 for beta in betas),
+        "must be two numbers, each at least 0 and below 1",
+    ),
+    "optimizer.muon_momentum": _BELOW_ONE,
+    "schedule.final": _SHARE,
+    "schedule.stage_at": (lambda number: 0 < number < 1, "must be between 0 and 1"),
+    "schedule.stage_lr": _SHARE,
+    "schedule.decay_share": (lambda number: 0 < number <= 1, "must be above 0 and at most 1"),
+    "parallel.shard": (lambda number: number == -1 or number > 0, "must be above 0, or -1 for what is left"),
+}
+
+
+def broken_rules(config: RunConfig) -> Iterator[Broken]:
+    """Every rule the config breaks; a rule across fields is not asked where one of them is out of its own range."""
+    out_of_range = {broken.fields[0]: broken for broken in _broken_ranges(config)}
+    yield from out_of_range.values()
+    for fields, rule in _RULES:
+        if not out_of_range.keys() & set(fields):
+            found = rule(config)
+            if found is not None:
+                yield Broken(fields, *found)
+
+
+def _broken_ranges(config: RunConfig) -> Iterator[Broken]:
+    for path in sorted(ABOVE_ZERO):
+        if not _number(config, path) > 0:
+            yield Broken((path,), "must be above 0")
+    for path in sorted(ZERO_OR_MORE):
+        if not _number(config, path) >= 0:
+            yield Broken((path,), "must be 0 or more")
+    for path, (holds, rule) in RANGES.items():
+        if not holds(value_at(config, path)):
+            yield Broken((path,), rule)
+
+
+def _number(config: RunConfig, path: str) -> float:
+    value = value_at(config, path)
+    number: float = value.value if isinstance(value, Duration) else value
+    return number
+
+
+Found = tuple[str, str | None] | None
+
+
+def _name_is_a_folder(config: RunConfig) -> Found:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
+        return None
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-._")[:100] or "run"
+    return "must be one safe folder name: letters, digits, dot, dash and underscore, at most 100", f"name={safe}"
+
+
+def _heads_divide_hidden(config: RunConfig) -> Found:
+    model = config.model
+    if model.head_dim or model.hidden % model.heads == 0:
+        return None
+    heads = _around(_divisors(model.hidden), model.heads)
+    return f"must be a multiple of model.heads ({model.heads})", f"model.heads={listed(heads)}, or give model.head_dim"
+
+
+def _kv_heads_divide_heads(config: RunConfig) -> Found:
+    model = config.model
+    if model.heads % model.key_value_heads == 0:
+        return None
+    return f"must divide model.heads ({model.heads})", f"model.kv_heads={listed(_divisors(model.heads))}"
+
+
+def _rotary_halves_heads(config: RunConfig) -> Found:
+    model = config.model
+    if model.positions != "rotary" or (not model.head_dim and model.hidden % model.heads) or model.head_size % 2 == 0:
+        return None
+    rule = f"turns pairs of numbers, so the head size ({model.head_size}) must be even"
+    return rule, "set model.head_dim to an even number, or choose other model.heads"
+
+
+def _rows_for_every_position(config: RunConfig) -> Found:
+    model = config.model
+    if model.positions != "learned" or model.seq_len <= model.position_rows:
+        return None
+    return f"must be at most model.max_positions ({model.max_positions})", f"model.max_positions={model.seq_len}, or 0"
+
+
+def _scaling_needs_rotary(config: RunConfig) -> Found:
+    if config.model.rotary_scaling is None or config.model.positions == "rotary":
+        return None
+    return f"only means something with rotary positions, not {config.model.positions}", "model.positions=rotary"
+
+
+def _microbatches_fill_the_batch(config: RunConfig) -> Found:
+    if config.global_batch % config.microbatch == 0:
+        return None
+    batches = _multiples_around(config.microbatch, config.global_batch)
+    micro = _around(_divisors(config.global_batch), config.microbatch)
+    rule = f"must be a multiple of microbatch ({config.microbatch})"
+    return rule, f"global_batch={listed(batches)}, or microbatch={listed(micro)}"
+
+
+def _tensor_splits_evenly(config: RunConfig) -> Found:
+    model, degree = config.model, config.parallel.tensor
+    kv_heads, ffn = model.key_value_heads, model.ffn_size
+    if kv_heads % degree == 0 and ffn % degree == 0:
+        return None
+    degrees = [each for each in _divisors(kv_heads) if ffn % each == 0]
+    if kv_heads % degree:
+        rule = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
+    else:
+        rule = f"must divide the feed-forward width ({ffn})"
+    return rule, f"parallel.tensor={listed(degrees)}"
+
+
+def _flash_needs_a_gpu(config: RunConfig) -> Found:
+    if config.compute.device != "cpu" or config.compute.attention not in ("flash", "cudnn"):
+        return None
+    return "needs a GPU, and compute.device is cpu", "compute.attention=auto"
+
+
+def _weights_only_from_somewhere(config: RunConfig) -> Found:
+    if not config.checkpoint.skip_optimizer or config.checkpoint.resume_from:
+        return None
+    return "only means something with checkpoint.resume_from, which is empty", "name a step folder to start from"
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
+    (("name",), _name_is_a_folder),
+    (("model.hidden", "model.heads", "model.head_dim"), _heads_divide_hidden),
+    (("model.kv_heads", "model.heads"), _kv_heads_divide_heads),
+    (("model.positions", "model.hidden", "model.heads", "model.head_dim"), _rotary_halves_heads),
+    (("model.seq_len", "model.max_positions", "model.positions"), _rows_for_every_position),
+    (("model.rotary_scaling", "model.positions"), _scaling_needs_rotary),
+    (("global_batch", "microbatch"), _microbatches_fill_the_batch),
+    (("parallel.tensor", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden"), _tensor_splits_evenly),
+    (("compute.attention", "compute.device"), _flash_needs_a_gpu),
+    (("checkpoint.skip_optimizer", "checkpoint.resume_from"), _weights_only_from_somewhere),
+)
+
+
+def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> int:
+    """Micro batches each process runs in one optimizer step; a ConfigError names values nearby that divide."""
+    rows = microbatch * data_ranks
+    if global_batch > 0 and global_batch % rows == 0:
+        return global_batch // rows
+    remedies = [f"global_batch={listed(_multiples_around(rows, global_batch))}"]
+    if global_batch % data_ranks == 0:
+        micro = _around(_divisors(global_batch // data_ranks), microbatch)
+        remedies.append(f"microbatch={listed(micro)}")
+    if global_batch % microbatch == 0:
+        ranks = _around(_divisors(global_batch // microbatch), data_ranks)
+        remedies.append(f"{listed(ranks)} data-parallel processes")
+    raise ConfigError(
+        f"global_batch is {global_batch}, but it must be a multiple of microbatch × data-parallel processes "
+        f"({microbatch} × {data_ranks} = {rows})",
+        ", or ".join(remedies),
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def _around(choices: list[int], wanted: int) -> list[int]:
+    """The nearest choice on each side of `wanted`."""
+    below = [each for each in choices if each <= wanted][-1:]
+    above = [each for each in choices if each > wanted][:1]
+    return below + above
+
+
+def _multiples_around(step: int, wanted: int) -> list[int]:
+    below = wanted // step * step
+    return [below, below + step] if below > 0 else [step]

@@ -1,0 +1,87 @@
+"""Causal self-attention with grouped key-value heads.
+
+Shape legend: b rows, t query tokens, s key tokens, d hidden, g key-value heads, r query heads a key-value head,
+n = g·r query heads, e head size, m = g·(r+2)·e rows of the fused projection.
+
+Layout of `qkv.weight` [m, d] and `qkv.bias` [m]: one group a key-value head; in a group first its r query heads, then
+its key head, then its value head, e rows each. Any contiguous slice of whole groups is a smaller attention of its own,
+which is what tensor parallelism cuts along dim 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.linear import make_linear
+from keepstep.models.masks import Context
+from keepstep.models.norm import RMSNorm
+from keepstep.models.positions import rotate
+
+
+class Attention(nn.Module):
+    """Project, turn, attend, project back. Head counts come from the tensors, so a slice of heads works too."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_size = config.head_size
+        self.queries_per_group = config.heads // config.key_value_heads
+        self.clip_qkv = config.clip_qkv
+        self.first_head = 0
+        """Number of the first local query head; tensor parallelism sets it, ALiBi slopes depend on it."""
+        rows = (config.heads + 2 * config.key_value_heads) * config.head_size
+        self.qkv = make_linear(config.linear, config.hidden, rows, config.bias or config.qkv_bias)
+        self.out = make_linear(config.linear, config.heads * config.head_size, config.hidden, config.bias)
+        self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x_btd: Tensor, context: Context) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual."""
+        query_btgre, key_btge, value_btge = self._project(x_btd)
+        if context.rotary is not None:
+            query_btgre, key_btge = rotate(query_btgre, *context.rotary), rotate(key_btge, *context.rotary)
+        query_btne = query_btgre.flatten(2, 3)
+        if context.cache is not None:
+            key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
+        mixed_bnte = F.scaled_dot_product_attention(
+            query_btne.transpose(1, 2),
+            key_btge.transpose(1, 2),
+            value_btge.transpose(1, 2),
+            attn_mask=self._local_mask(context.mask, query_btne.shape[2]),
+            is_causal=context.causal,
+            enable_gqa=self.queries_per_group > 1,
+        )
+        output_btd: Tensor = self.out(mixed_bnte.transpose(1, 2).flatten(2))
+        return output_btd
+
+    def _project(self, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv_btm = self.qkv(x_btd)
+        if self.clip_qkv:
+            qkv_btm = qkv_btm.clamp(-self.clip_qkv, self.clip_qkv)
+        grouped = qkv_btm.unflatten(-1, (-1, self.queries_per_group + 2, self.head_size))
+        query_btgre, key_btge, value_btge = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query_btgre, key_btge = self.query_norm(query_btgre), self.key_norm(key_btge)
+        return query_btgre, key_btge, value_btge
+
+    def _local_mask(self, mask: Tensor | None, local_heads: int) -> Tensor | None:
+        if mask is None or mask.shape[1] in (1, local_heads):
+            return mask
+        return mask.narrow(1, self.first_head, local_heads)
+
+
+def pack_qkv(query: Tensor, key: Tensor, value: Tensor, head_size: int) -> Tensor:
+    """Separate projections, each [heads·e, ...] (weights or biases), in the grouped layout of `qkv`."""
+    groups = key.shape[0] // head_size
+    parts = [part.reshape(groups, -1, head_size, *part.shape[1:]) for part in (query, key, value)]
+    return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def unpack_qkv(packed: Tensor, queries_per_group: int, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `pack_qkv`."""
+    grouped = packed.reshape(-1, queries_per_group + 2, head_size, *packed.shape[1:])
+    query, key, value = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+    return query.flatten(0, 2), key.flatten(0, 1), value.flatten(0, 1)

@@ -1,0 +1,200 @@
+"""Parameter names and layouts of Hugging Face families, and ours: pure functions of tensors, in both directions.
+
+One rule a parameter of ours: which of their tensors it is made of, how, and how to take it apart again. Going rule by
+rule, an importer holds no more than one parameter in two layouts at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import CheckpointError
+from keepstep.models.attention import pack_qkv, unpack_qkv
+from keepstep.models.hf_config import Family
+from keepstep.models.mlp import gate_blocks, pack_gate_up, unpack_gate_up
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter of ours is made of theirs (`pack`) and comes apart again (`unpack`)."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    pack: Callable[..., Tensor]
+    unpack: Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def from_hf(tensors: Tensors, config: ModelConfig, family: Family) -> dict[str, Tensor]:
+    """Our state dict from theirs. A tensor that is missing, or left over, is an error: nothing is dropped silently."""
+    ours, used = {}, set()
+    for rule in rules(config, family):
+        names = [_find(tensors, name) for name in rule.theirs]
+        ours[rule.ours] = rule.pack(*(tensors[name] for name in names))
+        used.update(names)
+    leftover = sorted(name for name in tensors if name not in used and not _is_derived(name, config))
+    if leftover:
+        raise CheckpointError(
+            f"{len(leftover)} tensors have no place in this model: {', '.join(leftover[:5])}",
+            "does config.json belong to these weights?",
+        )
+    return ours
+
+
+def to_hf(state: Tensors, config: ModelConfig, family: Family) -> dict[str, Tensor]:
+    """Their state dict from ours (or gradients in their layout from our gradients); a tied head is left out."""
+    theirs: dict[str, Tensor] = {}
+    for rule in rules(config, family):
+        theirs.update(zip(rule.theirs, rule.unpack(state[rule.ours]), strict=True))
+    return theirs
+
+
+def rules(config: ModelConfig, family: Family) -> Iterator[Rule]:
+    """One rule for each of our parameters, in the model's order."""
+    match family:
+        case "gpt2":
+            return _gpt2(config)
+        case "mpt":
+            return _mpt(config)
+        case _:
+            return _llama_like(config)
+
+
+def _find(tensors: Tensors, name: str) -> str:
+    # Files saved from the bare model, as the first GPT-2 was, lack the outer `transformer.` or `model.`.
+    for candidate in (name, name.partition(".")[2]):
+        if candidate in tensors:
+            return candidate
+    raise CheckpointError(f"tensor {name} is missing", "does config.json belong to these weights?")
+
+
+def _is_derived(name: str, config: ModelConfig) -> bool:
+    """Tensors some files carry although they follow from others: causal masks, rotary tables, a tied head's copy."""
+    if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
+        return True
+    return config.tied and name == "lm_head.weight"
+
+
+def _llama_like(config: ModelConfig) -> Iterator[Rule]:
+    yield _vocab_rows("embed.weight", "model.embed_tokens.weight", config)
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
+        yield _same(ours + "attention_norm.weight", theirs + "input_layernorm.weight")
+        for kind in _kinds(config.bias or config.qkv_bias):
+            yield _separate_qkv(ours + f"attention.qkv.{kind}", theirs + "self_attn.", kind, config)
+        for kind in _kinds(config.bias):
+            yield _same(ours + f"attention.out.{kind}", theirs + f"self_attn.o_proj.{kind}")
+        if config.qk_norm:
+            yield _same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
+            yield _same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
+        yield _same(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight")
+        for kind in _kinds(config.bias):
+            yield _gate_up(ours + f"mlp.gate_up.{kind}", theirs + "mlp.", kind, config)
+            yield _same(ours + f"mlp.down.{kind}", theirs + f"mlp.down_proj.{kind}")
+    yield _same("norm.weight", "model.norm.weight")
+    if not config.tied:
+        yield _vocab_rows("head.weight", "lm_head.weight", config)
+
+
+def _mpt(config: ModelConfig) -> Iterator[Rule]:
+    yield _vocab_rows("embed.weight", "transformer.wte.weight", config)
+    if config.positions == "learned":
+        yield _same("position.weight", "transformer.wpe.weight")
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}.", f"transformer.blocks.{layer}."
+        for kind in _kinds(config.bias):
+            yield _same(ours + f"attention_norm.{kind}", theirs + f"norm_1.{kind}")
+            yield _fused_qkv(ours + f"attention.qkv.{kind}", theirs + f"attn.Wqkv.{kind}", config, transposed=False)
+            yield _same(ours + f"attention.out.{kind}", theirs + f"attn.out_proj.{kind}")
+            yield _same(ours + f"mlp_norm.{kind}", theirs + f"norm_2.{kind}")
+            yield _same(ours + f"mlp.up.{kind}", theirs + f"ffn.up_proj.{kind}")
+            yield _same(ours + f"mlp.down.{kind}", theirs + f"ffn.down_proj.{kind}")
+    for kind in _kinds(config.bias):
+        yield _same(f"norm.{kind}", f"transformer.norm_f.{kind}")
+    if not config.tied:
+        yield _vocab_rows("head.weight", "lm_head.weight", config)
+
+
+def _gpt2(config: ModelConfig) -> Iterator[Rule]:
+    # GPT-2's linears are kept as [in, out]: their weights are transposed.
+    yield _vocab_rows("embed.weight", "transformer.wte.weight", config)
+    yield _same("position.weight", "transformer.wpe.weight")
+    for layer in range(config.layers):
+        ours, theirs = f"blocks.{layer}.", f"transformer.h.{layer}."
+        for kind, same in (("weight", _transposed), ("bias", _same)):
+            qkv, flip = theirs + f"attn.c_attn.{kind}", kind == "weight"
+            yield _same(ours + f"attention_norm.{kind}", theirs + f"ln_1.{kind}")
+            yield _fused_qkv(ours + f"attention.qkv.{kind}", qkv, config, transposed=flip)
+            yield same(ours + f"attention.out.{kind}", theirs + f"attn.c_proj.{kind}")
+            yield _same(ours + f"mlp_norm.{kind}", theirs + f"ln_2.{kind}")
+            yield same(ours + f"mlp.up.{kind}", theirs + f"mlp.c_fc.{kind}")
+            yield same(ours + f"mlp.down.{kind}", theirs + f"mlp.c_proj.{kind}")
+    for kind in ("weight", "bias"):
+        yield _same(f"norm.{kind}", f"transformer.ln_f.{kind}")
+    if not config.tied:
+        yield _vocab_rows("head.weight", "lm_head.weight", config)
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def _same(ours: str, theirs: str) -> Rule:
+    return Rule(ours, (theirs,), lambda tensor: tensor, lambda tensor: (tensor,))
+
+
+def _transposed(ours: str, theirs: str) -> Rule:
+    return Rule(ours, (theirs,), lambda tensor: tensor.t().contiguous(), lambda tensor: (tensor.t().contiguous(),))
+
+
+def _vocab_rows(ours: str, theirs: str, config: ModelConfig) -> Rule:
+    """Embedding or head: ours has zero rows up to the padded vocabulary."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        padding = config.padded_vocab - tensor.shape[0]
+        return torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]) if padding else tensor
+
+    return Rule(ours, (theirs,), pack, lambda tensor: (tensor[: config.vocab],))
+
+
+def _separate_qkv(ours: str, prefix: str, kind: str, config: ModelConfig) -> Rule:
+    ratio = config.heads // config.key_value_heads
+    return Rule(
+        ours,
+        tuple(f"{prefix}{part}_proj.{kind}" for part in "qkv"),
+        lambda query, key, value: pack_qkv(query, key, value, config.head_size),
+        lambda packed: unpack_qkv(packed, ratio, config.head_size),
+    )
+
+
+def _fused_qkv(ours: str, theirs: str, config: ModelConfig, *, transposed: bool) -> Rule:
+    """Theirs is all queries, all keys, all values on end; ours groups them by key-value head."""
+    ratio, head_size = config.heads // config.key_value_heads, config.head_size
+    query_end = config.heads * head_size
+    key_end = query_end + config.key_value_heads * head_size
+
+    def pack(fused: Tensor) -> Tensor:
+        rows = fused.t() if transposed else fused
+        return pack_qkv(rows[:query_end], rows[query_end:key_end], rows[key_end:], head_size)
+
+    def unpack(packed: Tensor) -> tuple[Tensor, ...]:
+        fused = torch.cat(unpack_qkv(packed, ratio, head_size))
+        return (fused.t().contiguous() if transposed else fused,)
+
+    return Rule(ours, (theirs,), pack, unpack)
+
+
+def _gate_up(ours: str, prefix: str, kind: str, config: ModelConfig) -> Rule:
+    blocks = gate_blocks(config)
+    return Rule(
+        ours,
+        (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"),
+        lambda gate, up: pack_gate_up(gate, up, blocks),
+        lambda packed: unpack_gate_up(packed, blocks),
+    )

@@ -1,0 +1,77 @@
+"""What a block needs beside its input, made once a forward: who may attend to whom, and the rotary tables.
+
+Shape legend: b rows, t query tokens, s key tokens (cached ones first), n heads, f rotary frequencies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.cache import KeyValueCache
+from keepstep.models.positions import alibi_slopes, rotary_tables
+
+
+class Context:
+    """Shared by all blocks of one forward.
+
+    A plain class on purpose: FSDP casts every tensor it finds in a block's arguments, dataclasses and tuples included,
+    to the compute precision, and rotary angles in bfloat16 lose whole positions.
+    """
+
+    __slots__ = ("cache", "causal", "mask", "rotary")
+
+    def __init__(
+        self,
+        mask: Tensor | None,
+        causal: bool,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None,
+    ) -> None:
+        self.mask = mask
+        self.causal = causal
+        self.rotary = rotary
+        self.cache = cache
+
+
+def make_context(
+    config: ModelConfig,
+    x_btd: Tensor,
+    positions_bt: Tensor,
+    documents_bt: Tensor | None,
+    cache: KeyValueCache | None,
+) -> Context:
+    """Mask and rotary tables for these tokens. `x_btd` gives the sizes, the device and the mask's precision."""
+    mask = attention_mask(config, x_btd, documents_bt, cache.length if cache else 0)
+    rotary = rotary_tables(config, positions_bt) if config.positions == "rotary" else None
+    one_query = cache is not None and cache.length > 0 and x_btd.shape[1] == 1
+    return Context(mask, mask is None and not one_query, rotary, cache)
+
+
+def attention_mask(config: ModelConfig, x_btd: Tensor, documents_bt: Tensor | None, past: int) -> Tensor | None:
+    """None where plain causal attention says it all (the fast kernels need no mask then).
+
+    Otherwise boolean [b or 1, 1, t, s], True where attention is allowed, or with ALiBi an additive bias
+    [b or 1, n, t, s] in the precision of `x_btd`. Distances are counted in tokens of the row: inside a document they
+    equal distances between positions, and across documents nothing is attended to.
+    """
+    tokens = x_btd.shape[1]
+    windowed = 0 < config.sliding_window < past + tokens
+    alibi = config.positions == "alibi"
+    catching_up = past > 0 and tokens > 1
+    if documents_bt is None and not (windowed or alibi or catching_up):
+        return None
+    query_t = torch.arange(past, past + tokens, device=x_btd.device)
+    key_s = torch.arange(past + tokens, device=x_btd.device)
+    distance_ts = query_t[:, None] - key_s
+    allowed = (distance_ts >= 0)[None, None]
+    if windowed:
+        allowed = allowed & (distance_ts < config.sliding_window)
+    if documents_bt is not None:
+        allowed = allowed & (documents_bt[:, None, :, None] == documents_bt[:, None, None, :])
+    if not alibi:
+        return allowed
+    slopes_n = alibi_slopes(config.heads, config.alibi_bias_max, x_btd.device)
+    bias_nts = -slopes_n[:, None, None] * distance_ts
+    return bias_nts.masked_fill(~allowed, float("-inf")).to(x_btd.dtype)

@@ -1,0 +1,72 @@
+"""The feed-forward sub-block.
+
+Shape legend: b rows, t tokens, d hidden, f feed-forward width, c blocks of the fused gate, w = f / c.
+
+Layout of `gate_up.weight` [2·f, d] (swiglu): c = gcd(key-value heads, f) blocks; in a block first w gate rows, then the
+w up rows they multiply. Any contiguous slice of whole blocks is a smaller feed-forward of its own, for every
+tensor-parallel degree that attention allows and the width can be divided by.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.linear import make_linear
+
+
+def gate_blocks(config: ModelConfig) -> int:
+    """Blocks of the fused gate: as many tensor-parallel slices as attention could have, where the width allows."""
+    return gcd(config.key_value_heads, config.ffn_size)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: silu(gate) × up, then down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.block_width = config.ffn_size // gate_blocks(config)
+        self.gate_up = make_linear(config.linear, config.hidden, 2 * config.ffn_size, config.bias)
+        self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual."""
+        gate_btcw, up_btcw = self.gate_up(x_btd).unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
+        output_btd: Tensor = self.down((F.silu(gate_btcw) * up_btcw).flatten(2))
+        return output_btd
+
+
+class PlainMLP(nn.Module):
+    """Up, GELU (exact or by tanh), down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.up = make_linear(config.linear, config.hidden, config.ffn_size, config.bias)
+        self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual."""
+        output_btd: Tensor = self.down(F.gelu(self.up(x_btd), approximate=self.approximate))
+        return output_btd
+
+
+def make_mlp(config: ModelConfig) -> GatedMLP | PlainMLP:
+    """The feed-forward sub-block that `model.activation` names."""
+    return GatedMLP(config) if config.activation == "swiglu" else PlainMLP(config)
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, blocks: int) -> Tensor:
+    """Separate gate and up projections, each [f, ...] (weights or biases), in the blocked layout of `gate_up`."""
+    block_shape = (blocks, -1, *gate.shape[1:])
+    return torch.stack([gate.reshape(block_shape), up.reshape(block_shape)], dim=1).flatten(0, 2)
+
+
+def unpack_gate_up(packed: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_gate_up`."""
+    gate, up = packed.reshape(blocks, 2, -1, *packed.shape[1:]).unbind(1)
+    return gate.flatten(0, 1), up.flatten(0, 1)

@@ -1,0 +1,89 @@
+"""How the model tells places apart: document-relative positions, rotary angles, ALiBi slopes.
+
+Shape legend: b rows, t tokens, f rotary frequencies (half a head), g key-value heads, r query heads a key-value head,
+n heads, e head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import ConfigError
+
+
+def document_positions(documents_bt: Tensor) -> Tensor:
+    """Positions that start again at 0 with each document; a document is a run of equal numbers."""
+    index_t = torch.arange(documents_bt.shape[1], device=documents_bt.device)
+    # Rolled, the first token meets the row's last; its index is 0, so a false start there changes nothing.
+    starts_bt = torch.where(documents_bt != documents_bt.roll(1, dims=1), index_t, 0)
+    return index_t - starts_bt.cummax(dim=1).values
+
+
+def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians a token for each pair of a head's channels, in fp32, with `rotary_scaling` applied.
+
+    Computed when needed instead of kept in a buffer: `model.to(bfloat16)` or a meta-device build cannot spoil it.
+    """
+    exponent_f = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device) / config.head_size
+    frequency_f = 1.0 / (config.rotary_base**exponent_f)
+    scaling = config.rotary_scaling
+    if not scaling:
+        return frequency_f
+    match scaling.get("rope_type", scaling.get("type", "default")):
+        case "default":
+            return frequency_f
+        case "linear":
+            return frequency_f / float(_scaling_value(scaling, "factor"))
+        case "llama3":
+            return _llama3_frequencies(frequency_f, scaling)
+        case other:
+            raise ConfigError(f"model.rotary_scaling has rope_type {other!r}", "known types: default, linear, llama3")
+
+
+def _llama3_frequencies(frequency_f: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    # Wavelengths longer than the original context are stretched by `factor`, short ones kept, those between blended.
+    factor = float(_scaling_value(scaling, "factor"))
+    low = float(_scaling_value(scaling, "low_freq_factor"))
+    high = float(_scaling_value(scaling, "high_freq_factor"))
+    context = float(_scaling_value(scaling, "original_max_position_embeddings"))
+    wavelength_f = 2 * math.pi / frequency_f
+    blend_f = ((context / wavelength_f - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend_f) * frequency_f / factor + blend_f * frequency_f
+
+
+def _scaling_value(scaling: Mapping[str, Any], key: str) -> Any:
+    if key not in scaling:
+        raise ConfigError(f"model.rotary_scaling lacks {key}", f"it has {', '.join(sorted(scaling))}")
+    return scaling[key]
+
+
+def rotary_tables(config: ModelConfig, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, fp32 [b, t, f]; made once a forward and shared by all blocks."""
+    angle_btf = positions_bt.float()[..., None] * rotary_frequencies(config, positions_bt.device)
+    return angle_btf.cos(), angle_btf.sin()
+
+
+def rotate(x_btge: Tensor, cos_btf: Tensor, sin_btf: Tensor) -> Tensor:
+    """Turn each head by its token's angles, in fp32: keys [b, t, g, e] or queries [b, t, g, r, e].
+
+    Channel i is paired with channel i + head_size / 2.
+    """
+    heads = (1,) * (x_btge.dim() - 3)
+    cos, sin = (table.view(*table.shape[:2], *heads, table.shape[2]) for table in (cos_btf, sin_btf))
+    first, second = x_btge.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_btge.dtype)
+
+
+def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> Tensor:
+    """One slope a head, fp32 [n]: geometric from 2^(-bias_max/n) down to 2^-bias_max, MPT's order for odd counts."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes_n = torch.pow(2.0, -torch.arange(1, power + 1, dtype=torch.float32, device=device) * (bias_max / power))
+    if power == heads:
+        return slopes_n
+    return torch.cat([slopes_n[1::2], slopes_n[::2]])[:heads]

@@ -1,0 +1,84 @@
+"""How large a model is and what a token costs, from its shape alone. No torch: planning and reporting share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from keepstep.config.schema import ModelConfig
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """All parameters, exactly as the built model holds them; a tied head counts once."""
+    embedding = config.padded_vocab * config.hidden
+    positions = config.position_rows * config.hidden if config.positions == "learned" else 0
+    head = 0 if config.tied else embedding
+    return embedding + positions + config.layers * _block_parameters(config) + _norm_parameters(config) + head
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Parameters that every token is multiplied with: the matrices of the blocks and the head, tied or not.
+
+    The input embedding and learned positions are looked up, and norms and biases cost next to nothing: left out.
+    """
+    return config.layers * _block_matrices(config) + config.padded_vocab * config.hidden
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Floating-point operations of forward and backward for one token in a row of `seq_len`.
+
+    Six for each multiplied parameter, and twelve for each layer, attention channel and token of the row: attention is
+    counted as if nothing were masked, as is usual.
+    """
+    return 6 * matmul_parameters(config) + 12 * config.layers * config.heads * config.head_size * seq_len
+
+
+def mfu(tokens_per_s: float, config: ModelConfig, seq_len: int, peak_flops: float) -> float:
+    """Model FLOP utilisation of one device: the share of its peak that `tokens_per_s` on it amounts to."""
+    return tokens_per_s * flops_per_token(config, seq_len) / peak_flops
+
+
+def mfu_llm_foundry(tokens_per_s: float, config: ModelConfig, seq_len: int, peak_flops: float) -> float:
+    """The same by llm-foundry's formula, which counts all parameters: for comparison with its published tables."""
+    flops_per_row = 3 * (2 * parameter_count(config) * seq_len + 4 * config.layers * config.hidden * seq_len**2)
+    return tokens_per_s / seq_len * flops_per_row / peak_flops
+
+
+def _block_matrices(config: ModelConfig) -> int:
+    attention_width = config.heads * config.head_size
+    qkv = config.hidden * (attention_width + 2 * config.key_value_heads * config.head_size)
+    mlp = (3 if config.activation == "swiglu" else 2) * config.hidden * config.ffn_size
+    return qkv + attention_width * config.hidden + mlp
+
+
+def _block_parameters(config: ModelConfig) -> int:
+    qkv_rows = (config.heads + 2 * config.key_value_heads) * config.head_size
+    biases = qkv_rows if config.bias or config.qkv_bias else 0
+    if config.bias:
+        up_rows = (2 if config.activation == "swiglu" else 1) * config.ffn_size
+        biases += config.hidden + up_rows + config.hidden
+    qk_norms = 2 * config.head_size if config.qk_norm else 0
+    return _block_matrices(config) + biases + qk_norms + 2 * _norm_parameters(config)
+
+
+def _norm_parameters(config: ModelConfig) -> int:
+    return config.hidden * (2 if config.norm == "layernorm" and config.bias else 1)
+
+
+PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
+    "GB200": {"bf16": 2500e12, "fp16": 2500e12, "fp8": 5000e12},
+    "B200": {"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12},
+    "H200": {"bf16": 989.5e12, "fp16": 989.5e12, "fp8": 1979e12, "fp32": 66.9e12},
+    "H100 PCIe": {"bf16": 756.5e12, "fp16": 756.5e12, "fp8": 1513e12, "fp32": 51.2e12},
+    "H100 NVL": {"bf16": 835.5e12, "fp16": 835.5e12, "fp8": 1671e12, "fp32": 60e12},
+    "H100": {"bf16": 989.5e12, "fp16": 989.5e12, "fp8": 1979e12, "fp32": 66.9e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
+}
+"""Dense FLOP/s from the makers' data sheets by a part of the device's name; the first that fits counts."""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """What the named device can do at most in this precision; None where nobody has said (a CPU, for example)."""
+    for part, by_precision in PEAK_FLOPS.items():
+        if part.lower() in device_name.lower():
+            return by_precision.get(precision)
+    return None

@@ -1,0 +1,126 @@
+"""The decoder: embed, blocks, norm, head. MPT, GPT-3, Llama and their kin are values of `ModelConfig`.
+
+Shape legend: b rows, t tokens, d hidden, v rows of the head (vocabulary with padding).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import ConfigError, UsageError
+from keepstep.models.attention import Attention
+from keepstep.models.cache import KeyValueCache
+from keepstep.models.head import Head, head_output
+from keepstep.models.masks import Context, make_context
+from keepstep.models.mlp import make_mlp
+from keepstep.models.norm import make_norm
+from keepstep.models.positions import document_positions
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added back after."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
+
+    def forward(self, x_btd: Tensor, context: Context) -> Tensor:
+        """The residual stream after this block."""
+        attended_btd = self.attention(self.attention_norm(x_btd), context)
+        x_btd = x_btd + F.dropout(attended_btd, self.dropout, self.training)
+        return x_btd + F.dropout(self.mlp(self.mlp_norm(x_btd)), self.dropout, self.training)
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    Build it on the meta device, spread it over processes, `to_empty()`, then `init_weights`. With a tied head the
+    embedding's weights are used outside the embedding's own call, so FSDP must gather them with the root.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        check_shape(config)
+        self.config = config
+        self.embed = nn.Embedding(config.padded_vocab, config.hidden)
+        self.position = nn.Embedding(config.position_rows, config.hidden) if config.positions == "learned" else None
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
+        self.norm = make_norm(config)
+        self.head = None if config.tied else Head(config.hidden, config.padded_vocab, config.vocab)
+
+    def forward(
+        self,
+        tokens_bt: Tensor,
+        targets_bt: Tensor | None = None,
+        *,
+        positions_bt: Tensor | None = None,
+        documents_bt: Tensor | None = None,
+        loss_chunks: int = 0,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Logits [b, t, v] without targets; with them the sum of token losses, an fp32 scalar.
+
+        A target of -100 adds no loss. `documents_bt` numbers the documents packed into a row: tokens attend within
+        their own, and positions start again with each unless `positions_bt` says otherwise. With a cache the tokens
+        follow those it holds.
+        """
+        past = self._check_room(tokens_bt.shape[1], documents_bt, cache)
+        if positions_bt is None:
+            positions_bt = (
+                torch.arange(past, past + tokens_bt.shape[1], device=tokens_bt.device)[None]
+                if documents_bt is None
+                else document_positions(documents_bt)
+            )
+        x_btd = self.embed(tokens_bt)
+        if self.position is not None:
+            x_btd = x_btd + self.position(positions_bt)
+        x_btd = F.dropout(x_btd, self.config.dropout, self.training)
+        context = make_context(self.config, x_btd, positions_bt, documents_bt, cache)
+        for block in self.blocks.values():
+            x_btd = block(x_btd, context)
+        x_btd = self.norm(x_btd)
+        if cache is not None:
+            cache.advance(tokens_bt.shape[1])
+        if self.head is None:
+            return head_output(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
+        output: Tensor = self.head(x_btd, targets_bt, loss_chunks)
+        return output
+
+    def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> int:
+        """Tokens that came before these; raises where these do not fit."""
+        past = 0
+        if cache is not None:
+            if documents_bt is not None:
+                raise UsageError("packed documents and a key-value cache do not go together", "decode a document a row")
+            cache.check_room(tokens)
+            past = cache.length
+        # A document inside a row may be short enough: then its positions are, whatever the row's length.
+        if self.position is not None and documents_bt is None and past + tokens > self.config.position_rows:
+            raise UsageError(
+                f"{past + tokens} tokens are more than the {self.config.position_rows} learned positions",
+                "shorten the text, or train with a larger model.max_positions",
+            )
+        return past
+
+
+def check_shape(config: ModelConfig) -> None:
+    """Raise where heads, groups and widths do not fit together."""
+    if config.heads % config.key_value_heads:
+        raise ConfigError(
+            f"model.kv_heads is {config.key_value_heads}, but it must divide model.heads ({config.heads})",
+            "every key-value head serves the same number of attention heads",
+        )
+    if not config.head_dim and config.hidden % config.heads:
+        raise ConfigError(
+            f"model.heads is {config.heads}, but it must divide model.hidden ({config.hidden})",
+            "or give model.head_dim",
+        )
+    if config.positions == "rotary" and config.head_size % 2:
+        raise ConfigError(f"rotary positions need an even head size, not {config.head_size}", "change model.head_dim")

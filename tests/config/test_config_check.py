@@ -1,0 +1,101 @@
+"""Rules across fields: each names the fault, the rule and values that work."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.config.check import ABOVE_ZERO, RANGES, ZERO_OR_MORE, accumulation_steps
+from keepstep.config.fields import all_fields
+from keepstep.config.load import load_config
+from keepstep.config.presets import ALIASES, PRESETS
+from keepstep.core.errors import ConfigError
+from keepstep.core.units import ByteSize, Duration
+
+
+def report(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return "\n".join(caught.value.lines())
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {
+        path
+        for path, field in all_fields().items()
+        if field.type in (int, float, Duration, ByteSize, tuple[float, float])
+    }
+    ranged = [*ABOVE_ZERO, *ZERO_OR_MORE, *RANGES]
+    assert numbers - set(ranged) == set(), "add the new number to a table in config/check.py"
+    assert set(ranged) - set(all_fields()) == set()
+    assert len(ranged) == len(set(ranged))
+
+
+@pytest.mark.parametrize("path", sorted(ABOVE_ZERO))
+def test_zero_is_refused_where_something_must_be(path: str) -> None:
+    zero = "0ba" if all_fields()[path].type is Duration else "0"
+    shown = {"0": "0.0"}.get(zero, zero) if all_fields()[path].type is float else zero
+    assert f"{path} is {shown}, but it must be above 0" in report(f"{path}={zero}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["seed=-1"], "seed is -1, but it must be 0 or more"),
+        (["model.dropout=1"], "model.dropout is 1.0, but it must be at least 0 and below 1"),
+        (["optimizer.betas=[0.9,1]"], "optimizer.betas is [0.9, 1.0], but it must be two numbers"),
+        (["schedule.final=1.1"], "schedule.final is 1.1, but it must be from 0 to 1"),
+        (["schedule.stage_at=1"], "schedule.stage_at is 1.0, but it must be between 0 and 1"),
+        (["parallel.shard=0"], "parallel.shard is 0, but it must be above 0, or -1"),
+        (
+            ["model.hidden=100"],
+            "must be a multiple of model.heads (12)\n hint: model.heads=10 or 20, or give model.head_dim",
+        ),
+        (["model.heads=8", "model.kv_heads=3"], "must divide model.heads (8)\n hint: model.kv_heads=1, 2, 4 or 8"),
+        (["model.positions=rotary", "model.head_dim=63"], "the head size (63) must be even"),
+        (["model.max_positions=1024"], "model.seq_len is 2048, but it must be at most model.max_positions (1024)"),
+        (["model.rotary_scaling={factor: 2}"], "only means something with rotary positions, not learned"),
+        (["microbatch=7"], "multiple of microbatch (7)\n hint: global_batch=252 or 259, or microbatch=4 or 8"),
+        (
+            ["model=llama-8b", "parallel.tensor=3"],
+            "parallel.tensor is 3, but it must divide model.kv_heads (8)\n hint: parallel.tensor=1, 2, 4 or 8",
+        ),
+        (["model.ffn_hidden=30", "parallel.tensor=4"], "feed-forward width (30)\n hint: parallel.tensor=1, 2, 3 or 6"),
+        (["name=../x"], "must be one safe folder name"),
+        (["name=."], "must be one safe folder name"),
+        (["compute.device=cpu", "compute.attention=flash"], "needs a GPU"),
+        (["checkpoint.skip_optimizer=true"], "only means something with checkpoint.resume_from"),
+    ],
+)
+def test_broken_rules_are_named_with_values_that_work(words: list[str], expected: str) -> None:
+    found = report(*words)
+    assert expected in found
+    assert found.count("error:") == 1
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *ALIASES])
+def test_every_preset_is_sound_as_it_is_and_narrow(name: str) -> None:
+    assert load_config(None, [f"model={name}"]).config.model.preset == name
+    assert load_config(None, [f"model={name}", "model.layers=2", "model.hidden=64"]).config.model.hidden == 64
+
+
+def test_a_rule_is_not_asked_about_a_value_that_is_already_wrong() -> None:
+    assert report("model.heads=0", "model.hidden=x").count("error:") == 2
+
+
+def test_accumulation_follows_from_batch_and_ranks() -> None:
+    assert accumulation_steps(256, 8, 4) == 8
+    assert accumulation_steps(8, 8, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "hint"),
+    [
+        (256, 8, 3, "global_batch=240 or 264, or 2 or 4 data-parallel processes"),
+        (256, 12, 2, "global_batch=240 or 264, or microbatch=8 or 16"),
+        (4, 8, 1, "global_batch=8, or microbatch=4"),
+    ],
+)
+def test_accumulation_that_does_not_divide_names_what_would(batch: int, micro: int, ranks: int, hint: str) -> None:
+    with pytest.raises(ConfigError, match="must be a multiple of") as caught:
+        accumulation_steps(batch, micro, ranks)
+    assert caught.value.hint == hint

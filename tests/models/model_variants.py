@@ -1,0 +1,43 @@
+"""Small models that differ in one way each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.init import init_weights
+from keepstep.models.transformer import Transformer
+
+TINY: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 24}
+LLAMA: dict[str, Any] = {
+    **TINY, "kv_heads": 2, "ffn_hidden": 48, "positions": "rotary", "norm": "rmsnorm", "activation": "swiglu",
+    "bias": False, "tied": False,
+}  # fmt: skip
+
+VARIANTS: dict[str, ModelConfig] = {
+    "learned": ModelConfig(**TINY),
+    "alibi": ModelConfig(**TINY, positions="alibi", bias=False),
+    "no positions": ModelConfig(**TINY, positions="none"),
+    "grouped rotary": ModelConfig(**LLAMA),
+    "one key-value head": ModelConfig(**{**LLAMA, "kv_heads": 1}),
+    "sliding window": ModelConfig(**LLAMA, sliding_window=5),
+    "grouped alibi window": ModelConfig(**{**LLAMA, "positions": "alibi"}, sliding_window=7),
+    "query and key norm": ModelConfig(**LLAMA, qk_norm=True, qkv_bias=True, head_dim=12),
+    "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
+}
+
+
+def build(config: ModelConfig, seed: int = 17) -> Transformer:
+    """A model as training builds it: on the meta device first."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device="cpu")
+    init_weights(model, seed)
+    return model
+
+
+def random_tokens(config: ModelConfig, rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, config.vocab, (rows, tokens), generator=generator)

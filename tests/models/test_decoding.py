@@ -1,0 +1,79 @@
+"""Decoding with a cache gives what one forward over all tokens gives; packed documents do not see each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_variants import VARIANTS, build, random_tokens
+
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import UsageError
+from keepstep.models.cache import KeyValueCache
+from keepstep.models.positions import document_positions
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [[8] + [1] * 12, [1] * 20, [5, 1, 9, 1, 4], [20]], ids=str)
+def test_incremental_decoding_equals_the_full_forward(variant: ModelConfig, steps: list[int]) -> None:
+    model = build(variant).eval()
+    tokens_bt = random_tokens(variant, 2, 20)
+    cache = KeyValueCache(variant.layers, capacity=24)
+    pieces = [model(piece_bt, cache=cache) for piece_bt in tokens_bt.split(steps, dim=1)]
+    assert cache.length == 20
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens_bt), atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_can_be_used_again() -> None:
+    model = build(VARIANTS["grouped rotary"])
+    cache = KeyValueCache(2, capacity=8)
+    first = model(random_tokens(model.config, 1, 8, seed=4), cache=cache)
+    cache.reset()
+    model(random_tokens(model.config, 1, 8, seed=5), cache=cache)
+    cache.reset()
+    assert torch.equal(model(random_tokens(model.config, 1, 8, seed=4), cache=cache), first)
+
+
+def test_more_tokens_than_there_is_room_for_is_an_error() -> None:
+    model = build(VARIANTS["learned"])
+    with pytest.raises(UsageError, match="holds 0 of 4 tokens and 5 more"):
+        model(random_tokens(model.config, 1, 5), cache=KeyValueCache(2, capacity=4))
+    with pytest.raises(UsageError, match="25 tokens are more than the 24 learned positions"):
+        model(random_tokens(model.config, 1, 25))
+
+
+@torch.no_grad()
+def test_packed_documents_equal_separate_rows(variant: ModelConfig) -> None:
+    model = build(variant).eval()
+    lengths = [9, 1, 8, 6]
+    tokens_bt = random_tokens(variant, 2, sum(lengths))
+    number_t = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    packed = model(tokens_bt, documents_bt=number_t.expand(2, -1))
+    separate = torch.cat([model(document_bt) for document_bt in tokens_bt.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, separate, atol=2e-5, rtol=1e-5)
+
+
+def test_positions_start_again_with_each_document() -> None:
+    documents_bt = torch.tensor([[3, 3, 3, 7, 7, 3], [0, 1, 1, 1, 1, 0]])
+    expected_bt = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 0]])
+    assert torch.equal(document_positions(documents_bt), expected_bt)
+
+
+@torch.no_grad()
+def test_given_positions_are_used() -> None:
+    model = build(VARIANTS["grouped rotary"])
+    tokens_bt = random_tokens(model.config, 2, 10)
+    shifted = model(tokens_bt, positions_bt=torch.arange(100, 110).expand(2, -1))
+    # Rotary attention sees distances only; stretching them changes it.
+    torch.testing.assert_close(shifted, model(tokens_bt), atol=2e-5, rtol=1e-4)
+    stretched = model(tokens_bt, positions_bt=5 * torch.arange(10).expand(2, -1))
+    assert not torch.allclose(stretched, model(tokens_bt), atol=1e-4)
+
+
+@torch.no_grad()
+def test_no_token_sees_the_future(variant: ModelConfig) -> None:
+    model = build(variant).eval()
+    tokens_bt = random_tokens(variant, 1, 20)
+    changed_bt = tokens_bt.clone()
+    changed_bt[:, 12:] = random_tokens(variant, 1, 8, seed=9)
+    torch.testing.assert_close(model(tokens_bt)[:, :12], model(changed_bt)[:, :12], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,107 @@
+"""The decoder computes what the reference implementations compute, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_variants import random_tokens
+from torch.nn import functional as F
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.hf_config import hf_family, model_config_from_hf
+from keepstep.models.hf_names import from_hf, to_hf
+from keepstep.models.transformer import Transformer
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+SHAPE = {
+    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_size": 61}
+
+REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "vocab_size": 61}),
+    "mpt with alibi": ("Mpt", MPT),
+    "mpt with clipped qkv": ("Mpt", {**MPT, "attn_config": {"clip_qkv": 0.5}}),
+    "llama": ("Llama", SHAPE),
+    "llama with biases": ("Llama", {**SHAPE, "attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("Llama", {**SHAPE, "tie_word_embeddings": True}),
+    "llama with llama3 scaling": ("Llama", {**SHAPE, "rope_parameters": LLAMA3_SCALING}),
+    "llama with linear scaling": ("Llama", {**SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2": ("Qwen2", SHAPE),
+    "qwen3": ("Qwen3", {**SHAPE, "head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {**SHAPE, "sliding_window": 6}),
+}
+
+
+def reference(name: str) -> Any:
+    """A random reference model in which no weight is at a value that hides mistakes (biases 0, norms 1)."""
+    family, values = REFERENCES[name]
+    values = {"attn_implementation": "eager", "bos_token_id": None, "eos_token_id": None, **values}
+    if family == "GPT2":
+        values.update(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = getattr(transformers, f"{family}Config")(**values)
+    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.1
+        parameter.data.copy_(noise if parameter.dim() > 1 else noise + 0.7)
+    return model.eval()
+
+
+def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]:
+    described = model.config.to_dict()
+    config = ModelConfig(**{**model_config_from_hf(described), **changes})
+    family = hf_family(described)
+    ours = Transformer(config)
+    ours.load_state_dict(from_hf(model.state_dict(), config, family))
+    return ours, config, family
+
+
+@pytest.mark.parametrize("name", list(REFERENCES))
+def test_logits_and_gradients_equal_the_reference(name: str) -> None:
+    theirs = reference(name)
+    ours, config, family = imported(theirs)
+    tokens_bt = random_tokens(config, 2, 20)
+    targets_bt = random_tokens(config, 2, 20, seed=2)
+    logits = theirs(tokens_bt).logits
+    torch.testing.assert_close(ours(tokens_bt), logits, atol=1e-5, rtol=1e-5)
+
+    loss = F.cross_entropy(logits.flatten(0, 1), targets_bt.flatten(), reduction="sum")
+    our_loss = ours(tokens_bt, targets_bt)
+    torch.testing.assert_close(our_loss, loss, atol=1e-4, rtol=1e-6)
+    (loss / 40).backward()
+    (our_loss / 40).backward()
+    gradients = to_hf({key: value.grad for key, value in ours.named_parameters()}, config, family)
+    expected = {key: value.grad for key, value in theirs.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        scale = expected[key].abs().max().item()
+        torch.testing.assert_close(gradient, expected[key], atol=2e-6 * max(scale, 1.0), rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", list(REFERENCES))
+def test_weights_survive_import_and_export_bit_by_bit(name: str) -> None:
+    theirs = reference(name)
+    ours, config, family = imported(theirs, vocab_multiple=16)
+    exported = to_hf(ours.state_dict(), config, family)
+    expected = dict(theirs.named_parameters())
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in exported.items())
+
+
+def test_padding_the_vocabulary_changes_no_logit() -> None:
+    theirs = reference("llama")
+    padded, config, _ = imported(theirs, vocab_multiple=64)
+    tokens_bt = random_tokens(config, 2, 9)
+    logits_btv = padded(tokens_bt)
+    assert logits_btv.shape[-1] == 64
+    torch.testing.assert_close(logits_btv[..., :61], theirs(tokens_bt).logits, atol=1e-5, rtol=1e-5)
+    assert (logits_btv[..., 61:] < -1e30).all()

@@ -46,7 +46,6 @@
 {{- with $v.training.evalInterval }}{{ $words = append $words (printf "evaluate.interval=%dba" (int64 .)) }}{{ end -}}
 {{- with $v.storage.datasetPath }}{{ $words = append $words (printf "data.path=%s" (include "training.path" (dict "path" . "mount" $v.storage.mountPath))) }}{{ end -}}
 {{- with $v.storage.checkpointPath }}{{ $words = append $words (printf "checkpoint.folder=%s" (include "training.path" (dict "path" . "mount" $v.storage.mountPath))) }}{{ end -}}
-{{- range $key, $value := $v.yamlUpdates }}{{ $words = append $words (printf "%s=%s" $key (include "training.scalar" $value)) }}{{ end -}}
 {{- $words = concat $words $v.overrides -}}
 {{- toJson $words -}}
 {{- end -}}
@@ -54,7 +53,9 @@
 {{/* The argument list, as JSON. The kubelet expands $(NAME) and reads $$ as a dollar sign, so each dollar is doubled. */}}
 {{- define "training.args" -}}
 {{- $v := .Values -}}
-{{- $words := list "--nodes" (include "training.nodes" .) "--processes" (printf "%d" (int $v.training.gpusPerNode | max 1)) "--max-restarts" (printf "%d" (int $v.training.maxRestarts)) "--" "train" "/etc/keepstep/run.yaml" -}}
+{{- $words := list "--nodes" (include "training.nodes" .) "--processes" (printf "%d" (int $v.training.gpusPerNode | max 1)) "--max-restarts" (printf "%d" (int $v.training.maxRestarts)) -}}
+{{- range $key, $value := $v.yamlUpdates }}{{ $words = concat $words (list "--foundry-update" (printf "%s=%s" $key (include "training.scalar" $value))) }}{{ end -}}
+{{- $words = concat $words (list "--" "train" "/etc/keepstep/run.yaml") -}}
 {{- $words = concat $words (include "training.overrides" . | fromJsonArray) -}}
 {{- $safe := list -}}
 {{- range $words }}{{ $safe = append $safe (replace "$" "$$" .) }}{{ end -}}

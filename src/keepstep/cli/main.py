@@ -20,6 +20,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "new": ("keepstep.cli.new", "write a commented run.yaml to start from"),
     "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
+    "jobs": ("keepstep.cli.jobs", "list the jobs that were submitted with train --on"),
+    "logs": ("keepstep.cli.logs", "print or follow the log of a submitted run"),
+    "stop": ("keepstep.cli.stop", "ask a submitted run to save and stop"),
+    "resume": ("keepstep.cli.resume", "submit a stopped run again; it goes on where it was"),
+    "doctor": ("keepstep.cli.doctor", "check this machine, or every node of a cluster"),
+    "launch": ("keepstep.cli.launch", "what schedulers start on a node; profiles and environments"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
 

@@ -45,7 +45,9 @@ class Job:
     nodes: int
     min_nodes: int = 0
     config_text: str = ""
-    """The run.yaml, word for word, where it must travel with the job."""
+    """The run.yaml, word for word: it travels with the job, so that a later edit does not change one that waits."""
+    working_dir: Path = Path("/")
+    """Relative paths in the configuration start here (Slurm)."""
 
     @property
     def node_range(self) -> str:

@@ -253,5 +253,5 @@ def commented(kind: type[SlurmProfile] | type[KubernetesProfile]) -> str:
         assert isinstance(following.value, ast.Constant)
         default = getattr(kind(), entry.target.id)
         default = list(default) if isinstance(default, tuple) else default
-        lines += [f"# {following.value.value}", yaml.safe_dump({entry.target.id: default}, default_flow_style=None).strip()]
+        lines += [f"# {following.value.value}", yaml.safe_dump({entry.target.id: default}, default_flow_style=False).strip()]
     return "\n".join(lines) + "\n"

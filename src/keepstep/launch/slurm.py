@@ -29,6 +29,11 @@ def log_path(folder: Path) -> Path:
     return absolute(folder) / "logs" / "slurm.out"
 
 
+def config_copy(folder: Path) -> Path:
+    """The run.yaml that the job reads."""
+    return absolute(record_path(folder).parent) / "run.yaml"
+
+
 def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     def option(name: str, value: str) -> str:
         return f"#SBATCH --{name}={sbatch_value(name, value)}"
@@ -55,6 +60,7 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
             yield option(name, value)
     if profile.exclusive:
         yield "#SBATCH --exclusive"
+    yield option("chdir", str(job.working_dir))
     # sbatch reads % as the start of a pattern.
     yield option("output", str(log_path(job.folder)).replace("%", "%%"))
     yield "#SBATCH --open-mode=append"
@@ -116,6 +122,7 @@ def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
     """Write the script beside the run and hand it to sbatch."""
     script = absolute(record_path(job.folder).parent) / "job.sbatch"
     write_atomic(script, render(job, profile))
+    write_atomic(config_copy(job.folder), job.config_text)
     log_path(job.folder).parent.mkdir(parents=True, exist_ok=True)
     record = JobRecord(
         name=job.name,

@@ -100,7 +100,8 @@ def containers(manifests: list[Manifest]) -> list[dict[str, Any]]:
 
     def walk(node: Any) -> None:
         if isinstance(node, dict):
-            found.extend(node.get("containers", []) if isinstance(node.get("containers"), list) else [])
+            for key in ("initContainers", "containers"):
+                found.extend(node[key] if isinstance(node.get(key), list) else [])
             for value in node.values():
                 walk(value)
         elif isinstance(node, list):

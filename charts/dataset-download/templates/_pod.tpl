@@ -12,7 +12,10 @@ kueue.x-k8s.io/queue-name: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* An Indexed Job in which task i of n does its share. Argument: dict root, words (a list, without --task). */}}
+{{/*
+An Indexed Job in which task i of n does its share. Argument: dict root, steps: a list of dicts with name, command and
+args, done one after the other in each pod. A step that ends in --task gets this pod's share as its last word.
+*/}}
 {{- define "data.job" -}}
 {{- $v := .root.Values -}}
 parallelism: {{ int $v.tasks }}
@@ -24,12 +27,10 @@ podFailurePolicy:
     # 75: stopped on request with its work kept. 2 and 4: wrong settings or wrong data, which no retry mends.
     - action: Ignore
       onExitCodes:
-        containerName: data
         operator: In
         values: [75]
     - action: FailJob
       onExitCodes:
-        containerName: data
         operator: In
         values: [2, 4]
     - action: Ignore
@@ -76,58 +77,81 @@ template:
       {{- end }}
       seccompProfile:
         type: RuntimeDefault
+    {{- if gt (len .steps) 1 }}
+    initContainers:
+      {{- range initial .steps }}
+      {{- include "data.container" (dict "values" $v "step" .) | nindent 6 }}
+      {{- end }}
+    {{- end }}
     containers:
-      - name: data
-        image: {{ printf "%s:%s" $v.image.repository $v.image.tag | quote }}
-        imagePullPolicy: {{ $v.image.pullPolicy }}
-        command: ["keepstep", "data"]
-        args:
-          # The kubelet expands $(NAME), so each dollar of a value is doubled; the index is the one we mean.
-          {{- range .words }}
-          - {{ replace "$" "$$" . | quote }}
-          {{- end }}
-          - --task
-          - $(JOB_COMPLETION_INDEX)/{{ int $v.tasks }}
-        env:
-          - name: HF_HOME
-            value: /tmp/huggingface
-          {{- range $v.secrets }}
-          - name: {{ .name }}
-            valueFrom:
-              secretKeyRef:
-                name: {{ .secretName }}
-                key: {{ .secretKey | quote }}
-          {{- end }}
-        {{- if or $v.resources.cpu $v.resources.memory }}
-        resources:
-          requests:
-            {{- with $v.resources.cpu }}
-            cpu: {{ . | quote }}
-            {{- end }}
-            {{- with $v.resources.memory }}
-            memory: {{ . }}
-            {{- end }}
-          {{- with $v.resources.memory }}
-          limits:
-            memory: {{ . }}
-          {{- end }}
-        {{- end }}
-        securityContext:
-          privileged: {{ $v.security.privileged }}
-          {{- if not $v.security.privileged }}
-          allowPrivilegeEscalation: false
-          {{- end }}
-          capabilities:
-            drop: ["ALL"]
-        volumeMounts:
-          - name: shared
-            mountPath: {{ $v.storage.mountPath | quote }}
-          - name: scratch
-            mountPath: /tmp
+      {{- include "data.container" (dict "values" $v "step" (last .steps)) | nindent 6 }}
     volumes:
       - name: shared
         persistentVolumeClaim:
           claimName: {{ $v.storage.pvcName | quote }}
       - name: scratch
         emptyDir: {}
+{{- end -}}
+
+{{- define "data.container" -}}
+{{- $v := .values -}}
+- name: {{ .step.name }}
+  image: {{ printf "%s:%s" $v.image.repository $v.image.tag | quote }}
+  imagePullPolicy: {{ $v.image.pullPolicy }}
+  command: {{ toJson .step.command }}
+  args:
+    # The kubelet expands $(NAME), so each dollar of a value is doubled; the index is the one we mean.
+    {{- range .step.args }}
+    - {{ replace "$" "$$" . | quote }}
+    {{- end }}
+    {{- if eq (last .step.args) "--task" }}
+    - $(JOB_COMPLETION_INDEX)/{{ int $v.tasks }}
+    {{- end }}
+  env:
+    - name: HF_HOME
+      value: /tmp/huggingface
+    {{- range $v.secrets }}
+    - name: {{ .name }}
+      valueFrom:
+        secretKeyRef:
+          name: {{ .secretName }}
+          key: {{ .secretKey | quote }}
+    {{- end }}
+  {{- if or $v.resources.cpu $v.resources.memory }}
+  resources:
+    requests:
+      {{- with $v.resources.cpu }}
+      cpu: {{ . | quote }}
+      {{- end }}
+      {{- with $v.resources.memory }}
+      memory: {{ . }}
+      {{- end }}
+    {{- with $v.resources.memory }}
+    limits:
+      memory: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    privileged: {{ $v.security.privileged }}
+    {{- if not $v.security.privileged }}
+    allowPrivilegeEscalation: false
+    {{- end }}
+    capabilities:
+      drop: ["ALL"]
+  volumeMounts:
+    - name: shared
+      mountPath: {{ $v.storage.mountPath | quote }}
+    - name: scratch
+      mountPath: /tmp
+{{- end -}}
+
+{{/* Words that name the tokenizer, and the step that fetches it where it is a name of the Hub and no file. */}}
+{{- define "data.tokenizer" -}}
+{{- if hasSuffix ".json" . -}}{{ . }}{{- else -}}/tmp/tokenizer/tokenizer.json{{- end -}}
+{{- end -}}
+
+{{- define "data.fetchTokenizer" -}}
+{{- if hasSuffix ".json" . -}}[]{{- else -}}
+{{- toJson (list (dict "name" "tokenizer" "command" (list "hf" "download") "args" (list . "tokenizer.json" "--local-dir" "/tmp/tokenizer"))) -}}
+{{- end -}}
 {{- end -}}

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from keepstep.core.errors import EXIT_HARDWARE, UsageError
+from keepstep.core.errors import EXIT_HARDWARE, EXIT_STOPPED, UsageError
 
 _ACTIONS = {
     "node": "run this node's share of a job: launch node [options] -- train run.yaml ... (schedulers start this)",
@@ -58,9 +58,17 @@ def _node(args: argparse.Namespace) -> int:
     words = [*args.words, *translate(args.foundry_update)]
     code = run_processes(words, args.processes, group)
     folder = os.environ.get("KEEPSTEP_JOB_FOLDER")
-    if code == EXIT_HARDWARE and folder:
-        # The batch shell leaves this node out of the next attempt.
-        with (Path(folder) / "failed-nodes").open("a") as file:
+    return code if folder is None else _leave_word(Path(folder), code)
+
+
+def _leave_word(folder: Path, code: int) -> int:
+    """Tell the batch shell what srun cannot: that the run saved, or that this node's hardware failed."""
+    if code == EXIT_STOPPED:
+        (folder / "saved").touch()
+        # A non-zero code would make srun end the other nodes, which may still be closing their files.
+        return 0
+    if code == EXIT_HARDWARE:
+        with (folder / "failed-nodes").open("a") as file:
             file.write(os.environ.get("SLURMD_NODENAME", "") + "\n")
     return code
 

@@ -11,7 +11,7 @@ while (exec 3<>"/dev/tcp/$KEEPSTEP_HEAD/$port" || exec 3<>"/dev/tcp/127.0.0.1/$p
 export KEEPSTEP_PORT=$port
 # A process left over from the last attempt must not join this one.
 export KEEPSTEP_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-rm -f "$KEEPSTEP_JOB_FOLDER/failed-nodes"
+rm -f "$KEEPSTEP_JOB_FOLDER/failed-nodes" "$KEEPSTEP_JOB_FOLDER/saved"
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$KEEPSTEP_JOB_FOLDER/stop"
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} on ${#nodes[@]} node(s) $SLURM_JOB_NODELIST, meeting at $KEEPSTEP_HEAD:$port"
 
@@ -19,6 +19,9 @@ srun --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind
   "${KEEPSTEP_LAUNCH[@]}" launch node --nodes "${KEEPSTEP_MIN_NODES:-${#nodes[@]}}:${#nodes[@]}" \
   --processes "$KEEPSTEP_PROCESSES" --max-restarts "$KEEPSTEP_RESTARTS" "${KEEPSTEP_UPDATES[@]}" -- "${KEEPSTEP_WORDS[@]}"
 code=$?
+# srun ends the other nodes at the first failure and reports the highest code, so the nodes leave word themselves.
+[ "$code" -ne 0 ] || [ ! -e "$KEEPSTEP_JOB_FOLDER/saved" ] || code=75
+[ "$code" -eq 0 ] || [ ! -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] || code=5
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $code"
 
 # Cancelled or already requeued by Slurm: nothing is left to decide here.

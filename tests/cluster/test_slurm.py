@@ -180,7 +180,7 @@ def test_a_node_with_failing_hardware_is_left_out_of_the_retry(rested: SlurmClus
 
 @pytest.mark.cluster
 def test_gpus_and_hostile_paths_pass_through_a_real_sbatch(rested: SlurmCluster, tmp_path: Path) -> None:
-    folder = tmp_path / """a 'b' "c" $(touch pwned) %j\\d"""
+    folder = tmp_path / """a 'b' "c" $(touch pwned) %j;#d"""
     folder.mkdir()
     profile = "gpus_per_node: 2\nprocesses_per_node: 1\nnodes: 1\nvariables: {NOTE: \"x $(touch pwned) 'y'\"}\n"
     record = submit(rested, folder, "hostile", 2, profile, nodes=1)
@@ -194,3 +194,28 @@ def test_a_record_is_json_that_people_can_read(tmp_path: Path) -> None:
     record.save(tmp_path / "a")
     assert json.loads((tmp_path / "a" / "job" / "job.json").read_text())["job_id"] == "7"
     assert load_record(tmp_path, "a") == record
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `venv:` for the scripts in slurm/: bin/keepstep is this keepstep."""
+    program = tmp_path_factory.mktemp("env") / "bin" / "keepstep"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m keepstep "$@"\n')
+    program.chmod(0o755)
+    return program.parent.parent
+
+
+@pytest.mark.cluster
+def test_launch_sb_takes_every_flag_and_trains(rested: SlurmCluster, tmp_path: Path, environment: Path) -> None:
+    updates = " ".join([*(word for word in TINY if not word.startswith(("model=", "data=", "checkpoint"))), "max_duration=6ba"])
+    words = ["sbatch", "--parsable", "-N", "2", "-p", "gpu", "--gpus-per-node=0", str(REPOSITORY / "slurm/launch.sb")]
+    words += ["-c", "mpt-tiny", "-i", f"venv:{environment}", "-d", "synthetic", "-m", "/data:/data", "-u", "1", "-S"]
+    words += ["-s", "-I", "2", "-N", "5", "-F", str(tmp_path / "checkpoints"), "-y", updates]
+    rested.environment |= {"KEEPSTEP_PROCESSES": "1", "KEEPSTEP_ENVIRONMENT": "none"}
+    job_id = rested.run(*words, cwd=tmp_path).strip()
+    log = tmp_path / f"keepstep_{job_id}.out"
+    assert rested.wait_state(job_id, {"COMPLETED", "FAILED"}, 90)["JobState"] == "COMPLETED", log.read_text()
+    run = f"keepstep-{job_id}"
+    assert len(losses(tmp_path / "runs" / run)) == 6
+    assert {path.name for path in (tmp_path / "checkpoints" / run).glob("step_*")} >= {"step_00000002", "step_00000006"}

@@ -37,7 +37,7 @@ elif [ "$code" -eq 5 ] && [ -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] && [ "${KEE
     if next=$(KEEPSTEP_TRY=$((${KEEPSTEP_TRY:-0} + 1)) KEEPSTEP_EXCLUDED=$excluded \
       env -u SLURM_RESTART_COUNT sbatch --parsable --exclude="$excluded" "$KEEPSTEP_JOB_FOLDER/job.sbatch"); then
       echo "keepstep: hardware failed on $failed; job ${next%%;*} goes on without them"
-      sed -i "s/\"job_id\": \"[0-9]*\"/\"job_id\": \"${next%%;*}\"/" "$KEEPSTEP_JOB_FOLDER/job.json"
+      [ ! -e "$KEEPSTEP_JOB_FOLDER/job.json" ] || sed -i "s/\"job_id\": \"[0-9]*\"/\"job_id\": \"${next%%;*}\"/" "$KEEPSTEP_JOB_FOLDER/job.json"
     fi
   fi
 fi

@@ -43,11 +43,11 @@ def slug(name: str, limit: int = 40) -> str:
     Where that loses anything, a short hash of the whole name keeps two names apart.
     """
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if plain == name and len(plain) <= limit:
+    # It starts with a letter because some objects' names (Services) must.
+    if plain == name and len(plain) <= limit and plain[:1].isalpha():
         return plain
     mark = hashlib.sha256(name.encode()).hexdigest()[:6]
     start = plain[: limit - 7].strip("-") or "run"
-    # A DNS label starts with a letter in some objects' names (Services), so ours always does.
     return f"{start if start[0].isalpha() else 'r' + start}-{mark}"
 
 

@@ -61,8 +61,11 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     if profile.exclusive:
         yield "#SBATCH --exclusive"
     yield option("chdir", str(job.working_dir))
+    log = str(log_path(job.folder))
+    if "\\" in log:
+        raise UsageError(f"Slurm cannot write to {log!r}: it drops backslashes from names", "runs_dir= another folder")
     # sbatch reads % as the start of a pattern.
-    yield option("output", str(log_path(job.folder)).replace("%", "%%"))
+    yield option("output", log.replace("%", "%%"))
     yield "#SBATCH --open-mode=append"
     yield "#SBATCH --requeue"
     # Without B: the signal goes to the steps, where the training processes are.

@@ -134,6 +134,23 @@ class SlurmCluster:
         """Plug or pull the node's cable."""
         _ip("link", "set", f"{self.tag}{name}", "up" if up else "down")
 
+    def throttle(self, name: str, rate: str | None) -> None:
+        """Make the node's link slow both ways, or as fast as it was."""
+        for where, device in (([], f"{self.tag}{name}"), (["-n", self._space(name)], "eth0")):
+            subprocess.run(["tc", *where, "qdisc", "del", "dev", device, "root"], capture_output=True, check=False)
+            if rate:
+                shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+                subprocess.run(["tc", *where, "qdisc", "add", "dev", device, "root", *shape], capture_output=True, check=True)
+
+    def mount_read_only(self, name: str, folder: Path, read_only: bool) -> None:
+        """Let one node, and no other, see a folder read-only."""
+        inside = ["nsenter", "-t", str(self.slurmds[name].pid), "-m"]
+        if read_only:
+            subprocess.run([*inside, "mount", "--bind", str(folder), str(folder)], check=True)
+            subprocess.run([*inside, "mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        else:
+            subprocess.run([*inside, "umount", str(folder)], check=True)
+
     def start_node(self, name: str) -> None:
         """Start the node's slurmd in its own namespaces."""
         inside = f"hostname {name}; exec slurmd -D -N {name} -f {self.folder}/slurm.conf -L {self.folder}/slurmd.{name}.log"

@@ -57,8 +57,11 @@
 {{- $v := .Values -}}
 {{- $words := list "--nodes" (include "training.nodes" .) "--processes" (printf "%d" (int $v.training.gpusPerNode | max 1)) "--max-restarts" (printf "%d" (int $v.training.maxRestarts)) -}}
 {{- range $key, $value := $v.yamlUpdates }}{{ $words = concat $words (list "--foundry-update" (printf "%s=%s" $key (include "training.scalar" $value))) }}{{ end -}}
-{{- $words = concat $words (list "--" "train" "/etc/keepstep/run.yaml") -}}
-{{- $words = concat $words (include "training.overrides" . | fromJsonArray) -}}
+{{- if $v.instead -}}
+{{- $words = concat $words (list "--") $v.instead -}}
+{{- else -}}
+{{- $words = concat $words (list "--" "train" "/etc/keepstep/run.yaml") (include "training.overrides" . | fromJsonArray) -}}
+{{- end -}}
 {{- $safe := list -}}
 {{- range $words }}{{ $safe = append $safe (replace "$" "$$" .) }}{{ end -}}
 {{- toJson $safe -}}

@@ -44,13 +44,14 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
     repository, _, tag = profile.image.rpartition(":")
     if not repository or "/" in tag:
         raise UsageError(f"image is {profile.image!r}, but it must be repository:tag", "image: keepstep:0.1.0")
-    overrides = [word for word in job.words[1:] if "=" in word]
+    training = job.words[0] == "train"
     return {
         "jobKind": profile.job_kind,
         "image": {"repository": repository, "tag": tag, "pullSecrets": list(profile.pull_secrets)},
         "runName": job.name,
         "config": job.config_text,
-        "overrides": overrides,
+        "overrides": list(job.words[2:]) if training else [],
+        "instead": [] if training else list(job.words),
         "training": {
             "nodes": job.nodes,
             "minNodes": job.min_nodes if 0 < job.min_nodes < job.nodes else None,
@@ -148,6 +149,11 @@ def logs_command(record: JobRecord, follow: bool) -> list[str]:
     options = ["-f", "--max-log-requests=64"] if follow else []
     return [_program("kubectl"), *_scope(record, "--context"), "logs", "-l", _selector(record), "--prefix", "--tail=-1",
             *options]  # fmt: skip
+
+
+def log_text(record: JobRecord) -> str:
+    """All that the pods have printed so far; nothing while there are none."""
+    return subprocess.run(logs_command(record, follow=False), capture_output=True, text=True, check=False).stdout
 
 
 def _selector(record: JobRecord) -> str:

@@ -125,7 +125,8 @@ def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
     """Write the script beside the run and hand it to sbatch."""
     script = absolute(record_path(job.folder).parent) / "job.sbatch"
     write_atomic(script, render(job, profile))
-    write_atomic(config_copy(job.folder), job.config_text)
+    if job.config_text:
+        write_atomic(config_copy(job.folder), job.config_text)
     log_path(job.folder).parent.mkdir(parents=True, exist_ok=True)
     record = JobRecord(
         name=job.name,
@@ -176,6 +177,14 @@ def state(record: JobRecord) -> str:
             return "stopped"
         case _:
             return "stopped" if words.get("ExitCode", "").startswith("75:") else "failed"
+
+
+def idle_nodes(profile: SlurmProfile) -> list[str]:
+    """Nodes of the profile's partition that could start a job now."""
+    where = ["-p", profile.partition] if profile.partition else []
+    answer = _run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N %P", *where])
+    default = [line.split()[0] for line in answer.splitlines() if where or line.endswith("*")]
+    return [name for name in dict.fromkeys(default) if name not in profile.exclude]
 
 
 def _sbatch(script: Path, options: Sequence[str] = ()) -> str:

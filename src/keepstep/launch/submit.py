@@ -104,6 +104,14 @@ def stop(record: JobRecord, at_once: bool) -> None:
     (slurm.stop if record.system == "slurm" else kubernetes.stop)(record, at_once)
 
 
+def log_text(record: JobRecord) -> str:
+    """All that the job has printed so far."""
+    if record.system == "slurm":
+        path = Path(record.log)
+        return path.read_text(errors="replace") if path.exists() else ""
+    return kubernetes.log_text(record)
+
+
 def resume(record: JobRecord, exclude: Sequence[str]) -> JobRecord:
     """Submit what was submitted before; the run goes on from its newest checkpoint."""
     import dataclasses

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast lint clean
+.PHONY: help demo test test-fast test-cluster lint clean
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -22,10 +22,15 @@ demo: $(READY)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
 
 test: $(READY) lint  ## everything that must hold before a change lands
+	scripts/system-packages
 	$(BIN)/python -m pytest
 
 test-fast: $(READY)  ## unit tests in about a minute
 	$(BIN)/python -m pytest -m 'not slow'
+
+test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption, a pulled cable (15 minutes)
+	scripts/system-packages
+	$(BIN)/python -m pytest -m 'cluster or slow' tests/cluster
 
 lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/ruff check

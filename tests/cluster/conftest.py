@@ -29,5 +29,7 @@ def rested(cluster: SlurmCluster) -> SlurmCluster:
     for name in cluster.names:
         if "idle" not in cluster.run("sinfo", "-h", "-n", name, "-o", "%T"):
             cluster.run("scontrol", "update", f"nodename={name}", "state=resume", check=False)
-    cluster.wait(lambda: cluster.run("sinfo", "-h", "-p", "gpu", "-o", "%T %D").split() == ["idle", "3"], 30, "idle nodes")
+    cluster.wait(
+        lambda: cluster.run("sinfo", "-h", "-p", "gpu", "-o", "%T %D").split() == ["idle", "3"], 30, "idle nodes"
+    )
     return cluster

@@ -25,7 +25,9 @@ def missing_parts() -> str:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     if absent:
-        return f"{', '.join(absent)} missing: run scripts/system-packages as root (apt-get install slurmctld slurmd ...)"
+        return (
+            f"{', '.join(absent)} missing: run scripts/system-packages as root (apt-get install slurmctld slurmd ...)"
+        )
     if os.geteuid() != 0:
         return "network namespaces need root"
     probe = subprocess.run(["ip", "netns", "add", f"ksprobe{os.getpid()}"], capture_output=True, text=True)
@@ -64,7 +66,9 @@ class SlurmCluster:
             self._start_daemon("slurmctld", ["slurmctld", "-D", "-f", str(self.folder / "slurm.conf")])
             for name in self.names:
                 self.start_node(name)
-            self.wait(lambda: self.run("sinfo", "-h", "-o", "%T %D").split() == ["idle", str(self.count)], 20, "nodes idle")
+            self.wait(
+                lambda: self.run("sinfo", "-h", "-o", "%T %D").split() == ["idle", str(self.count)], 20, "nodes idle"
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -84,7 +88,9 @@ class SlurmCluster:
                 daemon.kill()
                 daemon.wait()
         for name in self.names:
-            for pid in subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True).stdout.split():
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", self._space(name)], capture_output=True, text=True
+            ).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", self._space(name)], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / self._space(name), ignore_errors=True)
@@ -140,7 +146,9 @@ class SlurmCluster:
             subprocess.run(["tc", *where, "qdisc", "del", "dev", device, "root"], capture_output=True, check=False)
             if rate:
                 shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
-                subprocess.run(["tc", *where, "qdisc", "add", "dev", device, "root", *shape], capture_output=True, check=True)
+                subprocess.run(
+                    ["tc", *where, "qdisc", "add", "dev", device, "root", *shape], capture_output=True, check=True
+                )
 
     def mount_read_only(self, name: str, folder: Path, read_only: bool) -> None:
         """Let one node, and no other, see a folder read-only."""
@@ -153,7 +161,9 @@ class SlurmCluster:
 
     def start_node(self, name: str) -> None:
         """Start the node's slurmd in its own namespaces."""
-        inside = f"hostname {name}; exec slurmd -D -N {name} -f {self.folder}/slurm.conf -L {self.folder}/slurmd.{name}.log"
+        inside = (
+            f"hostname {name}; exec slurmd -D -N {name} -f {self.folder}/slurm.conf -L {self.folder}/slurmd.{name}.log"
+        )
         command = ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "sh", "-c", inside]
         self.slurmds[name] = subprocess.Popen(command, env=self.environment, stderr=subprocess.DEVNULL)
 
@@ -207,11 +217,14 @@ class SlurmCluster:
             # Slurm wants device files; these swallow what is written to them.
             os.mknod(devices / f"gpu{i}", 0o20666, os.makedev(1, 3))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={devices}/gpu[0-{self.gpus - 1}]\n")
-        (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint={self.folder}/cgroup\n")
+        (self.folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nCgroupMountpoint={self.folder}/cgroup\n"
+        )
         for name in ["state", *(f"spool.{name}" for name in self.names)]:
             (self.folder / name).mkdir()
         nodes = "\n".join(
-            f"NodeName={name} NodeAddr={self.address(name)} CPUs=4 RealMemory=8000 Gres=gpu:{self.gpus}" for name in self.names
+            f"NodeName={name} NodeAddr={self.address(name)} CPUs=4 RealMemory=8000 Gres=gpu:{self.gpus}"
+            for name in self.names
         )
         (self.folder / "slurm.conf").write_text(
             f"""ClusterName=test

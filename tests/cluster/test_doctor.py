@@ -17,7 +17,16 @@ def words(tmp_path: Path) -> list[str]:
     (tmp_path / "profile.yaml").write_text(PROFILE)
     storage = tmp_path / "storage"
     storage.mkdir()
-    return ["doctor", "--cluster", "--on", f"slurm:{tmp_path}/profile.yaml", "--storage", str(storage), "--timeout-s", "120"]
+    return [
+        "doctor",
+        "--cluster",
+        "--on",
+        f"slurm:{tmp_path}/profile.yaml",
+        "--storage",
+        str(storage),
+        "--timeout-s",
+        "120",
+    ]
 
 
 @pytest.mark.cluster
@@ -31,7 +40,7 @@ def test_sound_nodes_pass(rested: SlurmCluster, tmp_path: Path, words: list[str]
 def test_a_slow_link_and_a_read_only_disk_are_named_and_the_exit_code_is_3(
     rested: SlurmCluster, tmp_path: Path, words: list[str]
 ) -> None:
-    rested.throttle("n2", "20mbit")
+    rested.throttle("n2", "200mbit")
     rested.mount_read_only("n3", tmp_path / "storage", read_only=True)
     try:
         said = rested.keepstep(*words, cwd=tmp_path, code=3)

@@ -22,7 +22,9 @@ TINY = [
     "checkpoint.interval=5ba", "evaluate.at_end=false", "observe.tensorboard=false", "compute.device=cpu",
     "compute.threads=1",
 ]  # fmt: skip
-PROFILE = "gpus_per_node: 0\nprocesses_per_node: 1\nexclusive: false\ntime_limit: '30'\nnodes: 2\nwarn_before_end_s: 60\n"
+PROFILE = (
+    "gpus_per_node: 0\nprocesses_per_node: 1\nexclusive: false\ntime_limit: '30'\nnodes: 2\nwarn_before_end_s: 60\n"
+)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory, steps: int) -> dict[int, 
     folder = tmp_path_factory.mktemp("local")
     words = ["train", "name=local", f"max_duration={steps}ba", *TINY, "--procs", "2"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "keepstep", *words], cwd=folder, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "keepstep", *words], cwd=folder, env=environment, check=True, capture_output=True
+    )
     return losses(folder / "runs" / "local")
 
 
@@ -48,7 +52,9 @@ def kinds(run: Path) -> list[str]:
     return [line["kind"] for line in read_from(run / "events.jsonl")[0]]
 
 
-def submit(cluster: SlurmCluster, folder: Path, name: str, steps: int, profile: str = PROFILE, nodes: int = 2) -> JobRecord:
+def submit(
+    cluster: SlurmCluster, folder: Path, name: str, steps: int, profile: str = PROFILE, nodes: int = 2
+) -> JobRecord:
     path = folder / "profile.yaml"
     path.write_text(profile)
     words = ["train", f"name={name}", f"max_duration={steps}ba", *TINY, "--on", f"slurm:{path}", "-N", str(nodes)]
@@ -156,7 +162,9 @@ def test_two_jobs_on_the_same_nodes_meet_at_different_ports(rested: SlurmCluster
     first = submit(rested, tmp_path, "one", 10)
     second = submit(rested, tmp_path, "two", 10)
     for record in (first, second):
-        assert rested.wait_state(record.job_id, {"COMPLETED", "FAILED"}, 120, Path(record.log))["JobState"] == "COMPLETED"
+        assert (
+            rested.wait_state(record.job_id, {"COMPLETED", "FAILED"}, 120, Path(record.log))["JobState"] == "COMPLETED"
+        )
     ends = [Path(record.log).read_text().split("meeting at ")[1].split()[0] for record in (first, second)]
     assert ends[0] != ends[1]
 
@@ -167,7 +175,8 @@ def test_a_node_with_failing_hardware_is_left_out_of_the_retry(rested: SlurmClus
     fake = tmp_path / "env" / "bin" / "keepstep"
     fake.parent.mkdir(parents=True)
     fake.write_text(
-        '#!/bin/sh\n[ "$SLURMD_NODENAME" != n2 ] || { echo n2 >> "$KEEPSTEP_JOB_FOLDER/failed-nodes"; exit 5; }\nsleep 2\n'
+        "#!/bin/sh\nsleep 2\n"
+        '[ "$SLURMD_NODENAME" != n2 ] || { echo n2 >> "$KEEPSTEP_JOB_FOLDER/failed-nodes"; exit 5; }\n'
     )
     fake.chmod(0o755)
     record = submit(rested, tmp_path, "broken", 10, PROFILE + f"venv: {tmp_path}/env\n")
@@ -208,7 +217,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.cluster
 def test_launch_sb_takes_every_flag_and_trains(rested: SlurmCluster, tmp_path: Path, environment: Path) -> None:
-    updates = " ".join([*(word for word in TINY if not word.startswith(("model=", "data=", "checkpoint"))), "max_duration=6ba"])
+    updates = " ".join(
+        [*(word for word in TINY if not word.startswith(("model=", "data=", "checkpoint"))), "max_duration=6ba"]
+    )
     words = ["sbatch", "--parsable", "-N", "2", "-p", "gpu", "--gpus-per-node=0", str(REPOSITORY / "slurm/launch.sb")]
     words += ["-c", "mpt-tiny", "-i", f"venv:{environment}", "-d", "synthetic", "-m", "/data:/data", "-u", "1", "-S"]
     words += ["-s", "-I", "2", "-N", "5", "-F", str(tmp_path / "checkpoints"), "-y", updates]

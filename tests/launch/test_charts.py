@@ -69,7 +69,11 @@ def test_what_a_documented_install_trains_is_a_sound_configuration(words: list[s
     config = load_config(None, overrides).config
     assert config.name == words[2]
     if any("mpt-30b" in word for word in words):
-        assert (config.model.preset, str(config.checkpoint.interval), config.checkpoint.keep) == ("mpt-30b", "1000ba", 10)
+        assert (config.model.preset, str(config.checkpoint.interval), config.checkpoint.keep) == (
+            "mpt-30b",
+            "1000ba",
+            10,
+        )
         assert config.checkpoint.folder == "/data/checkpoints"
         assert config.data.path == "/data/my-copy-c4/train"
     if "model.size=375m" in words:
@@ -82,7 +86,8 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     manifests = template(
         "run", "training", "--set", f"jobKind={kind}",
         "--set", "training.nodes=3", "--set", "training.minNodes=2", "--set", "training.gpusPerNode=4",
-        "--set", "resources.rdmaResource=rdma/shared_ib", "--set", "resources.rdmaCount=1", "--set", "resources.shmSize=8Gi",
+        "--set", "resources.rdmaResource=rdma/shared_ib", "--set", "resources.rdmaCount=1",
+        "--set", "resources.shmSize=8Gi",
         "--set", "kueue.queueName=team", "--set", "terminationGracePeriodSeconds=900", "--set", "training.useSharp=1",
         "--set-json", 'secrets=[{"name":"HF_TOKEN","secretName":"hub","secretKey":"token"}]',
     )  # fmt: skip
@@ -100,7 +105,7 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     kinds = [manifest["kind"] for manifest in manifests]
     assert "Deployment" in kinds
     assert "Service" in kinds
-    assert 'prometheus.io/scrape: \'true\'' in text
+    assert "prometheus.io/scrape: 'true'" in text
 
 
 @pytest.mark.parametrize(
@@ -114,13 +119,19 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
         ("training", ["training.useSharp=2"], "training.useSharp must be one of"),
         ("training", ["environment.variables.HF_TOKEN=abc"], "HF_TOKEN"),
         ("training", ["model.config=mpt-7b", "model.size=375m"], "model: Must not validate the schema (not)"),
-        ("shared-storage", ["amlfs.skuName=AMLFS-Durable-Premium-125", "amlfs.storageCapacityTiB=20"], "multiple of 16"),
+        (
+            "shared-storage",
+            ["amlfs.skuName=AMLFS-Durable-Premium-125", "amlfs.storageCapacityTiB=20"],
+            "multiple of 16",
+        ),
         ("shared-storage", ["storage.skuName=Standard_LSR"], "storage.skuName must be one of"),
         ("dataset-download", ["dataset.outputpath=x"], "Additional property outputpath is not allowed"),
         ("dataset-preprocessing", ["stages={extract,tokenize}"], "stages.1 must be one of"),
     ],
 )
-def test_an_unknown_or_mistyped_value_fails_with_the_schemas_message(chart: str, flags: list[str], message: str) -> None:
+def test_an_unknown_or_mistyped_value_fails_with_the_schemas_message(
+    chart: str, flags: list[str], message: str
+) -> None:
     done = helm("template", "x", str(CHARTS / chart), *(word for flag in flags for word in ("--set", flag)))
     assert done.returncode != 0
     assert message in done.stderr

@@ -136,7 +136,9 @@ def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
-def test_the_printed_profile_is_all_defaults(kind: type[SlurmProfile] | type[KubernetesProfile], tmp_path: Path) -> None:
+def test_the_printed_profile_is_all_defaults(
+    kind: type[SlurmProfile] | type[KubernetesProfile], tmp_path: Path
+) -> None:
     path = tmp_path / "all.yaml"
     path.write_text(commented(kind))
     assert load_profile(kind, str(path)) == kind()

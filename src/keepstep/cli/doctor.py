@@ -22,12 +22,18 @@ _MARK = "keepstep-report "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
-    parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="a configuration to check as well")
+    parser.add_argument(
+        "words", nargs="*", metavar="run.yaml | section.field=value", help="a configuration to check as well"
+    )
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where run folders live (default: runs)")
     parser.add_argument("--cluster", action="store_true", help="measure every node with a job of its own")
     parser.add_argument("--on", default="local", metavar="WHERE", help="--cluster: local, slurm:PROFILE or k8s:PROFILE")
-    parser.add_argument("-N", "--nodes", type=int, metavar="N", help="--cluster: nodes (default: all idle ones, or the profile's)")
-    parser.add_argument("--storage", type=Path, metavar="FOLDER", help="--cluster: shared storage to write to and read from")
+    parser.add_argument(
+        "-N", "--nodes", type=int, metavar="N", help="--cluster: nodes (default: all idle ones, or the profile's)"
+    )
+    parser.add_argument(
+        "--storage", type=Path, metavar="FOLDER", help="--cluster: shared storage to write to and read from"
+    )
     parser.add_argument("--data", type=Path, metavar="PATH", help="--cluster: training data that every node must read")
     parser.add_argument("--timeout-s", type=int, default=600, help="--cluster: give up after this long (default: 600)")
     parser.add_argument("--dry-run", action="store_true", help="--cluster: print the job, and stop")
@@ -51,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         print("\n".join(table(checks)))
-        print("next: mend what failed" if worst(checks) == "fail" else "next: keepstep demo, or keepstep doctor --cluster")
+        print(
+            "next: mend what failed" if worst(checks) == "fail" else "next: keepstep demo, or keepstep doctor --cluster"
+        )
     return EXIT_PREFLIGHT if worst(checks) == "fail" else EXIT_DONE
 
 
@@ -67,7 +75,11 @@ def _torch_checks() -> list[Check]:
     checks = [Check("torch", "pass" if known else "warn", torch.__version__, "tested with 2.11 to 2.13")]
     if torch.version.cuda:
         found = torch.cuda.is_available()
-        value = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs" if found else f"built for CUDA {torch.version.cuda}"
+        value = (
+            f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs"
+            if found
+            else f"built for CUDA {torch.version.cuda}"
+        )
         hint = "nvidia-smi must work here, and its driver be new enough for this CUDA"
         checks.append(Check("cuda", "pass" if found else "fail", value, hint))
     return checks
@@ -199,7 +211,9 @@ def _measure_there(
     if not over:
         stop(record, at_once=True)
     why = "it ended without a report" if over else f"it was not done after {args.timeout_s} s"
-    raise HardwareError(f"job {record.job_id}: {why}\n{text[-2000:]}", f"-N {max(1, job.nodes // 2)} finds the half at fault")
+    raise HardwareError(
+        f"job {record.job_id}: {why}\n{text[-2000:]}", f"-N {max(1, job.nodes // 2)} finds the half at fault"
+    )
 
 
 def _print_cluster(health: ClusterHealth, system: str) -> None:
@@ -217,6 +231,7 @@ def _print_cluster(health: ClusterHealth, system: str) -> None:
         return
     print(f"drain: {','.join(health.drain)}")
     if system == "slurm":
-        print(f"next: scontrol update nodename={','.join(health.drain)} state=drain reason={shlex.quote('keepstep doctor')}")
+        names, reason = ",".join(health.drain), shlex.quote("keepstep doctor")
+        print(f"next: scontrol update nodename={names} state=drain reason={reason}")
     elif system == "k8s":
         print(f"next: kubectl cordon {' '.join(health.drain)}")

@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="node: processes here (default: 1)")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="node: restarts in place (default: 0)")
     parser.add_argument(
-        "--foundry-update", action="append", default=[], metavar="KEY=VALUE", help="node: an override by its LLM Foundry name"
+        "--foundry-update",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="node: an override by its LLM Foundry name",
     )
 
 

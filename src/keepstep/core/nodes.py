@@ -38,7 +38,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def group_from_environment(nodes: str, max_restarts: int, environment: Mapping[str, str]) -> NodeGroup:
-    """Where the nodes meet, as whoever started us says: our Slurm script, Kubeflow Trainer, the v1 operator or JobSet."""
+    """Where the nodes meet, as whoever started us says: our Slurm script, either Kubeflow operator, or JobSet."""
     low, high = node_range(nodes)
     if high == 1:
         return NodeGroup(max_restarts=max_restarts)

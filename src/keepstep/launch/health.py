@@ -123,7 +123,9 @@ def _node_checks(
     yield from _clock(mine)
     down = sorted({link for report in mine for link in report.get("inactive_links", ())})
     if down:
-        yield Check("links", "fail", f"{', '.join(down)} not active", "ibstat shows the port; reseat or replace the cable")
+        yield Check(
+            "links", "fail", f"{', '.join(down)} not active", "ibstat shows the port; reseat or replace the cable"
+        )
 
 
 def _gemm(mine: Sequence[Report], everyone: Sequence[Report]) -> Check:
@@ -138,7 +140,9 @@ def _gemm(mine: Sequence[Report], everyone: Sequence[Report]) -> Check:
         share = value * 1e12 / peak
         status = max(status, GEMM_OF_PEAK.judge(share), key=["pass", "warn", "fail"].index)
         text += f", {share:.0%} of {device}'s peak"
-    return Check("matrix", status, text, "check clocks, power and temperature (nvidia-smi -q)" if status != "pass" else "")
+    return Check(
+        "matrix", status, text, "check clocks, power and temperature (nvidia-smi -q)" if status != "pass" else ""
+    )
 
 
 def _slow_links(reports: Sequence[Report]) -> dict[str, str]:
@@ -170,7 +174,9 @@ def _storage(mine: Sequence[Report], everyone: Sequence[Report]) -> Iterable[Che
         middle = statistics.median(report[kind] for report in everyone if report.get(kind))
         status = STORAGE_OF_MEDIAN.judge(min(speeds) / middle)
         name = f"storage {kind.split('_')[0]}"
-        yield Check(name, status, f"{min(speeds):.3g} GB/s", "compare with keepstep bench storage" if status != "pass" else "")
+        yield Check(
+            name, status, f"{min(speeds):.3g} GB/s", "compare with keepstep bench storage" if status != "pass" else ""
+        )
 
 
 def _clock(mine: Sequence[Report]) -> Iterable[Check]:
@@ -179,7 +185,9 @@ def _clock(mine: Sequence[Report]) -> Iterable[Check]:
         return
     value = max(skews, key=abs)
     status: Status = "fail" if abs(value) > CLOCK_FAIL_S else "warn" if abs(value) > CLOCK_WARN_S else "pass"
-    yield Check("clock", status, f"{value:+.3f} s from the median", "start chrony or ntpd here" if status != "pass" else "")
+    yield Check(
+        "clock", status, f"{value:+.3f} s from the median", "start chrony or ntpd here" if status != "pass" else ""
+    )
 
 
 def table(checks: Iterable[Check], prefix: str = "") -> list[str]:

@@ -28,7 +28,9 @@ def read_target(text: str) -> Target:
     """Read `local`, `slurm`, `slurm:PROFILE` or `k8s:PROFILE`."""
     match = re.fullmatch(r"(local|slurm|k8s)(?::(.+))?", text)
     if not match or (match[1] == "local" and match[2]):
-        raise UsageError(f"--on is {text!r}, but it must be local, slurm:PROFILE or k8s:PROFILE", "--on slurm:azure-h100")
+        raise UsageError(
+            f"--on is {text!r}, but it must be local, slurm:PROFILE or k8s:PROFILE", "--on slurm:azure-h100"
+        )
     return Target(match[1], match[2] or "")  # type: ignore[arg-type]
 
 

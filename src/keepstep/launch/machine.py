@@ -45,9 +45,13 @@ def driver_checks() -> Iterator[Check]:
     program = shutil.which("nvidia-smi")
     if program is None:
         if Path("/proc/driver/nvidia").exists():
-            yield Check("driver", "fail", "a driver is loaded, but there is no nvidia-smi", "install the driver's tools")
+            yield Check(
+                "driver", "fail", "a driver is loaded, but there is no nvidia-smi", "install the driver's tools"
+            )
         return
-    fields = "index,name,driver_version,clocks.max.sm,clocks.applications.graphics,ecc.errors.uncorrected.volatile.total"
+    fields = (
+        "index,name,driver_version,clocks.max.sm,clocks.applications.graphics,ecc.errors.uncorrected.volatile.total"
+    )
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -57,10 +61,17 @@ def driver_checks() -> Iterator[Check]:
     yield Check("driver", "pass", f"{rows[0][2]}, {len(rows)} × {rows[0][1]}" if rows else "no GPU")
     clocks = {row[4] for row in rows}
     if len(clocks) > 1:
-        yield Check("gpu clocks", "warn", f"differ: {', '.join(sorted(clocks))} MHz", "slurm/pin-clocks sets them alike")
+        yield Check(
+            "gpu clocks", "warn", f"differ: {', '.join(sorted(clocks))} MHz", "slurm/pin-clocks sets them alike"
+        )
     for row in rows:
         if row[5].isdigit() and int(row[5]):
-            yield Check(f"gpu {row[0]}", "fail", f"{row[5]} uncorrected memory errors", "reset the GPU; if they return, replace it")
+            yield Check(
+                f"gpu {row[0]}",
+                "fail",
+                f"{row[5]} uncorrected memory errors",
+                "reset the GPU; if they return, replace it",
+            )
 
 
 def _disk(folder: Path) -> Check:
@@ -76,22 +87,31 @@ def _disk(folder: Path) -> Check:
         return Check("disk", "fail", f"cannot write to {existing}: {error.strerror}", "runs_dir= another folder")
     free = shutil.disk_usage(existing).free
     status: Status = "fail" if free < GIB else "warn" if free < 20 * GIB else "pass"
-    return Check("disk", status, f"{format_bytes(free)} free at {existing}", "checkpoints take 12 bytes a parameter each")
+    return Check(
+        "disk", status, f"{format_bytes(free)} free at {existing}", "checkpoints take 12 bytes a parameter each"
+    )
 
 
 def _shared_memory(gpus: int) -> Check:
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
-        return Check("shared memory", "fail", "there is no /dev/shm", "in a container: --shm-size, or an emptyDir in memory")
+        return Check(
+            "shared memory", "fail", "there is no /dev/shm", "in a container: --shm-size, or an emptyDir in memory"
+        )
     wanted = max(GIB // 4, gpus * 2 * GIB)
     status: Status = "fail" if size < 64 * 1024**2 else "warn" if size < wanted else "pass"
-    return Check("shared memory", status, format_bytes(size), f"{format_bytes(wanted)} or more, by --shm-size or shmSize")
+    return Check(
+        "shared memory", status, format_bytes(size), f"{format_bytes(wanted)} or more, by --shm-size or shmSize"
+    )
 
 
 def _ports() -> Check:
     try:
-        with socket.create_server(("", 0)) as server, socket.create_connection(("127.0.0.1", server.getsockname()[1]), 5):
+        with (
+            socket.create_server(("", 0)) as server,
+            socket.create_connection(("127.0.0.1", server.getsockname()[1]), 5),
+        ):
             return Check("ports", "pass", "a port can be opened and reached")
     except OSError as error:
         return Check("ports", "fail", f"no connection on loopback: {error}", "check the firewall and `ip link show lo`")
@@ -102,7 +122,9 @@ def _host_name() -> Check:
     try:
         return Check("host name", "pass", f"{name} is {socket.gethostbyname(name)}")
     except OSError:
-        return Check("host name", "warn", f"{name} does not resolve", "add it to /etc/hosts: other nodes find this one by name")
+        return Check(
+            "host name", "warn", f"{name} does not resolve", "add it to /etc/hosts: other nodes find this one by name"
+        )
 
 
 def _open_files() -> Check:
@@ -123,7 +145,9 @@ def _links() -> Iterator[Check]:
     if not ports:
         return
     down = inactive_links()
-    yield Check("links", "fail" if down else "pass", f"{', '.join(down)} down" if down else f"{len(ports)} active", "ibstat")
+    yield Check(
+        "links", "fail" if down else "pass", f"{', '.join(down)} down" if down else f"{len(ports)} active", "ibstat"
+    )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY:
         yield Check("locked memory", "warn", format_bytes(soft), "ulimit -l unlimited: RDMA registers memory")

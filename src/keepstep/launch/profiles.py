@@ -148,17 +148,20 @@ class KubernetesProfile:
 
 
 Profile = TypeVar("Profile", SlurmProfile, KubernetesProfile)
+_SYSTEMS: Mapping[type, str] = {SlurmProfile: "slurm", KubernetesProfile: "k8s"}
 
 
 def load_profile(kind: type[Profile], name: str) -> Profile:
     """Find, read and check a profile; an empty name is all defaults. Every problem is reported at once."""
     if not name:
         return kind()
-    place, text = _find("slurm" if kind is SlurmProfile else "k8s", name)
+    place, text = _find(_SYSTEMS[kind], name)
     try:
         content = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{place} is not YAML: {error}", "keepstep launch profiles prints one to start from") from None
+        raise ConfigError(
+            f"{place} is not YAML: {error}", "keepstep launch profiles prints one to start from"
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{place} must be keys and values", "partition: gpu")
     return _build(kind, content, place)
@@ -210,7 +213,9 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
     else:
         for name, reference in profile.secrets.items():
             if not isinstance(reference, str) or reference.count("/") != 1:
-                broken.append((f"secrets: {name} is {shown(reference)}, but it must be SECRET/KEY", "huggingface/token"))
+                broken.append(
+                    (f"secrets: {name} is {shown(reference)}, but it must be SECRET/KEY", "huggingface/token")
+                )
     return broken
 
 
@@ -250,8 +255,11 @@ def commented(kind: type[SlurmProfile] | type[KubernetesProfile]) -> str:
         if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
             continue
         assert isinstance(following, ast.Expr)
-        assert isinstance(following.value, ast.Constant)
+        text = ast.literal_eval(following.value)
         default = getattr(kind(), entry.target.id)
         default = list(default) if isinstance(default, tuple) else default
-        lines += [f"# {following.value.value}", yaml.safe_dump({entry.target.id: default}, default_flow_style=False).strip()]
+        lines += [
+            f"# {text}",
+            yaml.safe_dump({entry.target.id: default}, default_flow_style=False).strip(),
+        ]
     return "\n".join(lines) + "\n"

@@ -113,7 +113,7 @@ def _container(profile: SlurmProfile) -> Iterator[str]:
         folder = shell_word(profile.stage_image.rstrip("/"))
         yield f"image={image}; staged={folder}/${{image##*/}}"
         copy = 'mkdir -p "${2%/*}" && { [ "$2" -nt "$1" ] || { cp "$1" "$2.$$" && mv "$2.$$" "$2"; }; }'
-        yield f"srun --ntasks-per-node=1 bash -c {shell_word(copy)} stage \"$image\" \"$staged\" || exit 5"
+        yield f'srun --ntasks-per-node=1 bash -c {shell_word(copy)} stage "$image" "$staged" || exit 5'
         image = '"$staged"'
     options = ["--no-container-mount-home", "--container-name=keepstep"]
     if profile.mounts:

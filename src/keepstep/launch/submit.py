@@ -88,7 +88,9 @@ def submit(job: Job, profile: Profile, target: Target) -> JobRecord:
     """Hand the job to its scheduler."""
     for record in all_records(absolute(job.folder).parent):
         if record.name == job.name and state(record) in ("waiting", "running", "ending"):
-            raise UsageError(f"run {job.name} is {state(record)} as {record.job_id}", "keepstep stop it, or name= another")
+            raise UsageError(
+                f"run {job.name} is {state(record)} as {record.job_id}", "keepstep stop it, or name= another"
+            )
     if isinstance(profile, SlurmProfile):
         return slurm.submit(job, profile, target.profile)
     return kubernetes.submit(job, profile, target.profile)

@@ -198,6 +198,15 @@ def test_environment_profiles_are_the_same_in_the_chart_and_in_the_package() -> 
     assert (CHARTS / "training/environments.yaml").read_bytes() == package.read_bytes()
 
 
+def test_the_chart_carries_the_recipes_and_a_preset_with_a_recipe_uses_it() -> None:
+    recipes = Path(__file__).parents[2] / "recipes"
+    ours = {path.name: path.read_text() for path in recipes.glob("*.yaml")}
+    assert {path.name: path.read_text() for path in (CHARTS / "training/recipes").glob("*.yaml")} == ours
+    manifests = template("x", "training", "--set", "model.config=mpt-30b")
+    config = next(manifest for manifest in manifests if manifest["kind"] == "ConfigMap")
+    assert config["data"]["run.yaml"] == ours["mpt-30b.yaml"]
+
+
 def test_unsound_overrides_would_be_noticed() -> None:
     with pytest.raises(ConfigError):
         load_config(None, ["model.layerz=3"])

@@ -76,7 +76,8 @@ def test_any_text_arrives_as_it_is_and_runs_nothing(name: str, word: str, folder
     assert got[:4] == ["train", word, str(where / "job"), note]
     if image:
         assert f"--container-image={image}" in got
-        assert f"--container-mounts=/a:{note}" in got
+        mounts = [f"/a:{note}", *dict.fromkeys(["/shared:/shared", f"{where}:{where}"])]
+        assert f"--container-mounts={','.join(mounts)}" in got
     for line in script.split("\n"):
         if line.startswith("#SBATCH --job-name="):
             assert re.fullmatch(r"#SBATCH --job-name=[a-z0-9-]{1,40}", line)

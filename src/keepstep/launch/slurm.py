@@ -91,7 +91,7 @@ def _settings(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield f"KEEPSTEP_RESTARTS={profile.max_restarts}"
     yield f"KEEPSTEP_REQUEUES={profile.max_requeues}"
     yield f"KEEPSTEP_LAUNCH=({shell_words(_command(profile))})"
-    yield from _container(profile)
+    yield from _container(job, profile)
     yield "KEEPSTEP_UPDATES=()"
     yield f"KEEPSTEP_WORDS=({shell_words(job.words)})"
 
@@ -104,7 +104,7 @@ def _command(profile: SlurmProfile) -> Sequence[str]:
     return (sys.executable, "-m", "keepstep")
 
 
-def _container(profile: SlurmProfile) -> Iterator[str]:
+def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
     if not profile.image:
         yield "KEEPSTEP_SRUN=()"
         return
@@ -115,9 +115,11 @@ def _container(profile: SlurmProfile) -> Iterator[str]:
         copy = 'mkdir -p "${2%/*}" && { [ "$2" -nt "$1" ] || { cp "$1" "$2.$$" && mv "$2.$$" "$2"; }; }'
         yield f'srun --ntasks-per-node=1 bash -c {shell_word(copy)} stage "$image" "$staged" || exit 5'
         image = '"$staged"'
-    options = ["--no-container-mount-home", "--container-name=keepstep"]
-    if profile.mounts:
-        options.append(f"--container-mounts={','.join(profile.mounts)}")
+    # The run's folder and the folder that relative paths start from are inside what they are outside.
+    own = [str(path) for path in (job.working_dir, absolute(job.folder))]
+    mounts = [*profile.mounts, *(f"{path}:{path}" for path in dict.fromkeys(own))]
+    options = ["--no-container-mount-home", "--container-name=keepstep", f"--container-workdir={job.working_dir}"]
+    options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
 
 

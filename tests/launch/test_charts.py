@@ -10,6 +10,8 @@ import yaml
 from documents import commands
 from manifests import CHARTS, containers, helm, kubelet_expand, template, training_container
 
+from keepstep.config.check import accumulation_steps
+from keepstep.config.layout import resolve_layout
 from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError
 from keepstep.launch.foundry import translate
@@ -60,13 +62,20 @@ def test_documented_install_renders_lints_and_validates(words: list[str]) -> Non
 
 
 @pytest.mark.parametrize("words", TRAININGS, ids=name_of)
-def test_what_a_documented_install_trains_is_a_sound_configuration(words: list[str]) -> None:
-    container = training_container(template(words[2], "training", *words[4:]))
+def test_what_a_documented_install_trains_is_a_sound_configuration(words: list[str], tmp_path: Path) -> None:
+    manifests = template(words[2], "training", *words[4:])
+    container = training_container(manifests)
     arguments = [kubelet_expand(word, {}) for word in container["args"]]
     split = arguments.index("--")
     updates = [arguments[i + 1] for i, word in enumerate(arguments[:split]) if word == "--foundry-update"]
     overrides = [*arguments[split + 3 :], *translate(updates)]
-    config = load_config(None, overrides).config
+    file = tmp_path / "run.yaml"
+    file.write_text(next(manifest["data"]["run.yaml"] for manifest in manifests if manifest["kind"] == "ConfigMap"))
+    config = load_config(file, overrides).config
+    processes = int(arguments[1]) * int(arguments[3])
+    assert accumulation_steps(
+        config.global_batch, config.microbatch, resolve_layout(config.parallel, processes).data_ranks
+    )
     assert config.name == words[2]
     if any("mpt-30b" in word for word in words):
         assert (config.model.preset, str(config.checkpoint.interval), config.checkpoint.keep) == (

@@ -41,6 +41,11 @@
   {{- $tensor := dict "175b" 8 "30b" 4 "13b" 2 "1.3b" 1 "857m" 1 "375m" 1 "125m" 1 -}}
   {{- $words = concat $words (list (printf "model=gpt3-%s" $v.model.size) (printf "parallel.tensor=%d" (index $tensor $v.model.size | int64))) -}}
 {{- end -}}
+{{- if $v.model.size -}}
+  {{- /* Megatron's training defaults for these models; values and overrides below win. */ -}}
+  {{- $words = concat $words (list "microbatch=1" "optimizer.lr=6e-5" "optimizer.weight_decay=0.1" "schedule.name=cosine" "schedule.final=0.1" "optimizer.clip=1.0") -}}
+  {{- with $v.training.iterations }}{{ $words = append $words (printf "schedule.warmup=%dba" (max 1 (div (int64 .) 1000))) }}{{ end -}}
+{{- end -}}
 {{- with $v.training.iterations }}{{ $words = append $words (printf "max_duration=%dba" (int64 .)) }}{{ end -}}
 {{- with $v.training.globalBatchSize }}{{ $words = append $words (printf "global_batch=%d" (int64 .)) }}{{ end -}}
 {{- with $v.training.microBatchSize }}{{ $words = append $words (printf "microbatch=%d" (int64 .)) }}{{ end -}}

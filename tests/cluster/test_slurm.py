@@ -206,6 +206,48 @@ def test_a_record_is_json_that_people_can_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A few thousand documents, and a tokenizer that knows them."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = folder / "train.jsonl"
+    words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
+    lines = (json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(6000))
+    text.write_text("\n".join(lines) + "\n")
+    tokenizer = folder / "tokenizer.json"
+    command = ["data", "train-tokenizer", str(text), "--out", str(tokenizer), "--vocab", "400"]
+    run_here(command, folder)
+    return text, tokenizer
+
+
+def run_here(words: list[str], cwd: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "keepstep", *words], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cluster
+def test_data_prepared_by_an_array_is_the_same_as_by_one_machine(
+    rested: SlurmCluster, tmp_path: Path, environment: Path, corpus: tuple[Path, Path]
+) -> None:
+    text, tokenizer = corpus
+    rested.environment |= {"SOURCE": str(text), "TOKENIZER": str(tokenizer), "SPLITS": "train", "CONCAT_TOKENS": "64"}
+    words = ["sbatch", "--parsable", "-p", "gpu", "--array=0-2", str(REPOSITORY / "slurm/prepare_c4.sb")]
+    job_id = rested.run(*words, f"venv:{environment}", str(tmp_path), "1", cwd=tmp_path).strip()
+    rested.wait(lambda: not rested.run("squeue", "-h", "-j", job_id, check=False), 120, "the array")
+    logs = "".join(path.read_text() for path in tmp_path.glob("*.out"))
+    alone = ["data", "build", str(text), "--out", str(tmp_path / "alone"), "--format", "mds", "--concat", "64"]
+    run_here([*alone, "--tokenizer", str(tokenizer), "--eos", "<|endoftext|>", "--workers", "1"], tmp_path)
+    assert content(tmp_path / "my-copy-c4" / "train") == content(tmp_path / "alone"), logs
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The data itself: shards and their index."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.mds*") if path.is_file()} | {
+        "index.json": (folder / "index.json").read_bytes()
+    }
+
+
+@pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A `venv:` for the scripts in slurm/: bin/keepstep is this keepstep."""
     program = tmp_path_factory.mktemp("env") / "bin" / "keepstep"

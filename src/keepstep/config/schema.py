@@ -67,8 +67,9 @@ class ModelConfig:
     """Attend to this many latest tokens only; 0 means all."""
     dropout: float = 0.0
     """Residual and embedding dropout."""
-    linear: Literal["dense", "bitnet"] = "dense"
-    """The linear module inside the blocks: plain, or ternary weights with straight-through gradients."""
+    linear: Literal["dense", "bitnet", "fp8"] = "dense"
+    """The linear module inside the blocks: plain, ternary weights with straight-through gradients, or products in fp8
+    (`precision: fp8` chooses the last)."""
     init: Literal["kaiming", "normal"] = "normal"
     """Weight initialisation; residual projections are scaled down by √(2·layers) in both."""
     init_std: float = 0.02
@@ -186,8 +187,9 @@ class ComputeConfig:
     """auto takes a GPU where there is one."""
     compile: bool = False
     """torch.compile each block."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only."""
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
+    chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention; auto lets torch choose."""
     loss_chunks: int = 0
@@ -272,8 +274,9 @@ class RunConfig:
     """Rows in one optimizer step over all processes. Accumulation follows from it."""
     microbatch: int = 8
     """Rows in one forward pass of one process."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto is bf16 on a GPU that has it and fp32 elsewhere. Master weights and optimizer stay fp32 in all."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """auto is bf16 on a GPU that has it and fp32 elsewhere. fp8 is bf16 with the blocks' matrix products in fp8. Master
+    weights and optimizer stay fp32 in all."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Free values that `${variables.name}` refers to."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -210,7 +210,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A few thousand documents, and a tokenizer that knows them."""
     folder = tmp_path_factory.mktemp("corpus")
     text = folder / "train.jsonl"
-    words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
     lines = (json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(6000))
     text.write_text("\n".join(lines) + "\n")
     tokenizer = folder / "tokenizer.json"
@@ -221,7 +221,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def run_here(words: list[str], cwd: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "keepstep", *words], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep", *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -49,6 +49,11 @@ def check(manifest: Manifest) -> None:
             _check_trainer_model(manifest)
         case "kubeflow.org":
             _check_pytorchjob(manifest)
+        case "monitoring.coreos.com":
+            # The operator's schema is in no package; what it needs to find a pod and to be let in is here.
+            (endpoint,) = manifest["spec"]["podMetricsEndpoints"]
+            assert manifest["spec"]["selector"]["matchLabels"]
+            assert set(endpoint) == {"port", "path", "interval", "authorization"}
         case _:
             _check_core(manifest)
     for job in _inner_jobs(manifest):

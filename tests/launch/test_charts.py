@@ -98,6 +98,7 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
         "--set", "resources.rdmaResource=rdma/shared_ib", "--set", "resources.rdmaCount=1",
         "--set", "resources.shmSize=8Gi",
         "--set", "kueue.queueName=team", "--set", "terminationGracePeriodSeconds=900", "--set", "training.useSharp=1",
+        "--set", "metrics.scrape=true", "--set", "metrics.tokenSecret=metrics", "--set", "metrics.podMonitor=true",
         "--set-json", 'secrets=[{"name":"HF_TOKEN","secretName":"hub","secretKey":"token"}]',
     )  # fmt: skip
     container = training_container(manifests)
@@ -107,6 +108,8 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment["NCCL_COLLNET_ENABLE"]["value"] == "1"
     assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    assert environment["KEEPSTEP_METRICS_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "metrics", "key": "token"}
+    assert "observe.metrics_port=9464" in container["args"]
     text = yaml.safe_dump_all(manifests)
     assert "kueue.x-k8s.io/queue-name: team" in text
     assert "terminationGracePeriodSeconds: 900" in text
@@ -127,6 +130,7 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
         ("training", ["jobKind=mpijob"], "jobKind must be one of"),
         ("training", ["training.useSharp=2"], "training.useSharp must be one of"),
         ("training", ["environment.variables.HF_TOKEN=abc"], "HF_TOKEN"),
+        ("training", ["metrics.scrape=true"], "metrics.tokenSecret: String length must be greater than or equal to 1"),
         ("training", ["model.config=mpt-7b", "model.size=375m"], "model: Must not validate the schema (not)"),
         (
             "shared-storage",

@@ -24,6 +24,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $env = append $env (dict "name" "MASTER_ADDR" "value" (printf "%s-node-0-0.%s" .Release.Name .Release.Name)) -}}
 {{- $env = append $env (dict "name" "MASTER_PORT" "value" "29500") -}}
 {{- end -}}
+{{- if $v.metrics.scrape -}}
+{{- $env = append $env (dict "name" "KEEPSTEP_METRICS_TOKEN" "valueFrom" (dict "secretKeyRef" (dict "name" $v.metrics.tokenSecret "key" $v.metrics.tokenKey))) -}}
+{{- end -}}
 {{- range $v.secrets -}}
 {{- $env = append $env (dict "name" .name "valueFrom" (dict "secretKeyRef" (dict "name" .secretName "key" .secretKey))) -}}
 {{- end -}}

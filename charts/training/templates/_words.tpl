@@ -53,6 +53,7 @@
 {{- with $v.training.evalInterval }}{{ $words = append $words (printf "evaluate.interval=%dba" (int64 .)) }}{{ end -}}
 {{- with $v.storage.datasetPath }}{{ $words = append $words (printf "data.path=%s" (include "training.path" (dict "path" . "mount" $v.storage.mountPath))) }}{{ end -}}
 {{- with $v.storage.checkpointPath }}{{ $words = append $words (printf "checkpoint.folder=%s" (include "training.path" (dict "path" . "mount" $v.storage.mountPath))) }}{{ end -}}
+{{- if $v.metrics.scrape }}{{ $words = concat $words (list (printf "observe.metrics_port=%d" (int $v.metrics.port)) "observe.metrics_host=0.0.0.0") }}{{ end -}}
 {{- $words = concat $words $v.overrides -}}
 {{- toJson $words -}}
 {{- end -}}

@@ -117,6 +117,14 @@ def _read_whole(path: Path) -> None:
             pass
 
 
+def _size_bytes(path: Path) -> int:
+    """0 for what is no file, or no longer there: shared storage changes while we look."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
+
+
 class _Background:
     """Reads until it is told to stop."""
 
@@ -141,14 +149,13 @@ class _DataReader:
     """Random blocks of the largest file in a folder, as a shuffled loader reads them."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        files = [path for path in folder.rglob("*") if path.is_file()]
+        size, path = max(((_size_bytes(path), path) for path in folder.rglob("*")), default=(0, folder))
         self._made: Path | None = None
-        if not files or max(path.stat().st_size for path in files) < BLOCK_BYTES:
-            self._made = folder / f".keepstep-bench-data-{os.getpid()}"
-            _write(self._made, size_bytes)
-            files = [self._made]
-        self._path = max(files, key=lambda path: path.stat().st_size)
-        self._blocks = self._path.stat().st_size // BLOCK_BYTES
+        if size < BLOCK_BYTES:
+            path = self._made = folder / f".keepstep-bench-data-{os.getpid()}"
+            _write(path, size_bytes)
+            size = _size_bytes(path)
+        self._path, self._blocks = path, size // BLOCK_BYTES
 
     def __enter__(self) -> _DataReader:
         return self

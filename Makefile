@@ -22,6 +22,7 @@ demo: $(READY)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
 
 test: $(READY) lint  ## everything that must hold before a change lands
+	scripts/system-packages
 	$(BIN)/python -m pytest
 
 test-fast: $(READY)  ## unit tests in about a minute
@@ -30,6 +31,9 @@ test-fast: $(READY)  ## unit tests in about a minute
 test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt '.[browser]'
 	$(BIN)/python -m pytest tests/observe/test_browser.py
+test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption, a pulled cable (15 minutes)
+	scripts/system-packages
+	$(BIN)/python -m pytest -m 'cluster or slow' tests/cluster
 
 lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/ruff check

@@ -27,6 +27,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "ui": ("keepstep.cli.ui", "the live page: every run of a folder in your browser"),
     "report": ("keepstep.cli.report", "one file about a run, ready to share: HTML or Markdown"),
     "data": ("keepstep.cli.data", "prepare, check and look at training data"),
+    "jobs": ("keepstep.cli.jobs", "list the jobs that were submitted with train --on"),
+    "logs": ("keepstep.cli.logs", "print or follow the log of a submitted run"),
+    "stop": ("keepstep.cli.stop", "ask a submitted run to save and stop"),
+    "resume": ("keepstep.cli.resume", "submit a stopped run again; it goes on where it was"),
+    "doctor": ("keepstep.cli.doctor", "check this machine, or every node of a cluster"),
+    "launch": ("keepstep.cli.launch", "what schedulers start on a node; profiles and environments"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
 

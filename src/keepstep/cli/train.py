@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         return _train_as_one_of(ranks, config)
     if args.on != "local" or args.nodes is not None or args.dry_run:
         from keepstep.launch.submit import submit_run
+
         return submit_run(args.on, path, overrides, config, args.nodes, args.dry_run)
     if args.ui:
         from keepstep.cli.ui import start_beside
@@ -48,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
         code = 0
     else:
         from keepstep.config.check import accumulation_steps
-        from keepstep.config.layout import resolve_layout
+        from keepstep.config.layout import check_microbatches, resolve_layout
         from keepstep.resilience.agent import run_processes
 
         # Told here once, before any process starts, rather than by each of them.
-        accumulation_steps(
-            config.global_batch, config.microbatch, resolve_layout(config.parallel, processes).data_ranks
+        layout = resolve_layout(config.parallel, processes)
+        check_microbatches(
+            config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
         )
         code = run_processes(["train", *args.words], processes)
     if code == 0:

@@ -7,9 +7,10 @@ both gradients and so stay equal bit for bit; a checkpoint holds one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ParallelConfig
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.mesh import Grid
+
+Held = TypeVar("Held")
 
 
 def split_stages(model: Transformer, rank: int, processes: int, stages_per_process: int) -> list[Transformer]:
@@ -142,7 +145,7 @@ class Pipeline:
                 self._send(stream)
         return loss_sum
 
-    def own_parameters(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    def own_parameters(self, parameters: Sequence[Held]) -> list[Held]:
         """Those that no other stage holds a copy of, or of which ours is the one that counts."""
         tied = self._tied_weight()
         return [each for each in parameters if each is not tied or self._rank == 0]

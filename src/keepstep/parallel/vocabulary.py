@@ -70,7 +70,7 @@ def vocabulary_output(
         logits_btv = logits_btv.masked_fill(padding_v, torch.finfo(logits_btv.dtype).min)
         return vocabulary.gather(logits_btv, 2)
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
-    pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd.device.type)
+    pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd)
     loss: Tensor = _VocabularyLoss.apply(hidden_nd, weight_vd, targets_n, vocab, pieces, vocabulary)  # type: ignore[no-untyped-call]
     return loss
 

@@ -34,6 +34,8 @@ from keepstep.core.units import format_bytes
 SPARE_BYTES = 16 * 1024 * 1024
 """Left over for manifests when a save is weighed against the free space."""
 VISIBLE_DELAY_S = 0.05
+CLOSE_TIMEOUT_S = 120.0
+"""How long `close` lets a save go on; after that the writer gives the other ranks half a minute more."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Checkpointer:
     """Saves a run's state so that it cannot be lost, and finds it again.
 
     Every process makes one with the same arguments, after the process group if there is one. All methods but `load`,
-    `before_update`, `poll` and `prepare` are collective. `on_event(kind, facts)` is only called from inside these
-    methods: `checkpoint_started`, `checkpoint_committed`, and `warning` with a `reason` and a `message`.
+    `before_update`, `poll`, `prepare` and `close` are collective. `on_event(kind, facts)` is only called from inside
+    them: `checkpoint_started`, `checkpoint_committed`, and `warning` with a `reason` and a `message`.
     """
 
     def __init__(
@@ -147,9 +149,16 @@ class Checkpointer:
         self._settle()
 
     def close(self) -> None:
-        """Wait, then let go of the writer and the memory."""
-        self._settle()
+        """Let the save under way end, then let go of the writer and the memory.
+
+        Not collective: a run that breaks closes too, and its other processes may be gone.
+        """
         if self._writer is not None:
+            if self._flying is not None and self._report is None:
+                assert self._snapshot is not None
+                self._snapshot.join()
+                self._take_report(self._writer.report(CLOSE_TIMEOUT_S))
+            self._flying, self._report = None, None
             self._writer.close()
             self._writer = None
         if self._snapshot is not None:

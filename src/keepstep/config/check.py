@@ -40,7 +40,8 @@ ZERO_OR_MORE = frozenset({
     "model.clip_qkv", "model.sliding_window",
     "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "compute.loss_chunks", "compute.threads",
-    "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
+    "evaluate.interval", "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every",
+    "checkpoint.keep_best",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 

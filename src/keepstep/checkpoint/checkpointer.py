@@ -327,11 +327,12 @@ class Checkpointer:
         None when there is no step at all; when there are steps but none is whole this raises: starting over in
         silence would lose the run.
         """
+        elsewhere = frozenset().union(*self._gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
         for where in self._candidates():
-            loaded, problem = self._try_load(where, into, strict)
+            loaded, problem = self._try_load(where, into, strict, elsewhere)
             if problem is not None and self._mended(where):
-                loaded, problem = self._try_load(where, into, strict)
+                loaded, problem = self._try_load(where, into, strict, elsewhere)
             if loaded is not None:
                 self._last = (loaded.step, where.marker.time)
                 return loaded
@@ -345,14 +346,14 @@ class Checkpointer:
         return None
 
     def _try_load(
-        self, where: StepFolder, into: dict[str, Any], strict: bool
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str]
     ) -> tuple[LoadedStep | None, CheckpointError | None]:
         """Load on every rank; when one fails, all have failed."""
         loaded, own = None, None
         try:
             if self._nearby is not None and self._store_of(where) is self._store:
                 self._nearby.bring(where, into)
-            loaded = self._load(where, into, strict)
+            loaded = self._load(where, into, strict, elsewhere)
         except CheckpointError as error:
             own = error
         failures = [failure for failure in self._gather((own.message, own.hint) if own else None) if failure]
@@ -378,12 +379,15 @@ class Checkpointer:
             )
         return bool(rebuilt)
 
-    def _load(self, where: StepFolder, into: dict[str, Any], strict: bool) -> LoadedStep:
+    def _load(
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str] = frozenset()
+    ) -> LoadedStep:
         store = self._store_of(where)
         with reading(store, where.name):
             manifest = commit.read_manifest(store, where)
+            threads = self._threads(share=1)
             values, bytes_read = restore(
-                store, where.name, manifest, into, self.rank, self.world_size, strict, self._threads(share=1)
+                store, where.name, manifest, into, self.rank, self.world_size, strict, threads, elsewhere
             )
         folder = store.locate(where.name)
         return LoadedStep(manifest.step, where, folder, values, manifest.metadata, manifest.world_size, bytes_read)

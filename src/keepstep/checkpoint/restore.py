@@ -23,11 +23,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy().data)
 
 
-def match_names(manifest: Manifest, into: Mapping[str, Any], holdings: list[Holding], where: str, strict: bool) -> None:
-    """Refuse a state that does not fit the checkpoint: sections may be left out whole, but not single tensors."""
+def match_names(
+    manifest: Manifest,
+    into: Mapping[str, Any],
+    holdings: list[Holding],
+    where: str,
+    strict: bool,
+    elsewhere: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse a state that does not fit the checkpoint: sections may be left out whole, but not single tensors.
+
+    `elsewhere` are names that other processes have a place for (the other stages of a pipeline).
+    """
     wanted = {held.name: held for held in holdings if not held.name.startswith(f"{RANK_KEY}.")}
     sections = [f"{key}." for key in into if key != RANK_KEY]
-    unread = sorted(n for n in manifest.tensors if n not in wanted and n.startswith(tuple(sections)))
+    unread = sorted(
+        n for n in manifest.tensors if n not in wanted and n not in elsewhere and n.startswith(tuple(sections))
+    )
     if unread and strict:
         raise CheckpointError(
             f"{where} holds the tensor {unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
@@ -58,6 +70,7 @@ def restore(
     world_size: int,
     strict: bool = True,
     threads: int = 1,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], int]:
     """Fill the tensors of `into` and return the plain values with the bytes read; no unchecked byte gets through.
 
@@ -65,7 +78,7 @@ def restore(
     """
     tensors, _ = split_state(into)
     holdings = [holding(name, tensor, rank, world_size) for name, tensor in tensors.items()]
-    match_names(manifest, into, holdings, store.locate(folder), strict)
+    match_names(manifest, into, holdings, store.locate(folder), strict, elsewhere)
     by_file = _jobs(manifest, holdings)
     bytes_read = 0
     with torch.no_grad(), ThreadPoolExecutor(threads) as pool:

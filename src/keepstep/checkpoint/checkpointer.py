@@ -127,7 +127,8 @@ class Checkpointer:
     def close(self) -> None:
         """Let the save under way end, then let go of the writer and the memory.
 
-        Not collective: a run that breaks closes too, and its other processes may be gone.
+        Not collective: a run that breaks closes too, and its other processes may be gone. A healthy run calls `wait`
+        first: with node-local checkpoints other nodes' copies need this writer until the commit.
         """
         if self._writer is not None:
             if self._flying is not None and self._report is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
@@ -15,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
     parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
     parser.add_argument("--procs", default="auto", metavar="N", help="processes on this machine (auto: one a GPU)")
+    parser.add_argument("--ui", action="store_true", help="serve the live page while training, and print its link")
     parser.add_argument(
         "--on", default="local", metavar="WHERE", help="local, slurm:PROFILE or k8s:PROFILE (default: local)"
     )
@@ -33,6 +35,10 @@ def run(args: argparse.Namespace) -> int:
         from keepstep.launch.submit import submit_run
 
         return submit_run(args.on, path, overrides, config, args.nodes, args.dry_run)
+    if args.ui:
+        from keepstep.cli.ui import start_beside
+
+        print(f"live page: {start_beside(Path(config.runs_dir), config.name)}", file=sys.stderr, flush=True)
     from keepstep.launch.local import process_count
 
     processes = process_count(args.procs, config.compute.device)
@@ -43,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
         code = 0
     else:
         from keepstep.config.check import accumulation_steps
-        from keepstep.config.layout import resolve_layout
+        from keepstep.config.layout import check_microbatches, resolve_layout
         from keepstep.resilience.agent import run_processes
 
         # Told here once, before any process starts, rather than by each of them.
-        accumulation_steps(
-            config.global_batch, config.microbatch, resolve_layout(config.parallel, processes).data_ranks
+        layout = resolve_layout(config.parallel, processes)
+        check_microbatches(
+            config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
         )
         code = run_processes(["train", *args.words], processes)
     if code == 0:

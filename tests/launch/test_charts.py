@@ -110,6 +110,8 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert container["args"][:4] == ["--nodes", "2:3", "--processes", "4"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment["NCCL_COLLNET_ENABLE"]["value"] == "1"
+    # torch kills its workers after 30 s unless told otherwise, and Kubernetes kills everything at the end of the grace.
+    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"] == "840"
     assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
     assert environment["KEEPSTEP_METRICS_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "metrics", "key": "token"}
     assert "observe.metrics_port=9464" in container["args"]

@@ -17,6 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
     parser.add_argument("--procs", default="auto", metavar="N", help="processes on this machine (auto: one a GPU)")
     parser.add_argument("--ui", action="store_true", help="serve the live page while training, and print its link")
+    parser.add_argument(
+        "--on", default="local", metavar="WHERE", help="local, slurm:PROFILE or k8s:PROFILE (default: local)"
+    )
+    parser.add_argument("-N", "--nodes", type=int, metavar="N", help="nodes, with --on (default: the profile's)")
+    parser.add_argument("--dry-run", action="store_true", help="with --on: print what would be submitted, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,6 +31,10 @@ def run(args: argparse.Namespace) -> int:
     ranks = from_environment()
     if ranks.launched:
         return _train_as_one_of(ranks, config)
+    if args.on != "local" or args.nodes is not None or args.dry_run:
+        from keepstep.launch.submit import submit_run
+
+        return submit_run(args.on, path, overrides, config, args.nodes, args.dry_run)
     if args.ui:
         from keepstep.cli.ui import start_beside
 
@@ -40,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
         code = 0
     else:
         from keepstep.config.check import accumulation_steps
-        from keepstep.config.layout import resolve_layout
+        from keepstep.config.layout import check_microbatches, resolve_layout
         from keepstep.resilience.agent import run_processes
 
         # Told here once, before any process starts, rather than by each of them.
-        accumulation_steps(
-            config.global_batch, config.microbatch, resolve_layout(config.parallel, processes).data_ranks
+        layout = resolve_layout(config.parallel, processes)
+        check_microbatches(
+            config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
         )
         code = run_processes(["train", *args.words], processes)
     if code == 0:
@@ -66,5 +76,4 @@ def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:
         if ranks.is_first or not isinstance(error, ConfigError | StopRequested):
             where = "" if ranks.is_first else f"[rank {ranks.rank}] "
             print("\n".join(where + line for line in error.lines()), file=sys.stderr, flush=True)
-    report_exit(code)
-    return code
+    return report_exit(code)

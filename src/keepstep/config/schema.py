@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keepstep.core.units import Duration
+from keepstep.core.units import ByteSize, Duration
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,46 @@ class DataConfig:
     """Where tokens come from and in which order."""
 
     path: str = "demo"
-    """Training data: a folder or prefix that `keepstep data build` wrote; `demo` is the text of this machine's Python
+    """Training data: a folder or prefix that `keepstep data build` wrote, here or at an s3://, az://, gs:// or https://
+    address; raw .jsonl, .parquet or .txt files, tokenised at first use; `demo` is the text of this machine's Python
     standard library, prepared at first use; `synthetic` makes tokens up, for benchmarks."""
+    blend: Mapping[str, float] = field(default_factory=dict)
+    """Several data sets and their weights, for example `{web: 0.7, code: 0.3}`; takes the place of `path`."""
     valid_path: str = ""
     """Validation data; empty takes `valid_share` from the end of the training data."""
     valid_share: float = 0.01
     """Share of documents held out when there is no `valid_path`."""
+    test_path: str = ""
+    """Test data; empty takes `test_share` from behind the validation share."""
+    test_share: float = 0.0
+    """Share of documents held out for a last test, from the very end."""
     tokenizer: str = ""
     """Path of a tokenizer.json; empty means the one stored beside the data."""
     shuffle: bool = True
     """Visit samples in a seeded random order, a new one each epoch; off keeps the order on disk."""
+    shuffle_window: int = 0
+    """Shuffle among about this many neighbouring rows instead of all: for remote data larger than the cache."""
+    order: Literal["keepstep", "gpt"] = "keepstep"
+    """gpt is Megatron's GPTDataset order, bit for bit."""
+    gpt_samples: int = 0
+    """order gpt: samples the Megatron run asked for (its order depends on it); 0 means one epoch."""
+    strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
+    """Documents to rows. pack cuts one endless stream; overflow gives a document as many rows as it needs; trunc keeps
+    its first row; best_fit puts whole documents together and cuts only those longer than a row."""
+    stride: int = 0
+    """overflow: tokens between the starts of a document's rows; 0 means seq_len, that is no overlap."""
+    separate_documents: bool = False
+    """pack: attention and loss stay inside documents. The other strategies always do."""
+    column: str = "tokens"
+    """MDS: the column that holds the tokens."""
+    text_field: str = "text"
+    """Raw text: the JSON field or column that holds it."""
+    eos: str = ""
+    """Raw text: the token put after each document, by its text, for example `<|endoftext|>`."""
+    cache_dir: str = ""
+    """Where copies of remote files are kept; empty means `.data` below `runs_dir`. Use a local disk."""
+    cache_limit: ByteSize = ByteSize(64 << 30)
+    """Most bytes of remote files kept on a node."""
     prefetch: int = 4
     """Micro batches read ahead of the step that needs them."""
 
@@ -170,13 +200,32 @@ class ParallelConfig:
     """How the model spreads over processes. The degrees multiply to the number of processes."""
 
     replicate: int = 1
-    """Copies of the sharded group (hybrid sharding): usually one a node."""
+    """Copies of the sharded group (hybrid sharding): usually one a node. -1 takes what is left."""
     shard: int = -1
     """Processes that share one copy of weights, gradients and optimizer (FSDP); -1 takes what is left."""
     tensor: int = 1
-    """Processes that split each matrix."""
+    """Processes that split each matrix, and each row between matrices (sequence parallel)."""
+    pipeline: int = 1
+    """Processes that each hold some of the blocks and hand activations on."""
+    context: int = 1
+    """Processes that split each row of tokens; attention goes round them in a ring."""
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of micro batches in the pipeline. interleaved gives each process several stages; zero_bubble fills waits
+    with weight gradients."""
+    stages: int = 0
+    """Stages for each process of the pipeline; 0 means 2 with `interleaved` and 1 with the others."""
     keep_gathered: bool = False
-    """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory."""
+    """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory. A pipeline always
+    does."""
+    async_tensor: bool = False
+    """Overlap tensor-parallel traffic with products through symmetric memory; compiled blocks on GPUs with NVLink."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer in host memory and update there: slow, but fits far more on a GPU."""
+
+    @property
+    def stages_per_process(self) -> int:
+        """`stages` with its default resolved."""
+        return self.stages or (2 if self.schedule == "interleaved" else 1)
 
 
 @dataclass(frozen=True)
@@ -228,6 +277,17 @@ class CheckpointConfig:
     """Go on from this step folder instead (another run's, for example)."""
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
+    asynchronous: bool = True
+    """Write behind training: a step waits only for a copy in memory that it has not overtaken; off waits for the disk."""
+    format: Literal["sharded", "full", "local"] = "sharded"
+    """sharded: each process writes its own share at the same time. full: one file with whole tensors, gathered first.
+    local: shares on each node's own disk, with a copy on the next node. All load at any number of processes."""
+    parity: Literal[0, 1] = 0
+    """1 adds a parity file for every eight data files: one lost or damaged file among them is rebuilt by itself."""
+    keep_every: int = 0
+    """Steps divisible by this are kept for good, beside the newest; 0 switches it off."""
+    keep_best: int = 0
+    """This many steps with the lowest loss are kept, beside the newest; 0 switches it off."""
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from keepstep.config.layout import resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch, Loader
 from keepstep.data.rows import SyntheticRows
 from keepstep.models.size import flops_per_token, parameter_count
-from keepstep.parallel.mesh import build_mesh, data_rank
+from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import choose_device, joined_world, share_cores
-from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
+from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
 from keepstep.train.readback import Readback
 
 _KINDS = (
@@ -65,14 +64,14 @@ class StepBench:
 def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: bool = True) -> StepBench:
     """Run steps of this configuration and time them; every process of the run calls this."""
     ranks = from_environment()
-    layout = resolve_layout(config.parallel, ranks.world_size)
+    layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
     share_cores(config.compute.threads, ranks.local_world_size)
     with joined_world(ranks, device):
         dtype = compute_dtype(config.precision, device)
-        mesh = build_mesh(layout, device.type)
-        train_step = build_learner(config, layout, mesh, device).step
-        batches = _batches(config, data_rank(mesh), layout.data_ranks)
+        grid = build_grid(layout, device.type)
+        train_step = build_learner(config, grid, device).step
+        batches = _batches(config, grid.data_rank, layout.data_ranks)
 
         def one() -> torch.Tensor:
             return train_step.run(batches, lr_share=1.0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from keepstep.config.layout import Layout
+from keepstep.config.check import accumulation_steps
+from keepstep.config.layout import Layout, check_microbatches, resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError
 from keepstep.models.init import init_weights
 from keepstep.models.size import peak_flops
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.apply import apply_parallel
+from keepstep.parallel.mesh import Grid
+from keepstep.parallel.pipeline import Pipeline, PipelineShape
 from keepstep.parallel.recompute import MemoryFacts, Mode, choose_modes
 from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
@@ -32,28 +34,49 @@ class Learner:
     step: TrainStep
 
 
-def build_learner(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> Learner:
+def check_layout(config: RunConfig, world_size: int) -> Layout:
+    """How this many processes share the run; a ConfigError where they cannot."""
+    layout = resolve_layout(config.parallel, world_size)
+    microbatches = accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+    check_microbatches(config.parallel, microbatches)
+    return layout
+
+
+def build_learner(config: RunConfig, grid: Grid, device: torch.device) -> Learner:
     """This process's part of the model with its first weights, its optimizer and its step."""
     dtype = compute_dtype(config.precision, device)
     # One process has nothing to share: with weights already in half precision it is spared FSDP's copies.
-    sharded = layout.world_size > 1 or dtype != torch.bfloat16
+    sharded = grid.layout.world_size > 1 or dtype != torch.bfloat16 or config.parallel.offload
     linear = "fp8" if config.precision == "fp8" else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
-    modes = recompute_modes(config, layout, device)
-    apply_parallel(model, mesh, config.parallel, config.compute, dtype if sharded else None, modes)
-    model.to_empty(device=device)
+    modes = recompute_modes(config, grid.layout, device)
+    stages = apply_parallel(model, grid, config.parallel, config.compute, dtype if sharded else None, modes)
+    for stage in stages:
+        stage.to_empty(device="cpu" if config.parallel.offload else device)
     init_weights(model, config.seed)
     optimizers = Optimizers(model, config.optimizer, None if sharded else MasterWeights(model))
     scaler = LossScaler(enabled=dtype == torch.float16)
     settings = StepSettings(
-        layout=layout,
+        grid=grid,
         device=device,
         clip=config.optimizer.clip,
         loss_chunks=config.compute.loss_chunks,
         reduce_each_microbatch=not config.parallel.keep_gathered,
     )
-    return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings))
+    pipeline = _build_pipeline(config, grid, stages, dtype) if grid.layout.pipeline > 1 else None
+    return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline))
+
+
+def _build_pipeline(config: RunConfig, grid: Grid, stages: list[Transformer], dtype: torch.dtype) -> Pipeline:
+    shape = PipelineShape(
+        microbatches=accumulation_steps(config.global_batch, config.microbatch, grid.layout.data_ranks),
+        rows=config.microbatch,
+        tokens=config.model.seq_len // grid.layout.context,
+        dtype=dtype,
+        loss_chunks=config.compute.loss_chunks,
+    )
+    return Pipeline(stages, grid, config.parallel, shape)
 
 
 def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> list[Mode]:

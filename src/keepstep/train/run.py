@@ -14,9 +14,8 @@ import torch
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.config.check import accumulation_steps
 from keepstep.config.dump import dump_config
-from keepstep.config.layout import Layout, resolve_layout
+from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
@@ -26,10 +25,10 @@ from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder
 from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import build_sinks
-from keepstep.parallel.mesh import build_mesh, data_rank
+from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
-from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
+from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
@@ -41,8 +40,7 @@ from keepstep.train.validate import ValidationRows, validate
 def train(config: RunConfig) -> None:
     """Run to the end, or to a saved stop. Every process of the run calls this with the same configuration."""
     ranks = from_environment()
-    layout = resolve_layout(config.parallel, ranks.world_size)
-    accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+    layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
     share_cores(config.compute.threads, ranks.local_world_size)
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
@@ -61,8 +59,8 @@ class _Run:
         self.config, self.world, self.folder = config, world, folder
         device, model_config = world.device, config.model
         dtype = compute_dtype(config.precision, device)
-        mesh = build_mesh(layout, device.type)
-        self.data_rank, self.data_ranks = data_rank(mesh), layout.data_ranks
+        grid = build_grid(layout, device.type)
+        self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
         self.loaders = build_loaders(
             config.data, model_config.seq_len, model_config.vocab, config.seed, Path(config.runs_dir) / ".data"
@@ -71,7 +69,7 @@ class _Run:
         self.recorder = self._open_recorder(dtype)
 
         seed_everything(config.seed, world.ranks.rank)
-        learner = build_learner(config, layout, mesh, device)
+        learner = build_learner(config, grid, device)
         self.step = learner.step
         self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
@@ -134,7 +132,7 @@ class _Run:
         )
         started = time.perf_counter()
         self.state.model.eval()
-        result = validate(self.step.loss_sum, rows, self.world.device)
+        result = validate(self.step.evaluate, rows, self.world.device)
         self.state.model.train()
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)

@@ -52,8 +52,8 @@ def _backward_kernel(gradient, fused, output, largest, size, width, with_largest
 
 
 def swiglu_forward(fused_mf: Tensor, width: int, with_largest: bool) -> tuple[Tensor, Tensor]:
-    """silu(gate) × up of [m, 2f] in blocks of `width`, and the largest magnitude (0 where it was not asked for)."""
-    output = fused_mf.new_empty(fused_mf.shape[0], fused_mf.shape[1] // 2)
+    """silu(gate) × up of [..., 2f] in blocks of `width`, and the largest magnitude (0 where it was not asked for)."""
+    output = fused_mf.new_empty(*fused_mf.shape[:-1], fused_mf.shape[-1] // 2)
     largest = torch.zeros((), dtype=torch.float32, device=fused_mf.device)
     size = output.numel()
     _forward_kernel[(triton.cdiv(size, _BLOCK),)](

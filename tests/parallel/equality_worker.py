@@ -1,0 +1,108 @@
+"""One process of a world that trains tiny models in many layouts, one after the other.
+
+Run by `worlds.py` with the variables torchrun would set: `python equality_worker.py CASES.json RESULTS.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.load import load_config
+from keepstep.config.schema import CheckpointConfig, RunConfig
+from keepstep.core.ranks import from_environment
+from keepstep.data.loader import Batch
+from keepstep.parallel.mesh import Grid, build_grid
+from keepstep.parallel.world import joined_world
+from keepstep.train.run import build_step, check_layout
+
+STEPS = 10
+
+
+def micro_batches(config: RunConfig, grid: Grid, step: int, packed: bool) -> list[Batch]:
+    """This process's rows of one step; some targets carry no loss, unevenly over rows, so that wrong weights show."""
+    random = np.random.default_rng([config.seed, step])
+    shape = (config.global_batch, config.model.seq_len)
+    tokens = random.integers(0, config.model.vocab, (shape[0], shape[1] + 1))
+    targets = tokens[:, 1:].copy()
+    targets[random.random(shape) < np.linspace(0.0, 0.5, shape[0])[:, None]] = -100
+    documents = np.cumsum(random.random(shape) < 0.1, axis=1) if packed else None
+    batches = []
+    for number in range(grid.data_rank, config.global_batch // config.microbatch, grid.layout.data_ranks):
+        rows = slice(number * config.microbatch, (number + 1) * config.microbatch)
+        documents_of = None if documents is None else documents[rows]
+        batches.append(Batch(tokens[rows, :-1].copy(), targets[rows], None, documents_of, rows.start))
+    return batches
+
+
+def fingerprints(tensors: dict[str, Any]) -> dict[str, str]:
+    """A hash of each whole tensor by name, from all processes; those that hold the same name must agree."""
+    digests: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digests[name] = hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests)
+    joined: dict[str, str] = {}
+    for theirs in everyone:
+        for name, digest in theirs.items():
+            assert joined.setdefault(name, digest) == digest, f"processes hold different {name}"
+    return joined
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    config = load_config(None, case["words"]).config
+    grid = build_grid(check_layout(config, dist.get_world_size()), "cpu")
+    built = build_step(config, grid, torch.device("cpu"))
+    packed = case.get("packed", False)
+    weights = dict(built.model.named_parameters())
+    state = {"model": weights, "optimizer": built.optimizers.state()}
+    if case.get("load"):
+        loaded = Checkpointer(case["load"], CheckpointConfig()).load_newest(state)
+        assert loaded is not None
+    result: dict[str, Any] = {"started": fingerprints(weights) if case.get("fingerprints") else None}
+    result["numbers"] = [
+        built.step.run(micro_batches(config, grid, step, packed), lr_share=1.0)[:2].tolist()
+        for step in range(case.get("steps", STEPS))
+    ]
+    if case.get("fingerprints"):
+        moments = {f"{name}.{slot}": kept for name, slots in state["optimizer"].items() for slot, kept in slots.items()}
+        result["ended"] = fingerprints(weights) | fingerprints(moments)
+    if case.get("save"):
+        Checkpointer(case["save"], CheckpointConfig()).save(1, state, {})
+    built.model.eval()
+    totals = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in micro_batches(config, grid, STEPS, packed):
+            loss_sum, targets = built.step.evaluate(batch)
+            totals += torch.tensor([float(loss_sum), float(targets)], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return {**result, "valid": float(totals[0] / totals[1]), "targets": int(totals[1])}
+
+
+def main() -> None:
+    cases_file, results_file = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    results = {}
+    ranks = from_environment()
+    with joined_world(ranks, torch.device("cpu"), timeout_s=120):
+        for case in json.loads(cases_file.read_text()):
+            started = time.perf_counter()
+            results[case["name"]] = run_case(case)
+            results[case["name"]]["seconds"] = time.perf_counter() - started
+    if ranks.is_first:
+        results_file.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

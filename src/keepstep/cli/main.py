@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("keepstep.cli.demo", "from raw text to a trained model on this machine, offline, in minutes"),
     "new": ("keepstep.cli.new", "write a commented run.yaml to start from"),
     "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
+    "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }

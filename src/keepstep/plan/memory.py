@@ -100,7 +100,7 @@ class _Account:
     def __init__(self, work: Workload, stage: int) -> None:
         degrees = work.degrees
         self.work, self.stage = work, stage
-        self.size, self.shard = work.compute_bytes, degrees.shard
+        self.size, self.shard = work.compute_bytes, degrees.weight_shards
         self.counts: StageParameters = stage_parameters(work, stage)
         self.block: BlockActivations = block_activations(work)
         self.stream = self.size * stream_width(work) * work.tokens_per_microbatch
@@ -111,7 +111,7 @@ class _Account:
         self.local_gradients = work.keep_gathered and self.accumulates
         """Gradients are summed whole on each process and reduced once."""
         # With a shard axis the gathered flat buffer lives beside the weights copied out of it.
-        self.gather_copies = 2 if degrees.shard > 1 else 1
+        self.gather_copies = 2 if self.shard > 1 else 1
 
     @property
     def fixed(self) -> Parts:
@@ -165,18 +165,16 @@ class _Account:
         tokens, rows = work.tokens_per_microbatch, model.padded_vocab // work.degrees.tensor
         pieces = loss_pieces(model, tokens, work.degrees.tensor, work.loss_chunks)
         piece = -(-tokens // pieces) * rows
-        # logits, their fp32 copy, log-probabilities; and of the piece before: log-probabilities and gradient.
+        # Logits, their fp32 copy, and the log-probabilities made from it.
         mixed = self.size < FP32
-        now = piece * (self.size + (FP32 if mixed else 0) + FP32)
-        before = piece * (FP32 + (self.size if mixed else 0)) if pieces > 1 else 0
-        product = piece * (FP32 + self.size) + (self.size * self.counts.table if mixed else 0)
+        piece_bytes = piece * (self.size + (FP32 if mixed else 0) + FP32)
         gradient = FP32 * self.counts.table
         last_gather = 0 if self.shard == 1 or work.keep_gathered else self.size * self.counts.block
         return replace(
             self.fixed,
             gradients=self._gradients(0),
             activations=self._activations(self.counts.blocks) + 2 * self.stream,
-            logits=max(now + before, product) + gradient + self.stream,
+            logits=piece_bytes + gradient + self.stream,
             buffers=self._gathered() + last_gather,
         )
 

@@ -13,6 +13,7 @@ from keepstep.config.schema import ModelConfig, RunConfig
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+Schedule = Literal["1f1b", "interleaved", "zero_bubble"]
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """From the furthest apart to the nearest: ranks of the last axis are neighbours."""
@@ -32,6 +33,11 @@ class Degrees:
     def data_ranks(self) -> int:
         """Groups of processes that each see different rows."""
         return self.replicate * self.shard
+
+    @property
+    def weight_shards(self) -> int:
+        """Processes that share one copy of a stage's weights: a row split over `context` is data like any other."""
+        return self.shard * self.context
 
     @property
     def world_size(self) -> int:
@@ -67,6 +73,8 @@ class Workload:
     compiled: bool = False
     loss_chunks: int = 0
     optimizer: Literal["adamw", "muon"] = "adamw"
+    schedule: Schedule = "1f1b"
+    stages_per_process: int = 1
 
     @property
     def microbatches(self) -> int:

@@ -1,0 +1,141 @@
+"""Bytes on the wire by axis, how long they take, and how much of that computation hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.plan.activations import FP32
+from keepstep.plan.cluster import Cluster
+from keepstep.plan.parameters import StageParameters
+from keepstep.plan.workload import Workload
+
+LINK_SHARE = 0.85
+"""Of a link's rate, what collectives of megabytes reach."""
+LATENCY_S = 12e-6
+"""One collective's start, and one hop between machines."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What one process's collectives carry in one step, as whole tensors (before the ring's (n-1)/n)."""
+
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    all_reduce: int = 0
+    send: int = 0
+
+
+class Network:
+    """The wires of one cluster as one workload uses them."""
+
+    def __init__(self, work: Workload, cluster: Cluster, factor: float = 1.0) -> None:
+        self._work, self._cluster, self._factor = work, cluster, factor
+
+    def ring_s(self, axis: str, size_bytes: float, degree: int | None = None) -> float:
+        """Seconds of a gather or a reduce-scatter of `size_bytes` in all along an axis."""
+        ranks = degree or int(getattr(self._work.degrees, axis))
+        if ranks == 1 or not size_bytes:
+            return 0.0
+        seconds = size_bytes * (ranks - 1) / ranks / (self.rate_gb_s(axis, ranks) * 1e9)
+        return (seconds + LATENCY_S * self._machines(axis, ranks)) * self._factor
+
+    def rate_gb_s(self, axis: str, ranks: int) -> float:
+        """What each process of a group along the axis gets: within a machine its link, else its share of the network.
+
+        Neighbours in one machine add their network cards together, as rings and trees over all cards do.
+        """
+        cluster = self._cluster
+        near = self._near(axis, ranks)
+        if near == ranks:
+            return cluster.link_gb_s * LINK_SHARE
+        return min(cluster.link_gb_s, cluster.network_gb_s * near) * LINK_SHARE
+
+    def _near(self, axis: str, ranks: int) -> int:
+        """Processes of one group that share a machine."""
+        stride = self._work.degrees.stride(axis)
+        return max(1, min(ranks, self._cluster.gpus_per_node // stride))
+
+    def _machines(self, axis: str, ranks: int) -> int:
+        return -(-ranks // self._near(axis, ranks))
+
+    def traffic_s(self, counts: StageParameters) -> dict[str, float]:
+        """Seconds of communication in a step by axis, hidden or not."""
+        work = self._work
+        gathers, reductions = self._weight_passes()
+        shards = work.degrees.weight_shards
+        weights = self.ring_s("shard", work.compute_bytes * counts.total, shards) * gathers
+        gradients = self.ring_s("shard", FP32 * counts.total, shards) * reductions
+        return {
+            "replicate": 2 * self.ring_s("replicate", FP32 * counts.total / shards),
+            "shard": weights + gradients,
+            "tensor": self._tensor_s(counts) * work.microbatches,
+            "context": self._context_s(counts) * work.microbatches,
+            "pipeline": self._pipeline_s() * work.microbatches,
+        }
+
+    def exposed_s(
+        self, counts: StageParameters, forward_s: float, backward_s: float, attention_s: float
+    ) -> dict[str, float]:
+        """Seconds of a step that wait for each axis; the arguments are one micro batch's computing time."""
+        work = self._work
+        total = self.traffic_s(counts)
+        gathers, reductions = self._weight_passes()
+        shards = work.degrees.weight_shards
+        gather_s = self.ring_s("shard", work.compute_bytes * counts.total, shards)
+        reduce_s = self.ring_s("shard", FP32 * counts.total, shards)
+        # The first gather and the last reduction have nothing to hide behind: one block's worth each, and the ends'.
+        ends = (counts.block + counts.ends) / counts.total
+        unhidden = (gather_s + reduce_s) * ends
+        forward_gathers = gathers / 2 if not work.keep_gathered else gathers
+        late_forward = max(0.0, gather_s - forward_s) * forward_gathers
+        backward_load = reduce_s + (0.0 if work.keep_gathered else gather_s)
+        late_backward = max(0.0, backward_load - backward_s) * reductions
+        slack_s = max(0.0, backward_s - backward_load)
+        return {
+            "replicate": max(0.0, total["replicate"] - slack_s) + total["replicate"] * ends,
+            "shard": late_forward + late_backward + unhidden,
+            "tensor": total["tensor"],
+            "context": max(0.0, total["context"] - 0.8 * attention_s * work.microbatches),
+            "pipeline": total["pipeline"],
+        }
+
+    def _weight_passes(self) -> tuple[int, int]:
+        """Gathers and reductions of all weights in one step."""
+        work = self._work
+        return (1, 1) if work.keep_gathered else (2 * work.microbatches, work.microbatches)
+
+    def _tensor_s(self, counts: StageParameters) -> float:
+        """A row is gathered before and scattered after attention and feed-forward, forward and backward."""
+        work = self._work
+        row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
+        passes = 3 if work.recompute == "full" else 2
+        return self.ring_s("tensor", row) * 4 * passes * counts.blocks
+
+    def _context_s(self, counts: StageParameters) -> float:
+        """Keys and values go round once in forward and, with their gradients, twice as much in backward."""
+        work = self._work
+        key_value = 2 * work.model.key_value_heads * work.model.head_size // work.degrees.tensor
+        around = work.compute_bytes * key_value * work.tokens_per_microbatch * work.degrees.context
+        return self.ring_s("context", around) * 3 * counts.blocks
+
+    def _pipeline_s(self) -> float:
+        work = self._work
+        if work.degrees.pipeline == 1:
+            return 0.0
+        row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch / work.degrees.tensor
+        rate = self.rate_gb_s("pipeline", work.degrees.pipeline) * 1e9
+        return 2 * (row / rate + LATENCY_S) * self._factor
+
+
+def step_bytes(work: Workload, counts: StageParameters) -> StepBytes:
+    """What the collectives of FSDP carry in one step on one process, for holding against a trace."""
+    gathers, reductions = (1, 1) if work.keep_gathered else (2 * work.microbatches, work.microbatches)
+    blocks = counts.block * counts.blocks
+    sharded = work.degrees.weight_shards > 1
+    # The ends stay gathered from forward to backward.
+    ends_gathers = 1 if work.keep_gathered else work.microbatches
+    return StepBytes(
+        all_gather=work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0,
+        reduce_scatter=FP32 * reductions * counts.total if sharded else 0,
+        all_reduce=FP32 * counts.total // work.degrees.weight_shards if work.degrees.replicate > 1 else 0,
+    )

@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
     "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
+    "plan": ("keepstep.cli.plan", "memory, speed, storage and goodput of a run on a cluster, before renting it"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
 

@@ -108,7 +108,7 @@ class _Account:
         self.waiting = in_flight(work, stage) - 1
         """Other micro batches whose activations are held."""
         self.accumulates = work.microbatches > 1
-        self.local_gradients = work.keep_gathered and self.accumulates
+        self.local_gradients = work.stays_gathered and self.accumulates
         """Gradients are summed whole on each process and reduced once."""
         # With a shard axis the gathered flat buffer lives beside the weights copied out of it.
         self.gather_copies = 2 if self.shard > 1 else 1
@@ -148,7 +148,7 @@ class _Account:
 
     def _gathered(self) -> int:
         """Weights of the ends, and of all blocks where they are kept."""
-        kept = self.counts.block * self.counts.blocks if self.work.keep_gathered else 0
+        kept = self.counts.block * self.counts.blocks if self.work.stays_gathered else 0
         return self.size * (self.counts.ends + kept)
 
     def _activations(self, blocks: int) -> int:
@@ -169,7 +169,7 @@ class _Account:
         mixed = self.size < FP32
         piece_bytes = piece * (self.size + (FP32 if mixed else 0) + FP32)
         gradient = FP32 * self.counts.table
-        last_gather = 0 if self.shard == 1 or work.keep_gathered else self.size * self.counts.block
+        last_gather = 0 if self.shard == 1 or work.stays_gathered else self.size * self.counts.block
         return replace(
             self.fixed,
             gradients=self._gradients(0),
@@ -183,7 +183,7 @@ class _Account:
         done = (counts.blocks - blocks_left) * counts.block
         weight_gradient = self.size * model.hidden * model.ffn_size // self.work.degrees.tensor
         reducing = FP32 * counts.block if blocks_left < counts.blocks and not self.local_gradients else 0
-        gathered = 0 if self.work.keep_gathered else self.gather_copies * self.size * counts.block
+        gathered = 0 if self.work.stays_gathered else self.gather_copies * self.size * counts.block
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient() + weight_gradient,
@@ -195,7 +195,7 @@ class _Account:
         """A block's gradients in compute precision and in fp32, before and after they reach their shards."""
         counts = self.counts
         done = (counts.blocks - blocks_left) * counts.block
-        prefetched = 0 if self.shard == 1 or self.work.keep_gathered else self.size * counts.block
+        prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
         incoming = self.size * counts.block
         outgoing = FP32 * counts.block // self.shard
         return replace(

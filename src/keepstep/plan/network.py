@@ -86,9 +86,9 @@ class Network:
         # The first gather and the last reduction have nothing to hide behind: one block's worth each, and the ends'.
         ends = (counts.block + counts.ends) / counts.total
         unhidden = (gather_s + reduce_s) * ends
-        forward_gathers = gathers / 2 if not work.keep_gathered else gathers
+        forward_gathers = gathers / 2 if not work.stays_gathered else gathers
         late_forward = max(0.0, gather_s - forward_s) * forward_gathers
-        backward_load = reduce_s + (0.0 if work.keep_gathered else gather_s)
+        backward_load = reduce_s + (0.0 if work.stays_gathered else gather_s)
         late_backward = max(0.0, backward_load - backward_s) * reductions
         slack_s = max(0.0, backward_s - backward_load)
         return {
@@ -102,7 +102,7 @@ class Network:
     def _weight_passes(self) -> tuple[int, int]:
         """Gathers and reductions of all weights in one step."""
         work = self._work
-        return (1, 1) if work.keep_gathered else (2 * work.microbatches, work.microbatches)
+        return (1, 1) if work.stays_gathered else (2 * work.microbatches, work.microbatches)
 
     def _tensor_s(self, counts: StageParameters) -> float:
         """A row is gathered before and scattered after attention and feed-forward, forward and backward."""
@@ -129,11 +129,11 @@ class Network:
 
 def step_bytes(work: Workload, counts: StageParameters) -> StepBytes:
     """What the collectives of FSDP carry in one step on one process, for holding against a trace."""
-    gathers, reductions = (1, 1) if work.keep_gathered else (2 * work.microbatches, work.microbatches)
+    gathers, reductions = (1, 1) if work.stays_gathered else (2 * work.microbatches, work.microbatches)
     blocks = counts.block * counts.blocks
     sharded = work.degrees.weight_shards > 1
     # The ends stay gathered from forward to backward.
-    ends_gathers = 1 if work.keep_gathered else work.microbatches
+    ends_gathers = 1 if work.stays_gathered else work.microbatches
     return StepBytes(
         all_gather=work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0,
         reduce_scatter=FP32 * reductions * counts.total if sharded else 0,

@@ -30,9 +30,8 @@ class StageParameters:
 
 def block_parameters(model: ModelConfig, tensor: int = 1) -> int:
     """Parameters of one block on one tensor-parallel process: matrices are split, norms are whole."""
-    from dataclasses import replace
-
-    per_block = parameter_count(replace(model, layers=model.layers + 1)) - parameter_count(model)
+    ends = (1 if model.tied else 2) * model.padded_vocab * model.hidden + _positions(model) + _norm(model)
+    per_block = (parameter_count(model) - ends) // model.layers
     whole = 2 * _norm(model) + (2 * model.hidden if model.bias else 0) + (2 * model.head_size if model.qk_norm else 0)
     return (per_block - whole) // tensor + whole
 
@@ -42,12 +41,16 @@ def stage_parameters(work: Workload, stage: int) -> StageParameters:
     model, tensor, stages = work.model, work.degrees.tensor, work.degrees.pipeline
     table = model.padded_vocab * model.hidden // tensor
     first, last = stage == 0, stage == stages - 1
-    positions = model.position_rows * model.hidden if model.positions == "learned" else 0
+    positions = _positions(model)
     # A tied table exists once where one stage has both ends, and twice where the ends are apart.
     tables = int(first) + int(last and (not model.tied or not first))
     ends = tables * table + (positions if first else 0) + (_norm(model) if last else 0)
     blocks = model.layers // stages + (1 if stage < model.layers % stages else 0)
     return StageParameters(block_parameters(model, tensor), blocks, ends, table if first or last else 0)
+
+
+def _positions(model: ModelConfig) -> int:
+    return model.position_rows * model.hidden if model.positions == "learned" else 0
 
 
 def _norm(model: ModelConfig) -> int:

@@ -63,7 +63,9 @@ def block_traffic(work: Workload) -> float:
         forward, backward = forward + once, backward + again
     recomputed = 0.0 if work.recompute == "none" else forward
     gathered = 0.0 if tensor == 1 else 16.0 * model.hidden
-    return (forward + backward + recomputed) * work.compute_bytes / 2 + gathered
+    # Every step of the ring reads and rewrites the fp32 output so far, and its gradient on the way back.
+    ring = 36.0 * (work.degrees.context - 1) * model.heads * model.head_size / tensor
+    return (forward + backward + recomputed) * work.compute_bytes / 2 + gathered + ring
 
 
 def _moved(widths: _Widths, work: Workload) -> float:
@@ -83,7 +85,7 @@ def head_traffic(work: Workload) -> float:
 
 def weight_traffic(work: Workload, parameters: int) -> float:
     """Bytes that gathering and reducing a stage's weights move in one micro batch, beside what the network carries."""
-    if work.keep_gathered:
+    if work.stays_gathered:
         return (CAST_BYTES / 2 + REDUCE_BYTES) * parameters / work.microbatches
     return (CAST_BYTES + REDUCE_BYTES) * parameters
 

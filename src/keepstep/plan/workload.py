@@ -97,6 +97,11 @@ class Workload:
         return -(-self.model.layers // self.degrees.pipeline)
 
     @property
+    def stays_gathered(self) -> bool:
+        """Whether blocks' weights stay gathered from forward to backward and gradients are reduced once a step."""
+        return self.keep_gathered or self.degrees.pipeline > 1
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number in products of matrices and activations."""
         return 4 if self.precision == "fp32" else 2

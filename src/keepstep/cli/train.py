@@ -34,12 +34,13 @@ def run(args: argparse.Namespace) -> int:
         code = 0
     else:
         from keepstep.config.check import accumulation_steps
-        from keepstep.config.layout import resolve_layout
+        from keepstep.config.layout import check_microbatches, resolve_layout
         from keepstep.resilience.agent import run_processes
 
         # Told here once, before any process starts, rather than by each of them.
-        accumulation_steps(
-            config.global_batch, config.microbatch, resolve_layout(config.parallel, processes).data_ranks
+        layout = resolve_layout(config.parallel, processes)
+        check_microbatches(
+            config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
         )
         code = run_processes(["train", *args.words], processes)
     if code == 0:

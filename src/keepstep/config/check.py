@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from keepstep.config.fields import value_at
@@ -31,7 +32,7 @@ ABOVE_ZERO = frozenset({
     "model.layers", "model.hidden", "model.heads", "model.vocab", "model.vocab_multiple", "model.seq_len",
     "model.rotary_base", "model.norm_eps", "model.alibi_bias_max", "model.init_std",
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
-    "parallel.replicate", "parallel.tensor", "evaluate.batches", "observe.log_interval",
+    "parallel.tensor", "parallel.pipeline", "parallel.context", "evaluate.batches", "observe.log_interval",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -39,12 +40,13 @@ ZERO_OR_MORE = frozenset({
     "model.kv_heads", "model.head_dim", "model.ffn_hidden", "model.max_positions",
     "model.clip_qkv", "model.sliding_window",
     "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
-    "compute.loss_chunks", "compute.threads",
+    "parallel.stages", "compute.loss_chunks", "compute.threads",
     "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 
 _SHARE = (lambda number: 0 <= number <= 1, "must be from 0 to 1")
+_LEFT = (lambda number: number == -1 or number > 0, "must be above 0, or -1 for what is left")
 _BELOW_ONE = (lambda number: 0 <= number < 1, "must be at least 0 and below 1")
 
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -59,7 +61,8 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "schedule.stage_at": (lambda number: 0 < number < 1, "must be between 0 and 1"),
     "schedule.stage_lr": _SHARE,
     "schedule.decay_share": (lambda number: 0 < number <= 1, "must be above 0 and at most 1"),
-    "parallel.shard": (lambda number: number == -1 or number > 0, "must be above 0, or -1 for what is left"),
+    "parallel.replicate": _LEFT,
+    "parallel.shard": _LEFT,
 }
 
 
@@ -149,15 +152,65 @@ def _microbatches_fill_the_batch(config: RunConfig) -> Found:
 
 def _tensor_splits_evenly(config: RunConfig) -> Found:
     model, degree = config.model, config.parallel.tensor
-    kv_heads, ffn = model.key_value_heads, model.ffn_size
-    if kv_heads % degree == 0 and ffn % degree == 0:
+    kv_heads, ffn, local_tokens = model.key_value_heads, model.ffn_size, model.seq_len // config.parallel.context
+    if degree > 1 and model.linear == "bitnet":
+        return "must be 1 with model.linear bitnet, whose scale is taken over whole matrices", "use parallel.shard"
+    if kv_heads % degree or ffn % degree:
+        degrees = [each for each in _divisors(kv_heads) if ffn % each == 0]
+        heads = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
+        rule = heads if kv_heads % degree else f"must divide the feed-forward width ({ffn})"
+        return rule, f"parallel.tensor={listed(degrees)}"
+    if model.padded_vocab % degree:
+        rule = f"must divide the rows of the embedding ({model.padded_vocab})"
+        return rule, f"model.vocab_multiple={lcm(model.vocab_multiple, degree)}"
+    if local_tokens % degree:
+        return f"must divide the tokens of a row on one process ({local_tokens})", "change model.seq_len"
+    return None
+
+
+def _stages_have_blocks(config: RunConfig) -> Found:
+    parallel, layers = config.parallel, config.model.layers
+    if parallel.pipeline * parallel.stages_per_process <= layers or parallel.pipeline == 1:
         return None
-    degrees = [each for each in _divisors(kv_heads) if ffn % each == 0]
-    if kv_heads % degree:
-        rule = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
-    else:
-        rule = f"must divide the feed-forward width ({ffn})"
-    return rule, f"parallel.tensor={listed(degrees)}"
+    each = f" × {parallel.stages_per_process} stages each" if parallel.stages_per_process > 1 else ""
+    rule = f"makes {parallel.pipeline}{each}, more stages than model.layers ({layers})"
+    return rule, f"parallel.pipeline={listed(range(1, layers // parallel.stages_per_process + 1)[-3:] or [1])}"
+
+
+def _stages_suit_the_schedule(config: RunConfig) -> Found:
+    parallel = config.parallel
+    if parallel.schedule == "1f1b" and parallel.stages > 1:
+        return "must be 1 with parallel.schedule 1f1b", "parallel.schedule=interleaved"
+    if parallel.schedule == "interleaved" and parallel.stages == 1:
+        return "must be 2 or more with parallel.schedule interleaved", "parallel.schedule=1f1b"
+    return None
+
+
+def _zero_bubble_runs_uncompiled(config: RunConfig) -> Found:
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble" or not config.compute.compile:
+        return None
+    return "splits the backward pass, which compiled blocks cannot", "compute.compile=false, or schedule=interleaved"
+
+
+def _context_splits_rows(config: RunConfig) -> Found:
+    degree, seq_len = config.parallel.context, config.model.seq_len
+    if degree == 1 or seq_len % (2 * degree) == 0:
+        return None
+    degrees = [each for each in _divisors(seq_len // 2) if each <= 2 * degree] if seq_len % 2 == 0 else [1]
+    rule = f"cuts a row into {2 * degree} equal pieces, and model.seq_len is {seq_len}"
+    return rule, f"parallel.context={listed(_around(degrees, degree))}"
+
+
+def _async_tensor_needs_kernels(config: RunConfig) -> Found:
+    if not config.parallel.async_tensor:
+        return None
+    if config.parallel.tensor == 1:
+        return "only means something with parallel.tensor above 1", "parallel.async_tensor=false"
+    if config.compute.device == "cpu":
+        return "needs GPUs joined by NVLink, and compute.device is cpu", "parallel.async_tensor=false"
+    if not config.compute.compile:
+        return "is found in compiled blocks only", "compute.compile=true"
+    return None
 
 
 def _flash_needs_a_gpu(config: RunConfig) -> Found:
@@ -180,7 +233,25 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("model.seq_len", "model.max_positions", "model.positions"), _rows_for_every_position),
     (("model.rotary_scaling", "model.positions"), _scaling_needs_rotary),
     (("global_batch", "microbatch"), _microbatches_fill_the_batch),
-    (("parallel.tensor", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden"), _tensor_splits_evenly),
+    (
+        (
+            "parallel.tensor",
+            "parallel.context",
+            "model.kv_heads",
+            "model.heads",
+            "model.ffn_hidden",
+            "model.hidden",
+            "model.vocab",
+            "model.vocab_multiple",
+            "model.seq_len",
+        ),
+        _tensor_splits_evenly,
+    ),
+    (("parallel.pipeline", "parallel.stages", "model.layers"), _stages_have_blocks),
+    (("parallel.stages", "parallel.schedule"), _stages_suit_the_schedule),
+    (("parallel.schedule", "parallel.pipeline", "compute.compile"), _zero_bubble_runs_uncompiled),
+    (("parallel.context", "model.seq_len"), _context_splits_rows),
+    (("parallel.async_tensor", "parallel.tensor", "compute.device", "compute.compile"), _async_tensor_needs_kernels),
     (("compute.attention", "compute.device"), _flash_needs_a_gpu),
     (("checkpoint.skip_optimizer", "checkpoint.resume_from"), _weights_only_from_somewhere),
 )

@@ -169,13 +169,32 @@ class ParallelConfig:
     """How the model spreads over processes. The degrees multiply to the number of processes."""
 
     replicate: int = 1
-    """Copies of the sharded group (hybrid sharding): usually one a node."""
+    """Copies of the sharded group (hybrid sharding): usually one a node. -1 takes what is left."""
     shard: int = -1
     """Processes that share one copy of weights, gradients and optimizer (FSDP); -1 takes what is left."""
     tensor: int = 1
-    """Processes that split each matrix."""
+    """Processes that split each matrix, and each row between matrices (sequence parallel)."""
+    pipeline: int = 1
+    """Processes that each hold some of the blocks and hand activations on."""
+    context: int = 1
+    """Processes that split each row of tokens; attention goes round them in a ring."""
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of micro batches in the pipeline. interleaved gives each process several stages; zero_bubble fills waits
+    with weight gradients."""
+    stages: int = 0
+    """Stages for each process of the pipeline; 0 means 2 with `interleaved` and 1 with the others."""
     keep_gathered: bool = False
-    """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory."""
+    """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory. A pipeline always
+    does."""
+    async_tensor: bool = False
+    """Overlap tensor-parallel traffic with products through symmetric memory: GPUs joined by NVLink, compiled blocks."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer in host memory and update there: slow, but fits far more on a GPU."""
+
+    @property
+    def stages_per_process(self) -> int:
+        """`stages` with its default resolved."""
+        return self.stages or (2 if self.schedule == "interleaved" else 1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ which is what tensor parallelism cuts along dim 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +37,8 @@ class Attention(nn.Module):
         rows = (config.heads + 2 * config.key_value_heads) * config.head_size
         self.qkv = make_linear(config.linear, config.hidden, rows, config.bias or config.qkv_bias)
         self.out = make_linear(config.linear, config.heads * config.head_size, config.hidden, config.bias)
+        self.attend: Callable[..., Tensor] = attend
+        """Context parallelism puts ring attention here."""
         self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
 
@@ -46,15 +50,8 @@ class Attention(nn.Module):
         query_btne = query_btgre.flatten(2, 3)
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
-        mixed_bnte = F.scaled_dot_product_attention(
-            query_btne.transpose(1, 2),
-            key_btge.transpose(1, 2),
-            value_btge.transpose(1, 2),
-            attn_mask=self._local_mask(context.mask, query_btne.shape[2]),
-            is_causal=context.causal,
-            enable_gqa=self.queries_per_group > 1,
-        )
-        output_btd: Tensor = self.out(mixed_bnte.transpose(1, 2).flatten(2))
+        mixed_btne = self.attend(query_btne, key_btge, value_btge, self.first_head, context)
+        output_btd: Tensor = self.out(mixed_btne.flatten(2))
         return output_btd
 
     def _project(self, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,10 +64,22 @@ class Attention(nn.Module):
             query_btgre, key_btge = self.query_norm(query_btgre), self.key_norm(key_btge)
         return query_btgre, key_btge, value_btge
 
-    def _local_mask(self, mask: Tensor | None, local_heads: int) -> Tensor | None:
-        if mask is None or mask.shape[1] in (1, local_heads):
-            return mask
-        return mask.narrow(1, self.first_head, local_heads)
+
+def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:
+    """Scaled dot-product attention, [b, t, n, e]; the queries are the heads from `first_head` on."""
+    heads = query_btne.shape[2]
+    mask = context.mask
+    if mask is not None and mask.shape[1] not in (1, heads):
+        mask = mask.narrow(1, first_head, heads)
+    mixed_bnte = F.scaled_dot_product_attention(
+        query_btne.transpose(1, 2),
+        key_bsge.transpose(1, 2),
+        value_bsge.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=context.causal,
+        enable_gqa=key_bsge.shape[2] != heads,
+    )
+    return mixed_bnte.transpose(1, 2)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, head_size: int) -> Tensor:

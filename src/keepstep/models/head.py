@@ -8,6 +8,7 @@ after its loss, while its logits are at hand: nothing is computed twice and only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ class Head(nn.Module):
         self.vocab = vocab
         self.weight = nn.Parameter(torch.empty(rows, hidden))
         nn.init.normal_(self.weight, std=hidden**-0.5)
+        self.output: Callable[..., Tensor] = head_output
+        """Tensor parallelism puts a form of its own here, for a slice of the rows."""
 
     def forward(self, hidden_btd: Tensor, targets_bt: Tensor | None = None, chunks: int = 0) -> Tensor:
         """Logits without targets, the sum of token losses with them."""
-        return head_output(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
+        return self.output(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
 
 
 def head_output(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int) -> Tensor:

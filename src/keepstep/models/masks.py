@@ -42,21 +42,26 @@ def make_context(
     documents_bt: Tensor | None,
     cache: KeyValueCache | None,
 ) -> Context:
-    """Mask and rotary tables for these tokens. `x_btd` gives the sizes, the device and the mask's precision."""
-    mask = attention_mask(config, x_btd, documents_bt, cache.length if cache else 0)
+    """Mask and rotary tables for these tokens. `x_btd` gives the device and the mask's precision.
+
+    Their number comes from the positions: under sequence parallelism `x_btd` holds a part of the row only.
+    """
+    tokens = positions_bt.shape[1]
+    mask = attention_mask(config, x_btd, tokens, documents_bt, cache.length if cache else 0)
     rotary = rotary_tables(config, positions_bt) if config.positions == "rotary" else None
-    one_query = cache is not None and cache.length > 0 and x_btd.shape[1] == 1
+    one_query = cache is not None and cache.length > 0 and tokens == 1
     return Context(mask, mask is None and not one_query, rotary, cache)
 
 
-def attention_mask(config: ModelConfig, x_btd: Tensor, documents_bt: Tensor | None, past: int) -> Tensor | None:
+def attention_mask(
+    config: ModelConfig, x_btd: Tensor, tokens: int, documents_bt: Tensor | None, past: int
+) -> Tensor | None:
     """None where plain causal attention says it all (the fast kernels need no mask then).
 
     Otherwise boolean [b or 1, 1, t, s], True where attention is allowed, or with ALiBi an additive bias
     [b or 1, n, t, s] in the precision of `x_btd`. Distances are counted in tokens of the row: inside a document they
     equal distances between positions, and across documents nothing is attended to.
     """
-    tokens = x_btd.shape[1]
     windowed = 0 < config.sliding_window < past + tokens
     alibi = config.positions == "alibi"
     catching_up = past > 0 and tokens > 1

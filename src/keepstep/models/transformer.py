@@ -5,6 +5,8 @@ Shape legend: b rows, t tokens, d hidden, v rows of the head (vocabulary with pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,8 +54,11 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(config.padded_vocab, config.hidden)
         self.position = nn.Embedding(config.position_rows, config.hidden) if config.positions == "learned" else None
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
-        self.norm = make_norm(config)
+        self.norm: nn.Module | None = make_norm(config)
         self.head = None if config.tied else Head(config.hidden, config.padded_vocab, config.vocab)
+        # Where tensor and context parallelism put their own form of the same computation.
+        self.make_context: Callable[..., Context] = make_context
+        self.tied_output: Callable[..., Tensor] = head_output
 
     def forward(
         self,
@@ -70,6 +75,9 @@ class Transformer(nn.Module):
         A target of -100 adds no loss. `documents_bt` numbers the documents packed into a row: tokens attend within
         their own, and positions start again with each unless `positions_bt` says otherwise. With a cache the tokens
         follow those it holds.
+
+        A stage of a pipeline holds a part of the blocks. It takes the residual stream of the stage before (numbers with
+        a fraction, and explicit positions) in place of tokens, and without a norm of its own hands the stream on.
         """
         past = self._check_room(tokens_bt.shape[1], documents_bt, cache)
         if positions_bt is None:
@@ -78,20 +86,25 @@ class Transformer(nn.Module):
                 if documents_bt is None
                 else document_positions(documents_bt)
             )
-        x_btd = self.embed(tokens_bt)
-        if self.position is not None:
-            x_btd = x_btd + self.position(positions_bt)
-        x_btd = F.dropout(x_btd, self.config.dropout, self.training)
-        context = make_context(self.config, x_btd, positions_bt, documents_bt, cache)
+        x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
+        context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache)
         for block in self.blocks.values():
             x_btd = block(x_btd, context)
+        if self.norm is None:
+            return x_btd
         x_btd = self.norm(x_btd)
         if cache is not None:
             cache.advance(tokens_bt.shape[1])
         if self.head is None:
-            return head_output(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
+            return self.tied_output(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
         output: Tensor = self.head(x_btd, targets_bt, loss_chunks)
         return output
+
+    def _embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+        x_btd: Tensor = self.embed(tokens_bt)
+        if self.position is not None:
+            x_btd = x_btd + self.position(positions_bt)
+        return F.dropout(x_btd, self.config.dropout, self.training)
 
     def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> int:
         """Tokens that came before these; raises where these do not fit."""

@@ -1,31 +1,46 @@
-"""The one place that states the order: tensor split, activation checkpointing, compile, FSDP.
+"""The one place that states the order: pipeline split, tensor and row split, activation checkpointing, compile, FSDP.
 
-Each step builds on the one before: recomputation must run inside the compiled block, and FSDP must see the block
-as it will be called.
+Each step builds on the one before: a stage is a smaller model, recomputation must run inside the compiled block, and
+FSDP must see the block as it will be called.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from keepstep.config.schema import ComputeConfig, ParallelConfig
 from keepstep.models.transformer import Transformer
-from keepstep.parallel.fsdp import shard_model
+from keepstep.parallel.context import split_rows
+from keepstep.parallel.fsdp import ShardPolicy, shard_model
+from keepstep.parallel.mesh import Grid
+from keepstep.parallel.pipeline import split_stages
 from keepstep.parallel.recompute import apply_recompute
+from keepstep.parallel.tensor import split_tensors
 
 
 def apply_parallel(
     model: Transformer,
-    mesh: DeviceMesh,
+    grid: Grid,
     parallel: ParallelConfig,
     compute: ComputeConfig,
     compute_dtype: torch.dtype,
-) -> None:
-    """Turn a model on the meta device into this process's part of it, in place."""
-    blocks = list(model.blocks.values())
-    for block in blocks:
-        apply_recompute(block, compute.recompute)
-        if compute.compile:
-            block.forward = torch.compile(block.forward)
-    shard_model(model, blocks, mesh["replicate", "shard"], compute_dtype, parallel.keep_gathered)
+) -> list[Transformer]:
+    """Turn a model on the meta device into this process's part of it, in place.
+
+    Returns what is to be called: the model itself, or where there is a pipeline this process's stages of it, whose
+    parameters are the model's.
+    """
+    stages = split_stages(model, grid.pipeline_rank, grid.layout.pipeline, parallel.stages_per_process)
+    # A pipeline runs many micro batches through the same weights: gathering them each time would cost more than it saves.
+    keep_gathered = parallel.keep_gathered or grid.layout.pipeline > 1
+    for stage in stages:
+        if grid.layout.tensor > 1:
+            split_tensors(stage, grid.mesh["tensor"], parallel.async_tensor)
+        if grid.context_group is not None:
+            split_rows(stage, grid.context_group)
+        for block in stage.blocks.values():
+            apply_recompute(block, compute.recompute)
+            if compute.compile:
+                block.forward = torch.compile(block.forward)
+        shard_model(stage, grid.weights_mesh, ShardPolicy(compute_dtype, keep_gathered, parallel.offload))
+    return stages

@@ -11,19 +11,14 @@ from typing import Any
 
 import torch
 
-from keepstep.config.layout import resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch, Loader
 from keepstep.data.rows import SyntheticRows
-from keepstep.models.init import init_weights
 from keepstep.models.size import flops_per_token, parameter_count
-from keepstep.parallel.mesh import build_mesh, data_rank
+from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import choose_device, joined_world, share_cores
-from keepstep.train.optimizer import Optimizers
-from keepstep.train.run import build_model, compute_dtype, device_name, device_peak_flops
-from keepstep.train.scaler import LossScaler
-from keepstep.train.step import StepSettings, TrainStep
+from keepstep.train.run import build_step, check_layout, compute_dtype, device_name, device_peak_flops
 
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
@@ -68,24 +63,14 @@ class StepBench:
 def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: bool = True) -> StepBench:
     """Run steps of this configuration and time them; every process of the run calls this."""
     ranks = from_environment()
-    layout = resolve_layout(config.parallel, ranks.world_size)
+    layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
     share_cores(config.compute.threads, ranks.local_world_size)
     with joined_world(ranks, device):
         dtype = compute_dtype(config.precision, device)
-        mesh = build_mesh(layout, device.type)
-        model = build_model(config.model, config.parallel, config.compute, mesh, dtype)
-        init_weights(model, config.seed)
-        optimizers = Optimizers(model, config.optimizer)
-        settings = StepSettings(
-            layout=layout,
-            device=device,
-            clip=config.optimizer.clip,
-            loss_chunks=config.compute.loss_chunks,
-            reduce_each_microbatch=not config.parallel.keep_gathered,
-        )
-        train_step = TrainStep(model, optimizers, LossScaler(enabled=dtype == torch.float16), settings)
-        batches = _batches(config, data_rank(mesh), layout.data_ranks)
+        grid = build_grid(layout, device.type)
+        train_step = build_step(config, grid, device).step
+        batches = _batches(config, grid.data_rank, layout.data_ranks)
 
         def one() -> float:
             return float(train_step.run(batches, lr_share=1.0)[0])

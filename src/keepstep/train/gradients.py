@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -17,11 +17,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients together, the same scalar on every process.
 
     torch's own function refuses parameters on different meshes; here each way of sharding is summed over just the
-    axes it is split along.
+    axes it is split along. `stages` are the processes that hold the other stages of a pipeline: theirs is added.
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -30,7 +30,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             continue
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            axes = [axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Shard)]
+            axes = [axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
             groups[tuple(mesh.get_group(axis) for axis in axes)].append(gradient.to_local())
         else:
             groups[()].append(gradient)
@@ -43,7 +43,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         for group in process_groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

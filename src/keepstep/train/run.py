@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.check import accumulation_steps
 from keepstep.config.dump import dump_config
-from keepstep.config.layout import Layout, resolve_layout
-from keepstep.config.schema import ComputeConfig, ModelConfig, ParallelConfig, RunConfig
+from keepstep.config.layout import Layout, check_microbatches, resolve_layout
+from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
@@ -31,7 +31,8 @@ from keepstep.observe.folder import RunFolder
 from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import open_sinks
 from keepstep.parallel.apply import apply_parallel
-from keepstep.parallel.mesh import build_mesh, data_rank
+from keepstep.parallel.mesh import Grid, build_grid
+from keepstep.parallel.pipeline import Pipeline, PipelineShape
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.clock import Clock, Pace
@@ -48,8 +49,7 @@ from keepstep.train.validate import ValidationRows, validate
 def train(config: RunConfig) -> None:
     """Run to the end, or to a saved stop. Every process of the run calls this with the same configuration."""
     ranks = from_environment()
-    layout = resolve_layout(config.parallel, ranks.world_size)
-    accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+    layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
     share_cores(config.compute.threads, ranks.local_world_size)
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
@@ -61,15 +61,53 @@ def train(config: RunConfig) -> None:
         _Run(config, world, layout, folder).go(stop)
 
 
-def build_model(
-    model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig, mesh: DeviceMesh, dtype: torch.dtype
-) -> Transformer:
-    """This process's part of the model, with memory but without weights yet."""
+def check_layout(config: RunConfig, world_size: int) -> Layout:
+    """How this many processes share the run; a ConfigError where they cannot."""
+    layout = resolve_layout(config.parallel, world_size)
+    microbatches = accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+    check_microbatches(config.parallel, microbatches)
+    return layout
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """This process's part of the model, with first weights, and what trains it."""
+
+    model: Transformer
+    optimizers: Optimizers
+    scaler: LossScaler
+    step: TrainStep
+
+
+def build_step(config: RunConfig, grid: Grid, device: torch.device) -> BuiltStep:
+    """Model, parallel, optimizer."""
+    dtype = compute_dtype(config.precision, device)
     with torch.device("meta"):
-        built = Transformer(model)
-    apply_parallel(built, mesh, parallel, compute, dtype)
-    built.to_empty(device=mesh.device_type)
-    return built
+        model = Transformer(config.model)
+    stages = apply_parallel(model, grid, config.parallel, config.compute, dtype)
+    for stage in stages:
+        stage.to_empty(device="cpu" if config.parallel.offload else device)
+    init_weights(model, config.seed)
+    optimizers = Optimizers(model, config.optimizer)
+    scaler = LossScaler(enabled=dtype == torch.float16)
+    settings = StepSettings(
+        grid=grid,
+        device=device,
+        clip=config.optimizer.clip,
+        loss_chunks=config.compute.loss_chunks,
+        reduce_each_microbatch=not config.parallel.keep_gathered,
+    )
+    pipeline = None
+    if grid.layout.pipeline > 1:
+        shape = PipelineShape(
+            microbatches=accumulation_steps(config.global_batch, config.microbatch, grid.layout.data_ranks),
+            rows=config.microbatch,
+            tokens=config.model.seq_len // grid.layout.context,
+            dtype=dtype,
+            loss_chunks=config.compute.loss_chunks,
+        )
+        pipeline = Pipeline(stages, grid, config.parallel, shape)
+    return BuiltStep(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline))
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -90,8 +128,8 @@ class _Run:
         self.config, self.world, self.folder = config, world, folder
         device, model_config = world.device, config.model
         dtype = compute_dtype(config.precision, device)
-        mesh = build_mesh(layout, device.type)
-        self.data_rank, self.data_ranks = data_rank(mesh), layout.data_ranks
+        grid = build_grid(layout, device.type)
+        self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
         self.loaders = build_loaders(
             config.data, model_config.seq_len, model_config.vocab, config.seed, Path(config.runs_dir) / ".data"
@@ -100,20 +138,9 @@ class _Run:
         self.recorder = self._open_recorder(dtype)
 
         seed_everything(config.seed, world.ranks.rank)
-        model = build_model(model_config, config.parallel, config.compute, mesh, dtype)
-        init_weights(model, config.seed)
-        optimizers = Optimizers(model, config.optimizer)
-        scaler = LossScaler(enabled=dtype == torch.float16)
-        self.state = TrainState(model, optimizers, scaler, self.clock)
-
-        settings = StepSettings(
-            layout=layout,
-            device=device,
-            clip=config.optimizer.clip,
-            loss_chunks=config.compute.loss_chunks,
-            reduce_each_microbatch=not config.parallel.keep_gathered,
-        )
-        self.step = TrainStep(model, optimizers, scaler, settings)
+        built = build_step(config, grid, device)
+        self.step = built.step
+        self.state = TrainState(built.model, built.optimizers, built.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
 
@@ -174,7 +201,7 @@ class _Run:
         )
         started = time.perf_counter()
         self.state.model.eval()
-        result = validate(self.step.loss_sum, rows, self.world.device)
+        result = validate(self.step.evaluate, rows, self.world.device)
         self.state.model.train()
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)

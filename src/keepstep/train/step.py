@@ -9,12 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from keepstep.config.layout import Layout
 from keepstep.data.loader import Batch
 from keepstep.models.transformer import Transformer
+from keepstep.parallel.context import own_part, row_positions
+from keepstep.parallel.mesh import Grid
+from keepstep.parallel.pipeline import Pipeline, Rows
 from keepstep.train.gradients import clip_factor, gradient_norm, scale_gradients
 from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
@@ -28,7 +30,7 @@ LOSS, GRAD_NORM, STOP = range(3)
 class StepSettings:
     """What a step needs to know of the run."""
 
-    layout: Layout
+    grid: Grid
     device: torch.device
     clip: float
     loss_chunks: int
@@ -38,27 +40,31 @@ class StepSettings:
 class TrainStep:
     """Runs steps on one model; returns their numbers as a device vector that the caller reads later."""
 
-    def __init__(self, model: Transformer, optimizers: Optimizers, scaler: LossScaler, settings: StepSettings) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        optimizers: Optimizers,
+        scaler: LossScaler,
+        settings: StepSettings,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         self._model = model
         self._optimizers = optimizers
         self._scaler = scaler
         self._settings = settings
+        self._pipeline = pipeline
 
     @property
     def device(self) -> torch.device:
         """Where steps are computed."""
         return self._settings.device
 
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """The summed loss of one micro batch."""
-        loss: Tensor = self._model(
-            self._to_device(batch.inputs),
-            self._to_device(batch.targets),
-            positions_bt=None if batch.positions is None else self._to_device(batch.positions),
-            documents_bt=None if batch.documents is None else self._to_device(batch.documents),
-            loss_chunks=self._settings.loss_chunks,
-        )
-        return loss
+    def evaluate(self, batch: Batch) -> tuple[Tensor, int]:
+        """The summed loss of this process's part of a micro batch, and its targets; zero where others count them."""
+        part = self._own_part(batch)
+        loss_sum = self._pipeline.evaluate(self._rows([part])) if self._pipeline else self._loss_sum(part)
+        counted = self._settings.grid.counts_loss
+        return (loss_sum, count_targets(part)) if counted else (torch.zeros_like(loss_sum), 0)
 
     def run(
         self,
@@ -72,25 +78,34 @@ class TrainStep:
         The result holds the mean loss over the whole global batch, the gradient norm before clipping, and whether
         any process asked to stop.
         """
-        settings = self._settings
-        total_targets = self._sum_over_processes(float(sum(count_targets(batch) for batch in batches)))
-        # FSDP averages gradients over data ranks; losses are sums, so this makes their total the global mean.
-        weight = settings.layout.data_ranks * settings.layout.tensor / total_targets
-        loss = torch.zeros((), device=settings.device)
-        for number, batch in enumerate(batches):
-            self._reduce_gradients(last=number == len(batches) - 1)
-            loss_sum = self.loss_sum(batch)
-            torch.autograd.backward(loss_sum * (weight * self._scaler.scale))
-            loss += loss_sum.detach()
+        layout, counted = self._settings.grid.layout, self._settings.grid.counts_loss
+        parts = [self._own_part(batch) for batch in batches]
+        total_targets = self._sum_over_processes(float(sum(map(count_targets, parts))) if counted else 0.0)
+        # FSDP averages gradients over the processes that hold the same weights; losses are sums, so this makes their
+        # total the global mean.
+        weight = layout.replicate * layout.weight_shards * self._scaler.scale / total_targets
+        loss = self._learn(parts, weight) * float(counted)
         before_update()
         norm = self._update(lr_share)
         numbers = torch.stack([loss / total_targets, torch.full_like(loss, float(stop))])
         dist.all_reduce(numbers)
         return torch.stack([numbers[0], norm, numbers[1]])
 
+    def _learn(self, parts: Sequence[Batch], weight: Tensor) -> Tensor:
+        """Leave the gradients of the weighed loss of all micro batches; returns the plain sum of losses."""
+        if self._pipeline is not None:
+            return self._pipeline.train(self._rows(parts), weight)
+        loss = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts):
+            self._reduce_gradients(last=number == len(parts) - 1)
+            loss_sum = self._loss_sum(part)
+            torch.autograd.backward(loss_sum * weight)
+            loss += loss_sum.detach()
+        return loss
+
     def _update(self, lr_share: float) -> Tensor:
         parameters = self._optimizers.parameters
-        norm = gradient_norm(parameters) / self._scaler.scale
+        norm = self._gradient_norm(parameters) / self._scaler.scale
         factor = clip_factor(norm, self._settings.clip) if self._settings.clip else torch.ones_like(norm)
         if self._scaler.enabled:
             # fp16 alone pays for one look at the device: an overflow must not reach the weights.
@@ -106,6 +121,12 @@ class TrainStep:
         self._optimizers.zero_grad()
         return norm
 
+    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        if self._pipeline is None:
+            return gradient_norm(parameters).to(self.device)
+        own = self._pipeline.own_parameters(parameters)
+        return gradient_norm(own, self._settings.grid.pipeline_group).to(self.device)
+
     def _reduce_gradients(self, last: bool) -> None:
         """Shards are summed at each micro batch (whole gradients would not fit); replicas only once."""
         assert isinstance(self._model, FSDPModule)
@@ -117,6 +138,30 @@ class TrainStep:
         total = torch.full((), value, device=self._settings.device)
         dist.all_reduce(total)
         return total
+
+    def _own_part(self, batch: Batch) -> Batch:
+        grid = self._settings.grid
+        return own_part(batch, grid.context_rank, grid.layout.context)
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        loss: Tensor = self._model(
+            self._to_device(batch.inputs),
+            self._to_device(batch.targets),
+            positions_bt=None if batch.positions is None else self._to_device(batch.positions),
+            documents_bt=None if batch.documents is None else self._to_device(batch.documents),
+            loss_chunks=self._settings.loss_chunks,
+        )
+        return loss
+
+    def _rows(self, parts: Sequence[Batch]) -> Rows:
+        """Micro batches as a pipeline takes them: joined, with explicit positions, which later stages cannot tell."""
+        documents = [part.documents for part in parts if part.documents is not None]
+        return Rows(
+            tokens=self._to_device(np.concatenate([part.inputs for part in parts])),
+            targets=self._to_device(np.concatenate([part.targets for part in parts])),
+            positions=self._to_device(np.concatenate([row_positions(part) for part in parts])),
+            documents=self._to_device(np.concatenate(documents)) if documents else None,
+        )
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from keepstep.data.loader import Batch, Loader
 from keepstep.evaluate.perplexity import PerplexityResult, exponential
-from keepstep.train.losses import count_targets
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,13 @@ class ValidationRows:
     data_ranks: int
 
 
-def validate(forward: Callable[[Batch], Tensor], share: ValidationRows, device: torch.device) -> PerplexityResult:
-    """Every process computes its rows; all of them return the same result. `forward` gives the sum of losses."""
+def validate(
+    forward: Callable[[Batch], tuple[Tensor, int]], share: ValidationRows, device: torch.device
+) -> PerplexityResult:
+    """Every process computes its rows; all of them return the same result.
+
+    `forward` gives the sum of losses and the targets it is a sum over; of processes that compute one together, on one.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stride = share.microbatch * share.data_ranks
     with torch.no_grad():
@@ -36,11 +40,11 @@ def validate(forward: Callable[[Batch], Tensor], share: ValidationRows, device: 
             first = start + share.data_rank * share.microbatch
             count = max(0, min(share.microbatch, share.rows - first))
             batch = share.loader.rows(min(first, share.rows - 1), max(1, count))
-            loss_sum = forward(batch)
+            loss_sum, targets = forward(batch)
             if count:
                 totals[0] += loss_sum
-                totals[1] += count_targets(batch)
+                totals[1] += targets
     dist.all_reduce(totals)
-    loss_sum_all, targets = totals.tolist()
-    loss = loss_sum_all / max(1.0, targets)
-    return PerplexityResult(loss, exponential(loss), int(targets))
+    loss_sum_all, targets_all = totals.tolist()
+    loss = loss_sum_all / max(1.0, targets_all)
+    return PerplexityResult(loss, exponential(loss), int(targets_all))

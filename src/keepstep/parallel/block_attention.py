@@ -1,0 +1,161 @@
+"""Attention of some queries to one block of keys, with what is needed to merge blocks: the log of the sum of exponentials.
+
+Shape legend: b rows, t query tokens, s key tokens, n query heads, g key-value heads, e head size.
+
+Without a bias torch's fused kernels do the work where they can; else plain products do, some queries at a time, so that
+memory does not grow with t × s.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+_QUERIES_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Who may attend to whom between these queries and keys, where being causal does not say it all."""
+
+    query_places_t: Tensor
+    key_places_s: Tensor
+    slopes_n: Tensor | None
+    """ALiBi slopes of the query heads."""
+    query_documents_bt: Tensor | None
+    key_documents_bs: Tensor | None
+    window: int
+
+    def bias(self, queries: slice) -> Tensor:
+        """What is added to the scores of some of the queries, fp32 [b or 1, n or 1, t, s]; -inf where forbidden."""
+        distance_ts = self.query_places_t[queries, None] - self.key_places_s
+        allowed = (distance_ts >= 0)[None, None]
+        if self.window:
+            allowed = allowed & (distance_ts < self.window)
+        if self.query_documents_bt is not None and self.key_documents_bs is not None:
+            same = self.query_documents_bt[:, queries, None] == self.key_documents_bs[:, None, :]
+            allowed = allowed & same[:, None]
+        penalty = torch.zeros_like(distance_ts, dtype=torch.float32)[None]
+        if self.slopes_n is not None:
+            penalty = -self.slopes_n[:, None, None] * distance_ts
+        return penalty[None].masked_fill(~allowed, float("-inf"))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries [b, n, t, e] against keys and values [b, n, s, e]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool
+    """Token i of the block attends to tokens up to i; the block is square then."""
+    mask: BlockMask | None
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1.0 / math.sqrt(self.query.shape[-1])
+
+
+def attend_block(block: Block) -> tuple[Tensor, Tensor]:
+    """Mixed values and the log-sum-exp of the scores, both fp32: [b, n, t, e] and [b, n, t]."""
+    match _kernel(block):
+        case "cpu":
+            mixed, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+                block.query, block.key, block.value, 0.0, block.causal, scale=block.scale
+            )
+            return mixed.float(), lse.float()
+        case "flash":
+            mixed, lse = _ATEN._scaled_dot_product_flash_attention(
+                block.query, block.key, block.value, 0.0, block.causal, scale=block.scale
+            )[:2]
+            return mixed.float(), lse
+        case _:
+            parts = [_attend_some(block, queries) for queries in _query_slices(block)]
+            return torch.cat([mixed for mixed, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def block_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's part of the gradients of query, key and value, in fp32.
+
+    `mixed` and `lse` are those over ALL blocks: with them a block's probabilities are what they were in the whole row,
+    so that parts of all blocks simply add up.
+    """
+    kernel = _kernel(block)
+    if kernel == "plain":
+        return _plain_gradients(block, mixed, lse, mixed_grad)
+    mixed_grad, mixed = (each.to(block.query.dtype).contiguous() for each in (mixed_grad, mixed))
+    operands: tuple[Any, ...] = (mixed_grad, block.query, block.key, block.value, mixed, lse.contiguous())
+    if kernel == "cpu":
+        grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            *operands, 0.0, block.causal, scale=block.scale
+        )
+    else:
+        # Without dropout the kernel draws no random number; it wants a place for the generator's state all the same.
+        unused = torch.empty(0, dtype=torch.int64, device=mixed.device)
+        sizes = (block.query.shape[2], block.key.shape[2])
+        grads = _ATEN._scaled_dot_product_flash_attention_backward(
+            *operands, None, None, *sizes, 0.0, block.causal, unused, unused, scale=block.scale
+        )
+    by_query, by_key, by_value = (grad.float() for grad in grads)
+    return by_query, by_key, by_value
+
+
+def _kernel(block: Block) -> str:
+    query = block.query
+    if block.mask is not None:
+        return "plain"
+    if query.device.type == "cpu":
+        return "cpu"
+    fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return "flash" if query.is_cuda and fits else "plain"
+
+
+def _query_slices(block: Block) -> list[slice]:
+    return [slice(start, start + _QUERIES_AT_ONCE) for start in range(0, block.query.shape[2], _QUERIES_AT_ONCE)]
+
+
+def _scores(block: Block, queries: slice) -> Tensor:
+    scores_bnts = (block.query[:, :, queries] @ block.key.transpose(2, 3)).float() * block.scale
+    if block.mask is not None:
+        return scores_bnts + block.mask.bias(queries)
+    if block.causal:
+        key_s = torch.arange(block.key.shape[2], device=scores_bnts.device)
+        scores_bnts = scores_bnts.masked_fill(key_s > key_s[queries, None], float("-inf"))
+    return scores_bnts
+
+
+def _attend_some(block: Block, queries: slice) -> tuple[Tensor, Tensor]:
+    scores_bnts = _scores(block, queries)
+    lse_bnt = scores_bnts.logsumexp(dim=-1)
+    # A query that may attend to nothing here has -inf for its sum: its probabilities must be 0, not undefined.
+    probability_bnts = torch.exp(scores_bnts - _finite(lse_bnt)[..., None])
+    return (probability_bnts.to(block.value.dtype) @ block.value).float(), lse_bnt
+
+
+def _plain_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = block.query.dtype
+    by_query = torch.zeros_like(block.query, dtype=torch.float32)
+    by_key = torch.zeros_like(block.key, dtype=torch.float32)
+    by_value = torch.zeros_like(block.value, dtype=torch.float32)
+    for queries in _query_slices(block):
+        grad_bnte = mixed_grad[:, :, queries]
+        probability = torch.exp(_scores(block, queries) - _finite(lse[:, :, queries])[..., None])
+        # The softmax takes out what a shift of all scores would change: the row's mean gradient.
+        mean_bnt1 = (grad_bnte.float() * mixed[:, :, queries].float()).sum(dim=-1, keepdim=True)
+        by_probability = (grad_bnte.to(dtype) @ block.value.transpose(2, 3)).float()
+        by_score = (probability * (by_probability - mean_bnt1) * block.scale).to(dtype)
+        by_value += (probability.to(dtype).transpose(2, 3) @ grad_bnte.to(dtype)).float()
+        by_key += (by_score.transpose(2, 3) @ block.query[:, :, queries]).float()
+        by_query[:, :, queries] = (by_score @ block.key).float()
+    return by_query, by_key, by_value
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.clamp(min=torch.finfo(torch.float32).min)

@@ -1,0 +1,108 @@
+"""Tensor parallelism with sequence parallelism: matrices are split, and between them each process keeps part of a row.
+
+Shape legend: b rows, t tokens of a row on this context rank, d hidden, v rows of the head, p processes along the axis.
+
+Norms, residuals and dropout work on t/p tokens. Attention and feed-forward gather the row, work on a slice of heads or
+of the inner width, and hand back sums that are scattered over the row again. Embedding and head are split by
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from keepstep.models.attention import Attention
+from keepstep.models.mlp import GatedMLP
+from keepstep.models.transformer import Block, Transformer
+from keepstep.parallel.collectives import gather_parts, scatter_sums
+from keepstep.parallel.local import COLUMNS, ROWS, local_part, place_module, place_parameter
+from keepstep.parallel.vocabulary import VocabularySlice, vocabulary_output
+
+TOKENS = 1
+"""The dim of tokens in [b, t, d]."""
+
+
+def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
+    """Split a model (or a stage of one) on the meta device over the mesh's one axis, in place."""
+    group = mesh.get_group()
+    if overlap:
+        _overlap_traffic(group)
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        _split_attention(block.attention, mesh)
+        mlp = block.mlp
+        _split_products(mlp, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, mlp.down, mesh)
+        place_module(block.attention_norm, mesh)
+        place_module(block.mlp_norm, mesh)
+    if model.norm is not None:
+        place_module(model.norm, mesh)
+    _split_vocabulary(model, mesh)
+
+
+def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
+    heads = attention.out.in_features // attention.head_size
+    attention.first_head = heads // mesh.size() * mesh.get_local_rank()
+    _split_products(attention, attention.qkv, attention.out, mesh)
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None:
+            place_module(norm, mesh)
+
+
+def _split_products(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: DeviceMesh) -> None:
+    """A sub-block of two products: the first split by outputs, the last by inputs."""
+    group = mesh.get_group()
+    place_module(first, mesh, {"weight": ROWS, "bias": ROWS})
+    # Outputs of the last are sums over processes, so each adds its share of the bias only.
+    place_module(last, mesh, {"weight": COLUMNS}, {"bias": 1.0 / mesh.size()})
+
+    def gather_row(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gather_parts(inputs[0], TOKENS, group), *inputs[1:]
+
+    def scatter_row(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return scatter_sums(output, TOKENS, group)
+
+    part.register_forward_pre_hook(gather_row)
+    last.register_forward_hook(scatter_row)
+
+
+def _split_vocabulary(model: Transformer, mesh: DeviceMesh) -> None:
+    rows, rank = model.config.padded_vocab // mesh.size(), mesh.get_local_rank()
+    vocabulary = VocabularySlice(rows * rank, rows, mesh.get_group())
+    if model._modules["embed"] is not None:
+        place_parameter(model.embed, "weight", mesh, ROWS)
+        model.embed.forward = partial(_embed_slice, model.embed, vocabulary)  # type: ignore[method-assign]
+    if model.position is not None:
+        place_module(model.position, mesh)
+
+        def own_positions(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (inputs[0].chunk(mesh.size(), TOKENS)[rank],)
+
+        model.position.register_forward_pre_hook(own_positions)
+    output = partial(vocabulary_output, vocabulary=vocabulary)
+    if model.head is not None:
+        place_parameter(model.head, "weight", mesh, ROWS)
+        model.head.output = output
+    model.tied_output = output
+
+
+def _embed_slice(embed: nn.Embedding, vocabulary: VocabularySlice, tokens_bt: Tensor) -> Tensor:
+    """Look up what is ours, zero for all else; exactly one process knows each token, so the sum is the embedding."""
+    local_bt = tokens_bt - vocabulary.first
+    others_bt = (local_bt < 0) | (local_bt >= vocabulary.rows)
+    x_btd = F.embedding(local_bt.masked_fill(others_bt, 0), local_part(embed.weight, ROWS))
+    return scatter_sums(x_btd.masked_fill(others_bt[..., None], 0.0), TOKENS, vocabulary.group)
+
+
+def _overlap_traffic(group: dist.ProcessGroup) -> None:
+    """Let the compiler take gathers and scatters apart and run them beside the products they feed (async TP)."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)

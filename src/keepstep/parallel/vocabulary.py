@@ -1,0 +1,120 @@
+"""Head and cross-entropy over a vocabulary split between processes, piece by piece as in `models/head`.
+
+Shape legend: b rows, t tokens, n tokens of one piece, d hidden, v this process's rows of the head.
+
+No process ever holds all logits of a token: maximum, sum of exponentials and the target's logit are small numbers that
+are combined over processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keepstep.models.head import NO_LOSS, default_chunks
+from keepstep.parallel.collectives import gather_parts
+from keepstep.parallel.local import ROWS, local_part
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """The rows of embedding and head that this process holds."""
+
+    first: int
+    rows: int
+    group: dist.ProcessGroup
+
+
+def vocabulary_output(
+    hidden_btd: Tensor,
+    weight_vd: Tensor,
+    targets_bt: Tensor | None,
+    vocab: int,
+    chunks: int,
+    *,
+    vocabulary: VocabularySlice,
+) -> Tensor:
+    """`models.head.head_output` for a slice of the rows; `hidden_btd` holds this process's part of the row.
+
+    Every process returns the same: the sum of token losses, or without targets the logits of the whole vocabulary.
+    """
+    hidden_btd = gather_parts(hidden_btd, 1, vocabulary.group)
+    weight_vd = local_part(weight_vd, ROWS)
+    if targets_bt is None:
+        padding_v = _padding(vocabulary, vocab, hidden_btd.device)
+        logits_btv = torch.nn.functional.linear(hidden_btd, weight_vd)
+        logits_btv = logits_btv.masked_fill(padding_v, torch.finfo(logits_btv.dtype).min)
+        return gather_parts(logits_btv, 2, vocabulary.group)
+    hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
+    pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd.device.type)
+    loss: Tensor = _VocabularyLoss.apply(hidden_nd, weight_vd, targets_n, vocab, pieces, vocabulary)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Loss and, in the same pass, its gradient by hidden states (this process's share) and our rows of the head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_nd: Tensor,
+        weight_vd: Tensor,
+        targets_n: Tensor,
+        vocab: int,
+        pieces: int,
+        vocabulary: VocabularySlice,
+    ) -> Tensor:
+        padding_v = _padding(vocabulary, vocab, hidden_nd.device)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
+        hidden_grad_nd = torch.empty_like(hidden_nd) if ctx.needs_input_grad[0] else None
+        # fp32: a sum over many pieces in bfloat16 would stop growing.
+        weight_grad_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        piece_size = -(-hidden_nd.shape[0] // pieces)
+        for start in range(0, hidden_nd.shape[0], piece_size):
+            piece = slice(start, start + piece_size)
+            logits_nv = torch.mm(hidden_nd[piece], weight_vd.t()).float().masked_fill_(padding_v, float("-inf"))
+            loss_n, logits_grad_nv = _piece_loss(logits_nv, targets_n[piece], vocabulary)
+            loss += loss_n.sum()
+            logits_grad_nv = logits_grad_nv.to(hidden_nd.dtype)
+            if hidden_grad_nd is not None:
+                hidden_grad_nd[piece] = torch.mm(logits_grad_nv, weight_vd)
+            if weight_grad_vd is not None:
+                weight_grad_vd += torch.mm(logits_grad_nv.t(), hidden_nd[piece])
+        ctx.grads = (hidden_grad_nd, weight_grad_vd, weight_vd.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        hidden_grad_nd, weight_grad_vd, weight_dtype = ctx.grads
+        scale = grad_outputs[0]
+        by_hidden = None if hidden_grad_nd is None else (hidden_grad_nd * scale).to(hidden_grad_nd.dtype)
+        by_weight = None if weight_grad_vd is None else (weight_grad_vd * scale).to(weight_dtype)
+        return by_hidden, by_weight, None, None, None, None
+
+
+def _piece_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+    """Token losses (0 where there is no target) and their gradient by our logits, which are overwritten."""
+    local_n = targets_n - vocabulary.first
+    ours_n = (local_n >= 0) & (local_n < vocabulary.rows)
+    local_n1 = local_n.masked_fill(~ours_n, 0)[:, None]
+    highest_n = logits_nv.amax(dim=1)
+    dist.all_reduce(highest_n, dist.ReduceOp.MAX, group=vocabulary.group)
+    logits_nv -= highest_n[:, None]
+    target_logit_n = logits_nv.gather(1, local_n1).squeeze(1).masked_fill(~ours_n, 0.0)
+    exponential_nv = logits_nv.exp_()
+    sums_2n = torch.stack([exponential_nv.sum(dim=1), target_logit_n])
+    dist.all_reduce(sums_2n, group=vocabulary.group)
+    total_n, target_logit_n = sums_2n.unbind()
+    counts_n = targets_n != NO_LOSS
+    loss_n = (total_n.log() - target_logit_n).where(counts_n, 0.0)
+    grad_nv = exponential_nv.div_(total_n[:, None])
+    grad_nv.scatter_add_(1, local_n1, -ours_n[:, None].to(grad_nv.dtype))
+    return loss_n, grad_nv.masked_fill_(~counts_n[:, None], 0.0)
+
+
+def _padding(vocabulary: VocabularySlice, vocab: int, device: torch.device) -> Tensor:
+    return torch.arange(vocabulary.first, vocabulary.first + vocabulary.rows, device=device) >= vocab

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ from keepstep.plan.plan import Assumptions, Plan, as_values, make_plan, shipped_
 from keepstep.plan.text import plan_lines, search_lines, verdict
 
 if TYPE_CHECKING:
+    import torch
+
+    from keepstep.config.schema import RunConfig
+    from keepstep.parallel.mesh import Grid
+    from keepstep.plan.dryrun import DryRun, Step
     from keepstep.plan.search import Candidate
 
 
@@ -59,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
         candidates, seconds = _search(plan, args)
         answer["search"] = _search_values(candidates, seconds, args.top)
         lines += ["", *search_lines(candidates, seconds, args.top)]
+    if args.dry_run:
+        traced = _dry_run(plan)
+        answer["dry_run"] = traced.as_values()
+        lines += ["", *traced.lines()]
     answer["verdict"] = verdict(plan)
     if args.json:
         print(json.dumps(answer, indent=2))
@@ -140,6 +150,29 @@ def _search_values(candidates: list[Candidate], seconds: float, top: int) -> dic
         "best": [values(each) for each in candidates[:top]],
         "pareto": [values(each) for each in pareto(candidates)],
     }
+
+
+def _dry_run(plan: Plan) -> DryRun:
+    """Needs torch, and says so where it is missing."""
+    try:
+        from keepstep.plan.dryrun import dry_run
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--dry-run needs {error.name}, which is not installed", "pip install keepstep") from None
+
+    return dry_run(plan.config, plan.work, _spread_step)
+
+
+def _spread_step(config: RunConfig, grid: Grid, device: torch.device) -> Callable[[], Step]:
+    """The training step in two halves, as a dry run needs it."""
+    from keepstep.train.run import compute_dtype, fill_step, spread_model
+
+    model = spread_model(config, grid, compute_dtype(config.precision, device))
+
+    def fill() -> Step:
+        step = fill_step(config, grid, device, model).step
+        return lambda batches: step.run(batches, lr_share=1.0)
+
+    return fill
 
 
 def _list(profiles: Profiles, args: argparse.Namespace) -> int:

@@ -69,7 +69,7 @@ class MemoryPlan:
 def plan_memory(work: Workload) -> MemoryPlan:
     """The fullest process over all pipeline stages."""
     last = work.degrees.pipeline - 1
-    plans = [_stage_memory(work, stage) for stage in sorted({0, min(1, last), last})]
+    plans = [stage_memory(work, stage) for stage in sorted({0, min(1, last), last})]
     return max(plans, key=lambda plan: plan.allocated)
 
 
@@ -83,9 +83,12 @@ def loss_pieces(model: ModelConfig, tokens: int, tensor: int, chunks: int) -> in
     return max(1, min(tokens, chunks or -(-tokens * (model.padded_vocab // tensor) * FP32 // PIECE_BYTES)))
 
 
-def _stage_memory(work: Workload, stage: int) -> MemoryPlan:
-    account = _Account(work, stage)
-    instants = account.instants()
+def stage_memory(work: Workload, stage: int) -> MemoryPlan:
+    """Peak of the first process of one pipeline stage."""
+    instants = _Account(work, stage, earlier=False).instants()
+    if work.microbatches > 1:
+        later = _Account(work, stage, earlier=True).instants()
+        instants = {name: max(parts, later[name], key=lambda each: each.total) for name, parts in instants.items()}
     name = max(instants, key=lambda each: instants[each].total)
     parts = instants[name]
     moving = parts.activations + parts.logits + parts.buffers
@@ -95,20 +98,26 @@ def _stage_memory(work: Workload, stage: int) -> MemoryPlan:
 
 
 class _Account:
-    """One stage's terms, and the instants made from them."""
+    """One stage's terms, and the instants made from them.
 
-    def __init__(self, work: Workload, stage: int) -> None:
+    `earlier` says that a micro batch of the same step has left its gradients already; a pipeline may then hold fewer
+    others in flight.
+    """
+
+    def __init__(self, work: Workload, stage: int, earlier: bool) -> None:
         degrees = work.degrees
         self.work, self.stage = work, stage
         self.size, self.shard = work.compute_bytes, degrees.weight_shards
         self.counts: StageParameters = stage_parameters(work, stage)
         self.block: BlockActivations = block_activations(work)
         self.stream = self.size * stream_width(work) * work.tokens_per_microbatch
+        self.row = self.size * work.model.hidden * work.tokens_per_microbatch
+        """The residual stream of a micro batch, split along the tensor axis and whole."""
         self.first, self.last = stage == 0, stage == degrees.pipeline - 1
-        self.waiting = in_flight(work, stage) - 1
+        self.waiting = min(in_flight(work, stage) - 1, work.microbatches - (2 if earlier else 1))
         """Other micro batches whose activations are held."""
-        self.accumulates = work.microbatches > 1
-        self.local_gradients = work.stays_gathered and self.accumulates
+        self.accumulates = earlier
+        self.local_gradients = work.stays_gathered and work.microbatches > 1
         """Gradients are summed whole on each process and reduced once."""
         # With a shard axis the gathered flat buffer lives beside the weights copied out of it.
         self.gather_copies = 2 if self.shard > 1 else 1
@@ -154,29 +163,42 @@ class _Account:
     def _activations(self, blocks: int) -> int:
         """Kept by `blocks` blocks of this micro batch and by all blocks of the others in flight."""
         waiting = self.waiting * (self.counts.blocks * self.block.kept + self.stream)
-        return blocks * self.block.kept + waiting + mask_bytes(self.work)
+        return blocks * self.block.kept + waiting + mask_bytes(self.work) + self._received()
+
+    def _received(self) -> int:
+        """A pipeline's stage has a buffer for every micro batch of a step that it receives, each way."""
+        if self.work.degrees.pipeline == 1:
+            return 0
+        return self.work.microbatches * self.stream * (int(not self.first) + int(not self.last))
 
     def _head_gradient(self) -> int:
         """The head's gradient waits in compute precision for the root unit's reduction."""
         return self.size * self.counts.table if self.last else 0
 
     def _loss(self) -> Parts:
-        work, model = self.work, self.work.model
-        tokens, rows = work.tokens_per_microbatch, model.padded_vocab // work.degrees.tensor
-        pieces = loss_pieces(model, tokens, work.degrees.tensor, work.loss_chunks)
-        piece = -(-tokens // pieces) * rows
-        # Logits, their fp32 copy, and the log-probabilities made from it.
-        mixed = self.size < FP32
-        piece_bytes = piece * (self.size + (FP32 if mixed else 0) + FP32)
-        gradient = FP32 * self.counts.table
-        last_gather = 0 if self.shard == 1 or work.stays_gathered else self.size * self.counts.block
+        # The last gathered buffer waits for a next gather to be freed.
+        last_gather = 0 if self.shard == 1 else self.size * self.counts.block
         return replace(
             self.fixed,
             gradients=self._gradients(0),
-            activations=self._activations(self.counts.blocks) + 2 * self.stream,
-            logits=piece_bytes + gradient + self.stream,
+            activations=self._activations(self.counts.blocks) + self.stream + self.row,
+            logits=self._pieces_bytes() + FP32 * self.counts.table + self.row,
             buffers=self._gathered() + last_gather,
         )
+
+    def _pieces_bytes(self) -> int:
+        """What one piece of head and loss holds at its worst, with what is left of the piece before."""
+        work, model, tensor = self.work, self.work.model, self.work.degrees.tensor
+        tokens, rows = work.tokens_per_microbatch, model.padded_vocab // tensor
+        pieces = loss_pieces(model, tokens, tensor, work.loss_chunks)
+        piece = -(-tokens // pieces) * rows
+        mixed = self.size < FP32
+        if tensor == 1:
+            # Logits, their fp32 copy, and the log-probabilities made from it.
+            return piece * (self.size + (FP32 if mixed else 0) + FP32)
+        # fp32 logits, overwritten by their gradient, and that in compute precision; the head's gradient is added up.
+        held = piece * (FP32 + (self.size if mixed else 0))
+        return held * (2 if pieces > 1 else 1) + (self.size * self.counts.table if pieces == 1 else 0)
 
     def _backward(self, blocks_left: int) -> Parts:
         counts, model = self.counts, self.work.model
@@ -220,9 +242,11 @@ class _Account:
     def _root_reduction(self) -> Parts:
         counts = self.counts
         arriving = max(self.size * counts.ends, FP32 * counts.ends // self.shard)
+        # A pipeline lets go of weights at the very end.
+        gathered = self.size * counts.block * counts.blocks if self.work.degrees.pipeline > 1 else 0
         return replace(
             self.fixed,
             gradients=self._gradients(counts.block * counts.blocks),
             activations=self._activations(0),
-            buffers=FP32 * counts.ends + arriving,
+            buffers=gathered + FP32 * counts.ends + arriving,
         )

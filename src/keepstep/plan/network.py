@@ -61,7 +61,7 @@ class Network:
     def traffic_s(self, counts: StageParameters) -> dict[str, float]:
         """Seconds of communication in a step by axis, hidden or not."""
         work = self._work
-        gathers, reductions = self._weight_passes()
+        gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
         weights = self.ring_s("shard", work.compute_bytes * counts.total, shards) * gathers
         gradients = self.ring_s("shard", FP32 * counts.total, shards) * reductions
@@ -79,7 +79,7 @@ class Network:
         """Seconds of a step that wait for each axis; the arguments are one micro batch's computing time."""
         work = self._work
         total = self.traffic_s(counts)
-        gathers, reductions = self._weight_passes()
+        gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
         gather_s = self.ring_s("shard", work.compute_bytes * counts.total, shards)
         reduce_s = self.ring_s("shard", FP32 * counts.total, shards)
@@ -99,11 +99,6 @@ class Network:
             "pipeline": total["pipeline"],
         }
 
-    def _weight_passes(self) -> tuple[int, int]:
-        """Gathers and reductions of all weights in one step."""
-        work = self._work
-        return (1, 1) if work.stays_gathered else (2 * work.microbatches, work.microbatches)
-
     def _tensor_s(self, counts: StageParameters) -> float:
         """A row is gathered before and scattered after attention and feed-forward, forward and backward."""
         work = self._work
@@ -112,11 +107,11 @@ class Network:
         return self.ring_s("tensor", row) * 4 * passes * counts.blocks
 
     def _context_s(self, counts: StageParameters) -> float:
-        """Keys and values go round once in forward and, with their gradients, twice as much in backward."""
-        work = self._work
-        key_value = 2 * work.model.key_value_heads * work.model.head_size // work.degrees.tensor
-        around = work.compute_bytes * key_value * work.tokens_per_microbatch * work.degrees.context
-        return self.ring_s("context", around) * 3 * counts.blocks
+        degree = self._work.degrees.context
+        if degree == 1:
+            return 0.0
+        seconds = ring_bytes(self._work) / (self.rate_gb_s("context", degree) * 1e9)
+        return (seconds + 3 * degree * LATENCY_S) * counts.blocks * self._factor
 
     def _pipeline_s(self) -> float:
         work = self._work
@@ -127,15 +122,46 @@ class Network:
         return 2 * (row / rate + LATENCY_S) * self._factor
 
 
-def step_bytes(work: Workload, counts: StageParameters) -> StepBytes:
-    """What the collectives of FSDP carry in one step on one process, for holding against a trace."""
-    gathers, reductions = (1, 1) if work.stays_gathered else (2 * work.microbatches, work.microbatches)
+def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes:
+    """What one process's collectives carry in one step, as whole tensors, for holding against a trace."""
+    degrees, each = work.degrees, work.microbatches
+    gathers, reductions = weight_passes(work)
     blocks = counts.block * counts.blocks
-    sharded = work.degrees.weight_shards > 1
+    sharded = degrees.weight_shards > 1
     # The ends stay gathered from forward to backward.
-    ends_gathers = 1 if work.stays_gathered else work.microbatches
-    return StepBytes(
-        all_gather=work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0,
-        reduce_scatter=FP32 * reductions * counts.total if sharded else 0,
-        all_reduce=FP32 * counts.total // work.degrees.weight_shards if work.degrees.replicate > 1 else 0,
-    )
+    ends_gathers = min(gathers, each)
+    gathered = work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0
+    reduced = FP32 * reductions * counts.total if sharded else 0
+    row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
+    first, last = stage == 0, stage == degrees.pipeline - 1
+    if degrees.tensor > 1:
+        # Each block gathers twice and scatters twice in forward, the other way round in backward; what is computed
+        # again ends before the last scatter.
+        again = 0 if work.recompute == "none" else 1
+        ends = int(last) + int(first)
+        gathered += each * row * (counts.blocks * (4 + 2 * again) + ends)
+        reduced += each * row * (counts.blocks * (4 + again) + ends)
+    sends = each * row // degrees.tensor * (int(not first) + int(not last)) + each * counts.blocks * ring_bytes(work)
+    if degrees.pipeline > 1 and work.model.tied and (first or last):
+        sends += FP32 * counts.table // degrees.weight_shards
+    replicas = FP32 * counts.total // degrees.weight_shards if degrees.replicate > 1 else 0
+    return StepBytes(gathered, reduced, replicas, sends)
+
+
+def weight_passes(work: Workload) -> tuple[int, int]:
+    """Gathers of all blocks' weights and reductions of all gradients in one step."""
+    if not work.stays_gathered:
+        return 2 * work.microbatches, work.microbatches
+    # Without a pipeline weights are let go after each backward.
+    return (1 if work.degrees.pipeline > 1 else work.microbatches), 1
+
+
+def ring_bytes(work: Workload) -> int:
+    """What one process sends round the ring for one block and micro batch: keys and values twice, fp32 gradients once."""
+    others = work.degrees.context - 1
+    if not others:
+        return 0
+    key_value = 2 * work.model.key_value_heads * work.model.head_size // work.degrees.tensor
+    numbers = key_value * work.tokens_per_microbatch
+    again = 1 if work.recompute == "full" else 0
+    return numbers * (work.compute_bytes * others * (2 + again) + FP32 * (others + 1))

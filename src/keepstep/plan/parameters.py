@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ModelConfig
 from keepstep.models.size import parameter_count
 from keepstep.plan.workload import Workload
@@ -45,7 +46,8 @@ def stage_parameters(work: Workload, stage: int) -> StageParameters:
     # A tied table exists once where one stage has both ends, and twice where the ends are apart.
     tables = int(first) + int(last and (not model.tied or not first))
     ends = tables * table + (positions if first else 0) + (_norm(model) if last else 0)
-    blocks = model.layers // stages + (1 if stage < model.layers % stages else 0)
+    held = stage_layers(model.layers, stages * work.stages_per_process)
+    blocks = sum(len(held[number]) for number in range(stage, len(held), stages))
     return StageParameters(block_parameters(model, tensor), blocks, ends, table if first or last else 0)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Literal
 
 from keepstep.config.check import accumulation_steps
-from keepstep.config.layout import resolve_layout
+from keepstep.config.layout import Layout, check_microbatches, resolve_layout
 from keepstep.config.schema import ModelConfig, RunConfig
 
 Recompute = Literal["none", "selective", "full"]
@@ -77,6 +77,11 @@ class Workload:
     stages_per_process: int = 1
 
     @property
+    def layout(self) -> Layout:
+        """The degrees as training takes them."""
+        return Layout(**asdict(self.degrees))
+
+    @property
     def microbatches(self) -> int:
         """Micro batches each process runs in one step."""
         return max(1, self.global_batch // (self.microbatch * self.degrees.data_ranks))
@@ -110,11 +115,12 @@ class Workload:
 def workload_of(config: RunConfig, world_size: int, precision: Precision = "bf16") -> Workload:
     """The step that `config` means on `world_size` processes; `precision` is what `auto` stands for there."""
     layout = resolve_layout(config.parallel, world_size)
-    degrees = Degrees(replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor)
-    accumulation_steps(config.global_batch, config.microbatch, degrees.data_ranks)
+    check_microbatches(
+        config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+    )
     return Workload(
         model=config.model,
-        degrees=degrees,
+        degrees=Degrees(**asdict(layout)),
         global_batch=config.global_batch,
         microbatch=config.microbatch,
         precision=precision if config.precision == "auto" else config.precision,
@@ -123,4 +129,6 @@ def workload_of(config: RunConfig, world_size: int, precision: Precision = "bf16
         compiled=config.compute.compile,
         loss_chunks=config.compute.loss_chunks,
         optimizer=config.optimizer.name,
+        schedule=config.parallel.schedule,
+        stages_per_process=config.parallel.stages_per_process,
     )

@@ -81,10 +81,27 @@ class BuiltStep:
 
 def build_step(config: RunConfig, grid: Grid, device: torch.device) -> BuiltStep:
     """Model, parallel, optimizer."""
-    dtype = compute_dtype(config.precision, device)
+    return fill_step(config, grid, device, spread_model(config, grid, compute_dtype(config.precision, device)))
+
+
+@dataclass(frozen=True)
+class SpreadModel:
+    """This process's part of the model, without memory yet, and what is to be called: itself or its pipeline stages."""
+
+    model: Transformer
+    stages: list[Transformer]
+
+
+def spread_model(config: RunConfig, grid: Grid, dtype: torch.dtype) -> SpreadModel:
+    """Build on the meta device and split over processes."""
     with torch.device("meta"):
         model = Transformer(config.model)
-    stages = apply_parallel(model, grid, config.parallel, config.compute, dtype)
+    return SpreadModel(model, apply_parallel(model, grid, config.parallel, config.compute, dtype))
+
+
+def fill_step(config: RunConfig, grid: Grid, device: torch.device, spread: SpreadModel) -> BuiltStep:
+    """Give the model memory and first weights, and put together what trains it."""
+    dtype, model, stages = compute_dtype(config.precision, device), spread.model, spread.stages
     for stage in stages:
         stage.to_empty(device="cpu" if config.parallel.offload else device)
     init_weights(model, config.seed)

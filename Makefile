@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast lint clean
+.PHONY: help demo test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -22,10 +22,18 @@ demo: $(READY)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
 
 test: $(READY) lint  ## everything that must hold before a change lands
+	scripts/system-packages
 	$(BIN)/python -m pytest
 
 test-fast: $(READY)  ## unit tests in about a minute
 	$(BIN)/python -m pytest -m 'not slow'
+
+test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt '.[browser]'
+	$(BIN)/python -m pytest tests/observe/test_browser.py
+test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption, a pulled cable (15 minutes)
+	scripts/system-packages
+	$(BIN)/python -m pytest -m 'cluster or slow' tests/cluster
 
 lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/ruff check
@@ -33,5 +41,17 @@ lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
+BENCH_READY := .venv-bench/.data-ready
+$(BENCH_READY): requirements/bench-data.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/bench-data.txt
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-foundry==0.22.0
+	@touch $@
+
+bench-data: $(READY) $(BENCH_READY)  ## preparation and loading beside the peers; writes benchmarks/results/data.json
+	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python
+
 clean:          ## remove the environment and everything made by runs
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-bench .cache runs

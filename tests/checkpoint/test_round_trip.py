@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import example_state, same_tensors, zeroed
 
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
-
-
-def example_state(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "model": {
-            "embed.weight": torch.randn(300, 64, generator=generator),
-            "half": torch.randn(33, 7, generator=generator).bfloat16(),
-            "empty": torch.zeros(0, 4),
-            "flag": torch.tensor(bool(seed)),
-        },
-        "optimizer": {
-            "embed.weight": {"exp_avg": torch.randn(300, 64, generator=generator), "step": torch.tensor(3.0)}
-        },
-        "progress": {"samples": 640 + seed, "lr": 0.1, "note": "plain", "betas": [0.9, 0.95]},
-        "rank": {"random": torch.arange(16, dtype=torch.uint8) + seed},
-    }
-
-
-def zeroed(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: zeroed(value)
-        if isinstance(value, dict)
-        else torch.zeros_like(value)
-        if isinstance(value, torch.Tensor)
-        else None
-        for key, value in state.items()
-    }
-
-
-def assert_same_tensors(left: dict[str, Any], right: dict[str, Any]) -> None:
-    for key, value in left.items():
-        if isinstance(value, dict):
-            assert_same_tensors(value, right[key])
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(value, right[key]), key
 
 
 @pytest.fixture
@@ -55,10 +21,12 @@ def events() -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture
-def checkpointer(tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
-    return Checkpointer(
+def checkpointer(tmp_path: Path, events: list[tuple[str, dict[str, Any]]]) -> Iterator[Checkpointer]:
+    made = Checkpointer(
         tmp_path / "checkpoints", CheckpointConfig(keep=2), lambda kind, facts: events.append((kind, facts))
     )
+    yield made
+    made.close()
 
 
 def test_state_comes_back_bit_for_bit_with_its_plain_values(checkpointer: Checkpointer) -> None:
@@ -68,7 +36,7 @@ def test_state_comes_back_bit_for_bit_with_its_plain_values(checkpointer: Checkp
     assert loaded is not None
     assert (loaded.step, loaded.metadata["note"]) == (5, "first")
     assert loaded.values["progress"] == example_state(1)["progress"]
-    assert_same_tensors(example_state(1), into)
+    assert same_tensors(example_state(1), into)
 
 
 def test_no_checkpoint_is_none_and_not_an_error(checkpointer: Checkpointer) -> None:
@@ -97,7 +65,7 @@ def test_a_damaged_step_is_named_and_the_one_before_it_is_loaded(
     loaded = checkpointer.load_newest(into)
     assert loaded is not None
     assert loaded.step == 1
-    assert_same_tensors(example_state(1), into)
+    assert same_tensors(example_state(1), into)
     kind, facts = events[-1]
     assert kind == "warning"
     assert data.name in facts["message"]
@@ -125,7 +93,7 @@ def test_a_section_may_be_left_out_but_a_single_tensor_may_not(checkpointer: Che
     checkpointer.save(1, example_state(1), {})
     weights = {"model": zeroed(example_state(1))["model"]}
     assert checkpointer.load_newest(weights) is not None
-    assert_same_tensors(weights["model"], example_state(1)["model"])
+    assert same_tensors(weights["model"], example_state(1)["model"])
     del weights["model"]["half"]
     with pytest.raises(CheckpointError, match=r"model\.half"):
         checkpointer.load_newest(weights)
@@ -136,12 +104,27 @@ def test_going_back_writes_the_step_again_beside_the_old_one_and_the_newer_commi
     first = Checkpointer(folder, CheckpointConfig(keep=0))
     for step in (1, 2, 3):
         first.save(step, example_state(step), {})
+    first.close()
     back = Checkpointer(folder, CheckpointConfig(keep=0, resume_from=str(folder / "step_00000001")))
-    into = zeroed(example_state(1))
-    loaded = back.load_newest(into)
+    loaded = back.load_newest(zeroed(example_state(1)))
     assert loaded is not None
     assert loaded.step == 1
     back.save(2, example_state(22), {})
+    back.close()
     newest = Checkpointer(folder, CheckpointConfig(keep=0)).find()
     assert newest is not None
     assert newest.name == "step_00000002.1"
+
+
+def test_data_files_are_plain_safetensors_that_any_tool_opens(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = example_state(1)
+    checkpointer.save(1, state, {})
+    (data,) = (tmp_path / "checkpoints" / "step_00000001").glob("*.safetensors")
+    assert torch.equal(load_file(data)["model.embed.weight"], state["model"]["embed.weight"])
+
+
+def test_a_value_that_json_cannot_give_back_is_refused_by_name(checkpointer: Checkpointer) -> None:
+    with pytest.raises(CheckpointError, match=r"progress\.when"):
+        checkpointer.save(1, {"progress": {"when": object()}}, {})

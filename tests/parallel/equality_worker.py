@@ -5,6 +5,7 @@ Run by `worlds.py` with the variables torchrun would set: `python equality_worke
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.load import load_config
@@ -26,61 +29,65 @@ from keepstep.train.run import build_step, check_layout
 STEPS = 10
 
 
-def global_batch(config: RunConfig, step: int, packed: bool) -> Batch:
-    """Random rows of one step; some targets carry no loss, unevenly over rows, so that wrong weights show."""
+def micro_batches(config: RunConfig, grid: Grid, step: int, packed: bool) -> list[Batch]:
+    """This process's rows of one step; some targets carry no loss, unevenly over rows, so that wrong weights show."""
     random = np.random.default_rng([config.seed, step])
     shape = (config.global_batch, config.model.seq_len)
     tokens = random.integers(0, config.model.vocab, (shape[0], shape[1] + 1))
     targets = tokens[:, 1:].copy()
     targets[random.random(shape) < np.linspace(0.0, 0.5, shape[0])[:, None]] = -100
     documents = np.cumsum(random.random(shape) < 0.1, axis=1) if packed else None
-    return Batch(tokens[:, :-1].copy(), targets, None, documents, step * config.global_batch)
+    batches = []
+    for number in range(grid.data_rank, config.global_batch // config.microbatch, grid.layout.data_ranks):
+        rows = slice(number * config.microbatch, (number + 1) * config.microbatch)
+        documents_of = None if documents is None else documents[rows]
+        batches.append(Batch(tokens[rows, :-1].copy(), targets[rows], None, documents_of, rows.start))
+    return batches
 
 
-def micro_batches(config: RunConfig, grid: Grid, step: int, packed: bool) -> list[Batch]:
-    batch = global_batch(config, step, packed)
-    size = config.microbatch
-    numbers = range(grid.data_rank, config.global_batch // size, grid.layout.data_ranks)
-
-    def rows(number: int) -> slice:
-        return slice(number * size, (number + 1) * size)
-
-    return [
-        Batch(
-            batch.inputs[rows(number)],
-            batch.targets[rows(number)],
-            None,
-            None if batch.documents is None else batch.documents[rows(number)],
-            number * size,
-        )
-        for number in numbers
-    ]
+def fingerprints(tensors: dict[str, Any]) -> dict[str, str]:
+    """A hash of each whole tensor by name, from all processes; those that hold the same name must agree."""
+    digests: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digests[name] = hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests)
+    joined: dict[str, str] = {}
+    for theirs in everyone:
+        for name, digest in theirs.items():
+            assert joined.setdefault(name, digest) == digest, f"processes hold different {name}"
+    return joined
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    ranks = from_environment()
     config = load_config(None, case["words"]).config
-    grid = build_grid(check_layout(config, ranks.world_size), "cpu")
+    grid = build_grid(check_layout(config, dist.get_world_size()), "cpu")
     built = build_step(config, grid, torch.device("cpu"))
-    packed = bool(case.get("packed"))
-    state = {"model": dict(built.model.named_parameters()), "optimizer": built.optimizers.state()}
+    packed = case.get("packed", False)
+    weights = dict(built.model.named_parameters())
+    state = {"model": weights, "optimizer": built.optimizers.state()}
     if case.get("load"):
-        Checkpointer(case["load"], CheckpointConfig()).load_newest(state)
-    first = micro_batches(config, grid, 1000, packed)[0]
-    numbers = []
-    for step in range(case.get("steps", STEPS)):
-        result = built.step.run(micro_batches(config, grid, step, packed), lr_share=1.0)
-        numbers.append(result[:2].tolist())
+        loaded = Checkpointer(case["load"], CheckpointConfig()).load_newest(state)
+        assert loaded is not None
+    result: dict[str, Any] = {"started": fingerprints(weights) if case.get("fingerprints") else None}
+    result["numbers"] = [
+        built.step.run(micro_batches(config, grid, step, packed), lr_share=1.0)[:2].tolist()
+        for step in range(case.get("steps", STEPS))
+    ]
+    if case.get("fingerprints"):
+        moments = {f"{name}.{slot}": kept for name, slots in state["optimizer"].items() for slot, kept in slots.items()}
+        result["ended"] = fingerprints(weights) | fingerprints(moments)
     if case.get("save"):
-        Checkpointer(case["save"], CheckpointConfig()).save(len(numbers), state, {})
+        Checkpointer(case["save"], CheckpointConfig()).save(1, state, {})
     built.model.eval()
+    totals = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
-        loss, targets = built.step.evaluate(first)
-    totals = torch.tensor([float(loss), float(targets)], dtype=torch.float64)
-    torch.distributed.all_reduce(totals)
-    # Every data rank evaluates other rows; what all see alike is the sum over all of them only with one data rank.
-    valid = float(totals[0] / totals[1]) if grid.layout.data_ranks == 1 else None
-    return {"numbers": numbers, "valid": valid, "targets": int(totals[1])}
+        for batch in micro_batches(config, grid, STEPS, packed):
+            loss_sum, targets = built.step.evaluate(batch)
+            totals += torch.tensor([float(loss_sum), float(targets)], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return {**result, "valid": float(totals[0] / totals[1]), "targets": int(totals[1])}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -12,18 +13,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keepstep.checkpoint import commit, retention
+from keepstep.checkpoint import commit, parity
+from keepstep.checkpoint.background import WriterProcess
 from keepstep.checkpoint.commit import Attempt
 from keepstep.checkpoint.hashing import best_algorithm
-from keepstep.checkpoint.layout import DTYPES, RANK_KEY, Holding, holding, settle_owners, split_state
-from keepstep.checkpoint.manifest import StepFolder
-from keepstep.checkpoint.restore import bytes_of, restore
-from keepstep.checkpoint.shards import lay_out
+from keepstep.checkpoint.layout import RANK_KEY, Holding, holding, settle_owners, split_state
+from keepstep.checkpoint.manifest import Marker, StepFolder
+from keepstep.checkpoint.nearby import Nearby
+from keepstep.checkpoint.restore import restore
+from keepstep.checkpoint.retention import Rules, reading
+from keepstep.checkpoint.shards import PieceSpec, lay_out
+from keepstep.checkpoint.snapshot import Snapshot
 from keepstep.checkpoint.store import Store, open_store
+from keepstep.checkpoint.writer import Job, Publication
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
+from keepstep.core.ranks import from_environment
+from keepstep.core.units import format_bytes
 
-COMMIT_TIMEOUT_S = 1800.0
+SPARE_BYTES = 16 * 1024 * 1024
+"""Left over for manifests when a save is weighed against the free space."""
+VISIBLE_DELAY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -32,18 +42,31 @@ class LoadedStep:
 
     step: int
     where: StepFolder
+    folder: str
+    """The step's folder, written out."""
     values: dict[str, Any]
     metadata: Mapping[str, Any]
     world_size: int
     """Processes that saved it."""
+    bytes_read: int
+    """What this process read."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which pieces this process writes, for one layout of the state."""
+
+    layout: list[tuple[Any, ...]]
+    specs: list[PieceSpec]
+    size_bytes: int
 
 
 class Checkpointer:
     """Saves a run's state so that it cannot be lost, and finds it again.
 
-    Every process makes one with the same arguments, after the process group if there is one. `save`, `find`,
-    `load_newest` and `close` are collective; `load` is not. `on_event(kind, facts)` is only called from
-    inside these methods.
+    Every process makes one with the same arguments, after the process group if there is one. All methods but `load`,
+    `before_update`, `poll` and `prepare` are collective. `on_event(kind, facts)` is only called from inside these
+    methods: `checkpoint_started`, `checkpoint_committed`, and `warning` with a `reason` and a `message`.
     """
 
     def __init__(
@@ -53,108 +76,259 @@ class Checkpointer:
         on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
         self._config = config
+        self._place = str(folder)
         self._store: Store = open_store(folder)
         self._on_event = on_event
         self._last: tuple[int, float] | None = None
         self._group: dist.ProcessGroup | None = None
+        self._snapshot: Snapshot | None = None
+        self._writer: WriterProcess | None = None
+        self._plan: _Plan | None = None
+        self._sequence: int | None = None
+        self._flying: Attempt | None = None
+        self._report: dict[str, Any] | None = None
+        self._nearby: Nearby | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 # A group of our own: small CPU messages that never queue behind the training's collectives.
                 self._group = dist.new_group(backend="gloo")
+                if config.format == "local":
+                    self._nearby = Nearby(self._store, self._group, self._gather)
 
     @property
     def last_committed(self) -> tuple[int, float] | None:
-        """Step and unix time of the newest commit of this run, or None."""
+        """Step and unix time of the newest commit this process knows of, or None."""
+        self.poll()
         return self._last
 
+    # ---------------------------------------------------------------- saving
+
     def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        """Save and commit; returns when the step is on disk. Collective."""
-        began = time.monotonic()
-        self._event("checkpoint_started", {"step": step})
+        """Save and commit; returns when the step is on disk, raises when it is not."""
+        self._start(step, state, metadata)
+        failure = self._settle()
+        if failure is not None:
+            raise CheckpointError(f"step {step} is not committed: {failure}")
+
+    def save_async(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        """Start a save and return; the state's tensors must not change before `before_update` has returned.
+
+        A save that is still being written delays this one, visibly. A save that fails becomes a `warning` event.
+        """
+        if not self._config.asynchronous:
+            self.save(step, state, metadata)
+            return
+        try:
+            self._start(step, state, metadata)
+        except CheckpointError as error:
+            self._warn("checkpoint_failed", error.message, step=step)
+
+    def before_update(self) -> None:
+        """Call before anything changes the saved tensors (before `optimizer.step()`); waits for the copy if need be."""
+        if self._snapshot is not None:
+            self._snapshot.before_update()
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Make the copy buffer and start the writer ahead of the first save, which then costs what later ones do."""
+        tensors, _ = split_state(state)
+        holdings = [holding(name, tensor, self.rank, self.world_size) for name, tensor in tensors.items()]
+        needed = sum(held.local.nbytes for held in holdings if held.owned is not False)
+        self._ensure_writer().ensure(needed, cuda=any(held.local.is_cuda for held in holdings))
+
+    def poll(self) -> None:
+        """Deliver the events of a save that ended in the background; cheap, call it every step."""
+        if self._flying is not None and self._report is None and self._writer is not None:
+            self._take_report(self._writer.report(0))
+
+    def wait(self) -> None:
+        """Return when no save is under way."""
+        self._settle()
+
+    def close(self) -> None:
+        """Wait, then let go of the writer and the memory."""
+        self._settle()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+    def _start(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        self._settle(before=step)
         tensors, plain = split_state(state)
         rank_values = plain.pop(RANK_KEY, {})
         holdings = [holding(name, tensor, self.rank, self.world_size) for name, tensor in tensors.items()]
-        owned = settle_owners(holdings, self.rank, self.world_size, self._group)
-        specs, size_bytes = lay_out([(held.name, held.dtype, held.shape, held.box) for held in owned])
-        buffer = torch.empty(size_bytes, dtype=torch.uint8)
-        memory: dict[Any, Holding] = {(held.name, held.box): held for held in owned}
-        for spec in specs:
-            target = buffer[spec.begin : spec.begin + spec.size_bytes].view(DTYPES[spec.dtype])
-            target.view(spec.box.shape).copy_(memory[spec.tensor, spec.box].local)
-        attempt = self._begin(step)
-        failure: str | None = None
-        try:
-            extra = {"holds": {held.name: [held.dtype, held.shape] for held in holdings}, "rank_values": rank_values}
-            commit.write_part(self._store, attempt, self.rank, specs, bytes_of(buffer), extra)
-        except (OSError, CheckpointError) as error:
-            failure = f"rank {self.rank}: {error}"
-        self._agree(failure, f"step {step} is not committed")
-        committed: StepFolder | None = None
-        if self.rank == 0:
-            try:
-                parts = commit.await_parts(self._store, attempt, lambda: False, COMMIT_TIMEOUT_S)
-                committed = commit.publish(self._store, attempt, commit.compose(attempt, parts, plain, metadata))
-            except (OSError, CheckpointError) as error:
-                failure = str(error)
-        self._agree(failure, f"step {step} is not committed")
-        committed = self._share(committed)
-        assert committed is not None
-        self._last = (step, committed.marker.time)
-        self._event(
-            "checkpoint_committed",
-            {
-                "step": step,
-                "folder": committed.name,
-                "bytes": committed.marker.data_bytes,
-                "seconds": time.monotonic() - began,
-            },
+        if self._config.format == "full":
+            holdings = _gathered(holdings, tensors, self.rank)
+        layout = [(held.name, held.dtype, held.shape, held.box) for held in holdings]
+        known = self._plan is not None and self._plan.layout == layout
+        proposals = self._gather((known, self._propose(step) if self.rank == 0 else None))
+        if not all(same for same, _ in proposals):
+            owned = settle_owners(holdings, self.rank, self.world_size, self._group)
+            self._plan = _Plan(layout, *lay_out([(held.name, held.dtype, held.shape, held.box) for held in owned]))
+            self._total_bytes = sum(self._gather(self._plan.size_bytes))
+        plan = self._plan
+        assert plan is not None
+        attempt, free_bytes, failure = proposals[0][1]
+        if attempt is None:
+            raise CheckpointError(f"step {step} is not committed: {failure}")
+        self._check_space(free_bytes)
+        self._event("checkpoint_started", {"step": step})
+        snapshot = self._ensure_writer()
+        writer = self._writer
+        assert writer is not None
+        memory = {(held.name, held.box): held.local for held in holdings}
+        rules = Rules(self._config.keep, self._config.keep_every, self._config.keep_best)
+        publication = Publication(plain, dict(metadata), rules, self._config.parity) if self.rank == 0 else None
+        job = Job(
+            place=self._place,
+            attempt=attempt,
+            rank=self.rank,
+            size_bytes=plan.size_bytes,
+            specs=plan.specs,
+            holds={held.name: (held.dtype, held.shape) for held in holdings},
+            rank_values=rank_values,
+            publication=publication,
+            threads=self._threads(share=2),
+            peers=self._nearby.peers(self._place, writer) if self._nearby is not None else None,
         )
-        self._retire()
+        self._flying, self._report = attempt, None
 
-    def save_async(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        """Start a save; the state's tensors must not change before `before_update` has returned. Collective."""
-        self.save(step, state, metadata)
+        def copied(error: Exception | None) -> None:
+            if error is None:
+                writer.submit(job)
+            else:
+                writer.fail(f"rank {self.rank} could not copy its state: {error}")
 
-    def before_update(self) -> None:
-        """Call before anything changes the saved tensors (before `optimizer.step()`)."""
+        try:
+            snapshot.start([(s, memory[s.tensor, s.box]) for s in plan.specs], plan.size_bytes, copied)
+        except (OSError, RuntimeError) as error:
+            # Out of host memory, say. The other ranks are under way: this one must fail like a writer, not alone.
+            copied(error)
 
-    def poll(self) -> None:
-        """Deliver events of saves that ended in the background; cheap, call it every step."""
+    def _propose(self, step: int) -> tuple[Attempt | None, int | None, str]:
+        """Rank 0 chooses folder, sequence number and token, and looks at the free space; or says why it cannot."""
+        try:
+            return self._new_attempt(step), self._store.free_bytes(), ""
+        except (OSError, CheckpointError) as error:
+            return None, None, str(error)
+
+    def _new_attempt(self, step: int) -> Attempt:
+        if self._sequence is None:
+            self._sequence = max((found.marker.sequence for found in commit.committed_steps(self._store)), default=0)
+            for name in commit.leftovers(self._store):
+                self._store.remove_folder(name)
+        self._sequence += 1
+        folder = commit.free_folder(self._store, step)
+        return Attempt(step, self._sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
+
+    def _check_space(self, free_bytes: int | None) -> None:
+        copies = 2 if self._config.parity or self._nearby is not None else 1
+        nodes = self._nearby.node_count if self._nearby is not None else 1
+        needed = self._total_bytes * copies // nodes + SPARE_BYTES
+        if free_bytes is not None and free_bytes < needed:
+            raise CheckpointError(
+                f"{self._store.locate()} has {format_bytes(free_bytes)} free and this save needs "
+                f"{format_bytes(needed)}: it is skipped, the run goes on",
+                "free some space, or lower checkpoint.keep",
+            )
+
+    def _ensure_writer(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = Snapshot()
+        if self._writer is not None and not self._writer.alive:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
+            self._writer = WriterProcess(self._snapshot.handle)
+            if self._nearby is not None:
+                self._nearby.forget()
+        return self._snapshot
+
+    def _settle(self, before: int | None = None) -> str | None:
+        """Wait for the save under way, on every rank; what went wrong with it, or None."""
+        if self._flying is None:
+            return None
+        attempt, began = self._flying, time.monotonic()
+        assert self._snapshot is not None
+        assert self._writer is not None
+        self._snapshot.join()
+        if self.rank == 0:
+            self.poll()
+        elif self._report is None:
+            self._take_report(self._writer.report(None))
+        reports = self._gather(self._report)
+        if reports[0] is None:
+            # A rank whose writer died leaves no part file: without this the commit would wait for it for half an hour.
+            if self.rank == 0:
+                if any(report and report["kind"] == "failed" for report in reports):
+                    self._writer.abort(attempt.token)
+                self._take_report(self._writer.report(None))
+            reports[0] = self._share(self._report)
+        self._flying, self._report = None, None
+        waited_s = time.monotonic() - began
+        if before is not None and waited_s > VISIBLE_DELAY_S and self.rank == 0:
+            message = (
+                f"the save of step {before} waited {waited_s:.1f} s for the one of step {attempt.step} to be written"
+            )
+            self._warn("checkpoint_delayed", message, step=before, seconds=waited_s)
+        if reports[0]["kind"] == "committed":
+            self._last = (attempt.step, reports[0]["marker"]["time"])
+            return None
+        failed = [report["message"] for report in reports if report["kind"] == "failed"]
+        return str(failed[0])
+
+    def _take_report(self, report: dict[str, Any] | None) -> None:
+        """Turn a writer's report into events."""
+        if report is None or self._flying is None:
+            return
+        self._report = report
+        step = self._flying.step
+        if report["kind"] == "failed":
+            self._warn("checkpoint_failed", f"step {step} is not committed: {report['message']}", step=step)
+        elif report["kind"] == "committed":
+            marker = Marker(**report["marker"])
+            self._last = (step, marker.time)
+            facts = {"step": step, "folder": report["folder"], "bytes": marker.data_bytes, "seconds": report["seconds"]}
+            self._event("checkpoint_committed", facts)
+            for note in report["notes"]:
+                self._warn("checkpoint_retention", note, step=step)
+
+    # ---------------------------------------------------------------- loading
 
     def find(self) -> StepFolder | None:
-        """The newest committed step, or the one that `resume_from` names; None when there is none. Collective."""
-        found = self._candidates() if self.rank == 0 else None
-        steps = self._share(found)
-        assert steps is not None
+        """The newest committed step, or the one that `resume_from` names; None when there is none."""
+        steps = self._candidates()
         return steps[0] if steps else None
 
     def load(self, where: StepFolder, into: dict[str, Any], strict: bool = True) -> dict[str, Any]:
-        """Fill the tensors of `into` in place and return the plain values; CheckpointError names what is damaged."""
+        """Fill the tensors of `into` in place and return the plain values; CheckpointError names what is damaged.
+
+        Whole sections (top-level keys) may be left out of `into`; without `strict`, single tensors as well. What lies
+        below the key `rank` is filled if a process of this number saved it.
+        """
         return self._load(where, into, strict).values
 
     def load_newest(self, into: dict[str, Any], strict: bool = True) -> LoadedStep | None:
-        """Load the newest whole step, falling back past damaged ones with an event for each. Collective.
+        """Load the newest whole step, repairing it or falling back past it if it is damaged, with an event for each.
 
         None when there is no step at all; when there are steps but none is whole this raises: starting over in
         silence would lose the run.
         """
-        steps: list[StepFolder] | None = self._share(self._candidates() if self.rank == 0 else None)
-        assert steps is not None
+        elsewhere = frozenset().union(*self._gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
-        for where in steps:
-            loaded, failure = None, None
-            try:
-                loaded = self._load(where, into, strict)
-            except CheckpointError as error:
-                problem, failure = error, error.message
-            failures = [text for text in self._gather(failure) if text]
-            if not failures and loaded is not None:
+        for where in self._candidates():
+            loaded, problem = self._try_load(where, into, strict, elsewhere)
+            if problem is not None and self._mended(where):
+                loaded, problem = self._try_load(where, into, strict, elsewhere)
+            if loaded is not None:
                 self._last = (loaded.step, where.marker.time)
                 return loaded
-            problem = problem or CheckpointError(failures[0])
-            self._event("warning", {"step": where.step, "reason": "checkpoint_damaged", "message": failures[0]})
+            assert problem is not None
+            self._warn("checkpoint_damaged", problem.message, step=where.step)
         if problem is not None:
             raise CheckpointError(
                 f"no checkpoint in {self._store.locate()} can be loaded; the last problem: {problem.message}",
@@ -162,18 +336,52 @@ class Checkpointer:
             )
         return None
 
-    def wait(self) -> None:
-        """Return when no save is under way. Collective."""
+    def _try_load(
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str]
+    ) -> tuple[LoadedStep | None, CheckpointError | None]:
+        """Load on every rank; when one fails, all have failed."""
+        loaded, own = None, None
+        try:
+            if self._nearby is not None and self._store_of(where) is self._store:
+                self._nearby.bring(where, into)
+            loaded = self._load(where, into, strict, elsewhere)
+        except CheckpointError as error:
+            own = error
+        failures = [failure for failure in self._gather((own.message, own.hint) if own else None) if failure]
+        return (None, CheckpointError(*failures[0])) if failures else (loaded, None)
 
-    def close(self) -> None:
-        """Wait, then let go of everything. Collective."""
-        self.wait()
+    def _mended(self, where: StepFolder) -> bool:
+        """Rebuild a damaged step from its parity or its replicas; whether that is worth another try."""
+        if self._nearby is not None and self._store_of(where) is self._store:
+            dropped = self._nearby.drop_damaged(where)
+            if dropped:
+                self._warn("checkpoint_repaired", f"{where.name}: fetching {', '.join(dropped)} anew", step=where.step)
+            return bool(dropped)
+        rebuilt: list[str] = []
+        if self.rank == 0:
+            try:
+                _, rebuilt = parity.mend(self._store_of(where), where)
+            except (OSError, CheckpointError):
+                rebuilt = []
+        rebuilt = self._share(rebuilt)
+        if rebuilt:
+            self._warn(
+                "checkpoint_repaired", f"{where.name}: rebuilt {', '.join(rebuilt)} from parity", step=where.step
+            )
+        return bool(rebuilt)
 
-    def _load(self, where: StepFolder, into: dict[str, Any], strict: bool) -> LoadedStep:
+    def _load(
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str] = frozenset()
+    ) -> LoadedStep:
         store = self._store_of(where)
-        manifest = commit.read_manifest(store, where)
-        values, _ = restore(store, where.name, manifest, into, self.rank, self.world_size, strict)
-        return LoadedStep(manifest.step, where, values, manifest.metadata, manifest.world_size)
+        with reading(store, where.name):
+            manifest = commit.read_manifest(store, where)
+            threads = self._threads(share=1)
+            values, bytes_read = restore(
+                store, where.name, manifest, into, self.rank, self.world_size, strict, threads, elsewhere
+            )
+        folder = store.locate(where.name)
+        return LoadedStep(manifest.step, where, folder, values, manifest.metadata, manifest.world_size, bytes_read)
 
     def _resume_place(self) -> tuple[str, str] | None:
         parent, _, name = self._config.resume_from.rstrip("/").rpartition("/")
@@ -186,37 +394,52 @@ class Checkpointer:
         return self._store
 
     def _candidates(self) -> list[StepFolder]:
-        place = self._resume_place()
-        if place is not None:
+        """The steps to try, best first; rank 0 looks, and what it sees or fails with holds for all."""
+        if self._nearby is not None and self._resume_place() is None:
+            return self._nearby.steps()
+        steps: list[StepFolder] = []
+        failure: str | None = None
+        if self.rank == 0:
             try:
-                return [commit.read_step(open_store(place[0]), place[1])]
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"checkpoint.resume_from is {self._config.resume_from}, and there is no committed step"
-                ) from error
+                steps = self._look()
+            except CheckpointError as error:
+                failure = error.message
+        steps, failure = self._share((steps, failure))
+        if failure is not None:
+            raise CheckpointError(failure)
+        return steps
 
-        def damaged(error: CheckpointError) -> None:
-            self._event("warning", {"reason": "checkpoint_damaged", "message": error.message})
+    def _look(self) -> list[StepFolder]:
+        place = self._resume_place()
+        if place is None:
+            damages: list[CheckpointError] = []
+            steps = commit.committed_steps(self._store, damages.append)
+            for error in damages:
+                self._warn("checkpoint_damaged", error.message)
+            if damages and not steps:
+                raise damages[0]
+            return steps
+        try:
+            return [commit.read_step(open_store(place[0]), place[1])]
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"checkpoint.resume_from is {self._config.resume_from}, and there is no committed step"
+            ) from error
 
-        return commit.committed_steps(self._store, damaged)
+    # ---------------------------------------------------------------- talking
 
-    def _begin(self, step: int) -> Attempt:
-        attempt: Attempt | None = None
-        if self.rank == 0:
-            folder, sequence = commit.next_place(self._store, step)
-            attempt = Attempt(step, sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
-        attempt = self._share(attempt)
-        assert attempt is not None
-        return attempt
-
-    def _retire(self) -> None:
-        if self.rank == 0:
-            for step in retention.surplus(commit.committed_steps(self._store), self._config.keep):
-                retention.remove_step(self._store, step)
+    def _threads(self, share: int) -> int:
+        """Threads for hashing: this rank's cores when it loads, half of them beside a step; over 16 gain nothing."""
+        ranks = from_environment()
+        neighbours = ranks.local_world_size if ranks.launched else self.world_size
+        return min(16, max(1, (os.cpu_count() or 1) // neighbours // share))
 
     def _event(self, kind: str, facts: dict[str, Any]) -> None:
         if self._on_event is not None:
             self._on_event(kind, facts)
+
+    def _warn(self, reason: str, message: str, **facts: Any) -> None:
+        self._event("warning", {"reason": reason, "message": message, **facts})
 
     def _share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -234,8 +457,16 @@ class Checkpointer:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _agree(self, failure: str | None, what: str) -> None:
-        """Raise on every rank when any rank failed."""
-        failures = [text for text in self._gather(failure) if text]
-        if failures:
-            raise CheckpointError(f"{what}: {failures[0]}")
+
+def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], rank: int) -> list[Holding]:
+    """For `format: full`: every tensor whole on rank 0, nothing elsewhere but what belongs to a process alone."""
+    whole: list[Holding] = []
+    for held, tensor in zip(holdings, tensors.values(), strict=True):
+        if held.name.startswith(f"{RANK_KEY}."):
+            whole.append(held)
+            continue
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if rank == 0:
+            # Host memory, one tensor at a time: the whole model need not fit on one device.
+            whole.append(holding(held.name, full.detach().cpu(), 0, 1))
+    return whole

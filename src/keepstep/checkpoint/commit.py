@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from keepstep.checkpoint import failpoints
 from keepstep.checkpoint.hashing import Algorithm, hasher
@@ -32,9 +32,19 @@ from keepstep.checkpoint.manifest import (
     folder_name,
     parse_folder_name,
 )
-from keepstep.checkpoint.shards import PieceSpec, write_shard
+from keepstep.checkpoint.shards import PieceSpec, shard_header
 from keepstep.checkpoint.store import Store
 from keepstep.core.errors import CheckpointError
+
+
+class Peers(Protocol):
+    """Where copies go when every node writes to a disk of its own (see peers.py)."""
+
+    def send_data(self, name: str, pieces: Sequence[memoryview]) -> None:
+        """Copy a data file to another node; returns when it is on disk there."""
+
+    def send_part(self, name: str, content: bytes) -> bool:
+        """Hand the part file to the committing node; False when that is this node."""
 
 
 @dataclass(frozen=True)
@@ -107,34 +117,46 @@ def read_manifest(store: Store, step: StepFolder) -> Manifest:
     return decode_manifest(content, where)
 
 
-def next_place(store: Store, step: int) -> tuple[str, int]:
-    """Folder and sequence number for a new save of `step`: never a folder that is committed."""
-    sequence = 1 + max((found.marker.sequence for found in committed_steps(store)), default=0)
+def free_folder(store: Store, step: int) -> str:
+    """The folder for a new save of `step`: never one that is committed."""
     attempt = 0
     while MARKER in store.names(folder_name(step, attempt)):
         attempt += 1
-    return folder_name(step, attempt), sequence
+    return folder_name(step, attempt)
 
 
 def write_part(
-    store: Store, attempt: Attempt, rank: int, specs: list[PieceSpec], data: memoryview, extra: Mapping[str, Any]
+    store: Store,
+    attempt: Attempt,
+    rank: int,
+    specs: list[PieceSpec],
+    data: memoryview,
+    extra: Mapping[str, Any],
+    threads: int = 1,
+    peers: Peers | None = None,
 ) -> None:
     """One rank's share: its data file, then its part file. `extra` goes into the part (rank values, names held)."""
     failpoints.reach("before_data")
-    entry = write_shard(store, f"{attempt.folder}/{attempt.file_name(rank)}", specs, data, attempt.algorithm)
+    header = shard_header(specs, data, attempt.algorithm, threads)
+    name, pieces = attempt.file_name(rank), [memoryview(header), data]
+    store.write(f"{attempt.folder}/{name}", pieces)
     failpoints.reach("after_data")
+    if peers is not None:
+        peers.send_data(f"{attempt.folder}/{name}", pieces)
     part = {
         **extra,
-        "file": [entry.name, entry.size_bytes, entry.header_bytes, entry.header_hash],
+        "file": [name, len(header) + len(data), len(header), hasher(attempt.algorithm)(header)],
         "pieces": [spec.to_json() for spec in specs],
     }
-    store.create(f"{attempt.folder}/{attempt.part_name(rank)}", json.dumps(part, separators=(",", ":")).encode())
+    announce(store, attempt, rank, part, peers)
     failpoints.reach("after_part")
 
 
-def write_failure(store: Store, attempt: Attempt, rank: int, reason: str) -> None:
-    """Tell the committing rank not to wait for us."""
-    store.create(f"{attempt.folder}/{attempt.part_name(rank)}", json.dumps({"error": reason}).encode())
+def announce(store: Store, attempt: Attempt, rank: int, part: Mapping[str, Any], peers: Peers | None = None) -> None:
+    """Leave the part file where the committing rank looks for it; `{"error": ...}` tells it not to wait for us."""
+    name, content = f"{attempt.folder}/{attempt.part_name(rank)}", json.dumps(part, separators=(",", ":")).encode()
+    if peers is None or not peers.send_part(name, content):
+        store.create(name, content)
 
 
 def await_parts(store: Store, attempt: Attempt, stop: Callable[[], bool], timeout_s: float) -> list[dict[str, Any]]:
@@ -200,9 +222,15 @@ def compose(
     return manifest
 
 
-def publish(store: Store, attempt: Attempt, manifest: Manifest) -> StepFolder:
-    """Make the step exist: manifest, marker (only if there is none), `latest`; then drop the part files."""
+def publish(store: Store, attempt: Attempt, manifest: Manifest, elsewhere: bool = False) -> StepFolder:
+    """Make the step exist: manifest, marker (only if there is none), `latest`; then drop the part files.
+
+    `elsewhere` says that other ranks' files may lie on other nodes, where they were written before their parts came.
+    """
+    here = set(store.names(attempt.folder))
     for file in manifest.files:
+        if elsewhere and file.name not in here:
+            continue
         size = store.size(f"{attempt.folder}/{file.name}")
         if size != file.size_bytes:
             raise CheckpointError(

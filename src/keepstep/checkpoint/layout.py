@@ -5,10 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -105,8 +107,7 @@ def holding(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Hold
     mesh = tensor.device_mesh
     local = tensor.to_local().detach()
     shape = tuple(tensor.shape)
-    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, tensor.placements)
-    box = Box(tuple(offset), tuple(local_shape))
+    box = _local_box(shape, mesh, tensor.placements)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
             f"tensor {name}: its local part has shape {list(local.shape)}, its layout says {list(box.shape)}"
@@ -121,6 +122,13 @@ def holding(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Hold
             for axis, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True))
         )
     return Holding(name, dtype, shape, box, local, owned)
+
+
+@cache
+def _local_box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Box:
+    """This process's box of a DTensor; remembered, because many tensors share a shape and every save asks again."""
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offset), tuple(local_shape))
 
 
 def settle_owners(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,11 +23,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy().data)
 
 
-def match_names(manifest: Manifest, into: Mapping[str, Any], holdings: list[Holding], where: str, strict: bool) -> None:
-    """Refuse a state that does not fit the checkpoint: sections may be left out whole, but not single tensors."""
+def match_names(
+    manifest: Manifest,
+    into: Mapping[str, Any],
+    holdings: list[Holding],
+    where: str,
+    strict: bool,
+    elsewhere: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse a state that does not fit the checkpoint: sections may be left out whole, but not single tensors.
+
+    `elsewhere` are names that other processes have a place for (the other stages of a pipeline).
+    """
     wanted = {held.name: held for held in holdings if not held.name.startswith(f"{RANK_KEY}.")}
     sections = [f"{key}." for key in into if key != RANK_KEY]
-    unread = sorted(n for n in manifest.tensors if n not in wanted and n.startswith(tuple(sections)))
+    unread = sorted(
+        n for n in manifest.tensors if n not in wanted and n not in elsewhere and n.startswith(tuple(sections))
+    )
     if unread and strict:
         raise CheckpointError(
             f"{where} holds the tensor {unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
@@ -56,6 +69,8 @@ def restore(
     rank: int,
     world_size: int,
     strict: bool = True,
+    threads: int = 1,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], int]:
     """Fill the tensors of `into` and return the plain values with the bytes read; no unchecked byte gets through.
 
@@ -63,7 +78,28 @@ def restore(
     """
     tensors, _ = split_state(into)
     holdings = [holding(name, tensor, rank, world_size) for name, tensor in tensors.items()]
-    match_names(manifest, into, holdings, store.locate(folder), strict)
+    match_names(manifest, into, holdings, store.locate(folder), strict, elsewhere)
+    by_file = _jobs(manifest, holdings)
+    bytes_read = 0
+    with torch.no_grad(), ThreadPoolExecutor(threads) as pool:
+        for file, jobs in sorted(by_file.items()):
+            reader = ShardReader(store, folder, manifest.files[file], manifest.algorithm)
+            ordered = sorted(jobs, key=lambda job: job[1].begin)
+            if threads == 1:
+                for held, piece, common in ordered:
+                    fill(reader, held, piece, common)
+            else:
+                # Pieces never overlap in the tensors they fill. `list` lets the first error out.
+                list(pool.map(lambda job, reader=reader: fill(reader, *job), ordered))
+            bytes_read += reader.bytes_read
+    values = dict(manifest.values)
+    if rank in manifest.rank_values:
+        values[RANK_KEY] = manifest.rank_values[rank]
+    return values, bytes_read
+
+
+def _jobs(manifest: Manifest, holdings: list[Holding]) -> dict[int, list[tuple[Holding, Piece, Box]]]:
+    """Which parts of which pieces go into our tensors, by data file."""
     by_file: dict[int, list[tuple[Holding, Piece, Box]]] = defaultdict(list)
     for held in holdings:
         entry = manifest.tensors.get(held.name)
@@ -73,17 +109,13 @@ def restore(
             common = piece.box.common(held.box) if held.box.count else None
             if common is not None:
                 by_file[piece.file].append((held, piece, common))
-    bytes_read = 0
-    with torch.no_grad():
-        for file, jobs in sorted(by_file.items()):
-            reader = ShardReader(store, folder, manifest.files[file], manifest.algorithm)
-            for held, piece, common in sorted(jobs, key=lambda job: job[1].begin):
-                fill(reader, held, piece, common)
-            bytes_read += reader.bytes_read
-    values = dict(manifest.values)
-    if rank in manifest.rank_values:
-        values[RANK_KEY] = manifest.rank_values[rank]
-    return values, bytes_read
+    return by_file
+
+
+def files_needed(manifest: Manifest, into: Mapping[str, Any], rank: int, world_size: int) -> set[int]:
+    """The data files that hold something for this process."""
+    tensors, _ = split_state(into)
+    return set(_jobs(manifest, [holding(name, tensor, rank, world_size) for name, tensor in tensors.items()]))
 
 
 def fill(reader: ShardReader, held: Holding, piece: Piece, common: Box) -> None:

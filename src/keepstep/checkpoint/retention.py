@@ -2,21 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
-from keepstep.checkpoint import failpoints
+from keepstep.checkpoint import commit, failpoints
 from keepstep.checkpoint.manifest import MARKER, StepFolder
+from keepstep.checkpoint.shards import ShardReader
 from keepstep.checkpoint.store import Store
+from keepstep.core.errors import CheckpointError
+
+READING = "reading-"
+READING_EXPIRES_S = 6 * 3600.0
+"""A reader that was killed leaves its note behind; after this long the note no longer protects the step."""
 
 
-def surplus(steps: Sequence[StepFolder], keep: int) -> list[StepFolder]:
-    """The steps that may go, given all of them with the newest first; keep 0 keeps all."""
-    return list(steps[keep:]) if keep > 0 else []
+@dataclass(frozen=True)
+class Rules:
+    """What to keep; a step that any rule keeps stays."""
+
+    keep: int = 3
+    """Newest commits; 0 keeps all."""
+    keep_every: int = 0
+    """Steps divisible by this stay for good; 0 switches the rule off."""
+    keep_best: int = 0
+    """Steps with the lowest loss in their metadata; 0 switches the rule off."""
 
 
-def remove_step(store: Store, step: StepFolder) -> None:
+def surplus(steps: Sequence[StepFolder], rules: Rules, losses: Mapping[str, float]) -> list[StepFolder]:
+    """The steps that may go, given all of them with the newest first, and their losses by folder name."""
+    if rules.keep <= 0:
+        return []
+    kept = {step.name for step in steps[: rules.keep]}
+    if rules.keep_every > 0:
+        kept |= {step.name for step in steps if step.step % rules.keep_every == 0}
+    if rules.keep_best > 0:
+        kept |= set(sorted(losses, key=lambda name: (losses[name], name))[: rules.keep_best])
+    return [step for step in steps if step.name not in kept]
+
+
+def removable(store: Store, rules: Rules, note: Callable[[str], None], elsewhere: bool = False) -> list[str]:
+    """Names of the steps that may go now, oldest first. None, unless a step that stays is whole.
+
+    `elsewhere` says that some files lie on other nodes: those cannot be looked at from here.
+    """
+    steps = commit.committed_steps(store)
+    losses = _losses(store, steps) if rules.keep_best > 0 else {}
+    doomed = surplus(steps, rules, losses)
+    if not doomed:
+        return []
+    gone = {step.name for step in doomed}
+    problem = None
+    for step in (step for step in steps if step.name not in gone):
+        problem = quick_problem(store, step, elsewhere)
+        if problem is None:
+            break
+    else:
+        note(f"no old checkpoint is removed, because none of the newer ones is whole: {problem}")
+        return []
+    free = []
+    for step in reversed(doomed):
+        if being_read(store, step.name):
+            note(f"{step.name} is being read and stays until the next save")
+        else:
+            free.append(step.name)
+    return free
+
+
+def apply(store: Store, rules: Rules, note: Callable[[str], None], elsewhere: bool = False) -> list[str]:
+    """Remove what the rules do not keep; returns the names removed."""
+    removed = removable(store, rules, note, elsewhere)
+    for name in removed:
+        remove_step(store, name)
+    return removed
+
+
+def quick_problem(store: Store, step: StepFolder, elsewhere: bool = False) -> str | None:
+    """None when manifest, file sizes and headers are as they were written: the check before an older step may go."""
+    try:
+        manifest = commit.read_manifest(store, step)
+        here = set(store.names(step.name))
+        for file in manifest.files:
+            if elsewhere and file.name not in here:
+                continue
+            ShardReader(store, step.name, file, manifest.algorithm)
+    except CheckpointError as error:
+        return error.message
+    return None
+
+
+def _losses(store: Store, steps: Sequence[StepFolder]) -> dict[str, float]:
+    losses = {}
+    for step in steps:
+        with suppress(CheckpointError):
+            loss = commit.read_manifest(store, step).metadata.get("loss")
+            if isinstance(loss, int | float) and loss == loss:
+                losses[step.name] = float(loss)
+    return losses
+
+
+def remove_step(store: Store, name: str) -> None:
     """Delete one step."""
-    store.remove(f"{step.name}/{MARKER}")
+    store.remove(f"{name}/{MARKER}")
     failpoints.reach("gc_marker_removed")
-    store.remove_folder(step.name)
+    store.remove_folder(name)
     failpoints.reach("gc_folder_removed")
+
+
+@contextmanager
+def reading(store: Store, folder: str) -> Iterator[None]:
+    """While this lasts no retention removes the step (where we may write beside it; elsewhere we can only read)."""
+    name = f"{folder}/{READING}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    written = False
+    with suppress(OSError):
+        store.create(name, json.dumps({"time": time.time()}).encode())
+        written = True
+    try:
+        yield
+    finally:
+        if written:
+            with suppress(OSError):
+                store.remove(name)
+
+
+def being_read(store: Store, folder: str) -> bool:
+    """Whether somebody said so, and not too long ago."""
+    for name in store.names(folder):
+        if name.startswith(READING):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                if time.time() - json.loads(store.read(f"{folder}/{name}"))["time"] < READING_EXPIRES_S:
+                    return True
+    return False

@@ -23,6 +23,7 @@ from keepstep.core.errors import CheckpointError
 PAGE_BYTES = 4096
 SMALLEST_BLOCK_BYTES = 64 * 1024
 MOST_BLOCKS = 65536
+CHECK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,8 @@ def block_size(total_bytes: int) -> int:
     return size
 
 
-def write_shard(
-    store: Store, name: str, specs: Sequence[PieceSpec], data: memoryview, algorithm: Algorithm, threads: int = 1
-) -> FileEntry:
-    """Hash `data`, then write header and data as the file `name`; durable on return."""
+def shard_header(specs: Sequence[PieceSpec], data: memoryview, algorithm: Algorithm, threads: int = 1) -> bytes:
+    """Hash the source buffer and make the header that, followed by `data`, is a data file."""
     block_bytes = block_size(len(data))
 
     def hashes_of(spec: PieceSpec) -> list[str]:
@@ -90,9 +89,7 @@ def write_shard(
             blocks = "".join("".join(hashes) for hashes in pool.map(hashes_of, specs))
     else:
         blocks = "".join("".join(hashes_of(spec)) for spec in specs)
-    header = encode_header(specs, block_bytes, algorithm, blocks)
-    store.write(name, [memoryview(header), data])
-    return FileEntry(name.rpartition("/")[2], len(header) + len(data), len(header), hasher(algorithm)(header))
+    return encode_header(specs, block_bytes, algorithm, blocks)
 
 
 def encode_header(specs: Sequence[PieceSpec], block_bytes: int, algorithm: Algorithm, blocks: str) -> bytes:
@@ -120,8 +117,14 @@ class ShardReader:
         self._entry = entry
         self._digest = hasher(algorithm)
         self._block_chars = DIGEST_CHARS[algorithm]
-        self.bytes_read = 0
+        # Appended to, not added up: threads share a reader, and an append cannot lose a count.
+        self._reads: list[int] = []
         self._open()
+
+    @property
+    def bytes_read(self) -> int:
+        """What was read of this file so far."""
+        return sum(self._reads)
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -146,8 +149,9 @@ class ShardReader:
         self.block_bytes = int(about["block_bytes"])
         self._hashes: str = about["blocks"]
         self._first_block: dict[int, int] = {}
+        self._spans = sorted(tuple(piece["data_offsets"]) for piece in table.values())
         count = 0
-        for begin, end in sorted(tuple(piece["data_offsets"]) for piece in table.values()):
+        for begin, end in self._spans:
             if end > begin:
                 self._first_block[begin] = count
                 count += -(-(end - begin) // self.block_bytes)
@@ -157,9 +161,17 @@ class ShardReader:
             read = self._store.read_into(self._name, offset, buffer)
         except OSError as error:
             raise self._damaged(f"cannot be read: {error.strerror or error}") from error
-        self.bytes_read += read
+        self._reads.append(read)
         if read != len(buffer):
             raise self._damaged(f"ends after {offset + read} bytes")
+
+    def check_all(self) -> None:
+        """Read every block once and check it."""
+        run_bytes = max(self.block_bytes, CHECK_BYTES // self.block_bytes * self.block_bytes)
+        buffer = memoryview(bytearray(run_bytes))
+        for begin, end in self._spans:
+            for first in range(0, end - begin, run_bytes):
+                self.read_piece(begin, first, buffer[: min(run_bytes, end - begin - first)])
 
     def widen(self, first: int, last: int, piece_bytes: int) -> tuple[int, int]:
         """The smallest run of whole blocks around bytes [first, last) of a piece."""

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from keepstep.checkpoint.direct import write_durable
+from keepstep.checkpoint.objects import ObjectStore, parse_url
 from keepstep.core.files import sync_folder, write_atomic
-
-WRITE_BYTES = 8 * 1024 * 1024
 
 
 class Store(Protocol):
@@ -41,6 +41,9 @@ class Store(Protocol):
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file whole and durable, over an older one if need be."""
+
+    def move(self, name: str, target: str) -> None:
+        """Put a file in the place of another; only repair does this, on a file that is checked already."""
 
     def remove(self, name: str) -> None:
         """Delete a file; one that is gone already is fine."""
@@ -95,16 +98,7 @@ class LocalStore:
         """Write a new file, durable on return."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            for piece in pieces:
-                view = piece.cast("B") if piece.format != "B" else piece
-                done = 0
-                while done < len(view):
-                    done += os.write(handle, view[done : done + WRITE_BYTES])
-            os.fdatasync(handle)
-        finally:
-            os.close(handle)
+        write_durable(path, pieces)
         sync_folder(path.parent)
 
     def create(self, name: str, content: bytes) -> None:
@@ -127,6 +121,11 @@ class LocalStore:
         """Write a small file whole and durable, over an older one if need be."""
         write_atomic(self.root / name, content)
 
+    def move(self, name: str, target: str) -> None:
+        """Put a file in the place of another; only repair does this, on a file that is checked already."""
+        (self.root / name).replace(self.root / target)
+        sync_folder((self.root / target).parent)
+
     def remove(self, name: str) -> None:
         """Delete a file; one that is gone already is fine."""
         (self.root / name).unlink(missing_ok=True)
@@ -147,5 +146,6 @@ class LocalStore:
 
 
 def open_store(place: str | Path) -> Store:
-    """The store behind a path."""
-    return LocalStore(Path(place))
+    """The store behind a path or an object store's URL."""
+    url = parse_url(str(place))
+    return ObjectStore(*url) if url else LocalStore(Path(place))

@@ -1,4 +1,7 @@
-"""`keepstep bench step`: tokens a second, MFU, memory and where the time goes, for any preset on this machine."""
+"""`keepstep bench step`: tokens a second, MFU, memory and where the time goes, for any preset on this machine.
+
+`keepstep bench storage` stands in bench_storage.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepstep.cli import bench_storage
 from keepstep.config.load import load_config, split_words
 from keepstep.core.errors import UsageError
 from keepstep.core.files import write_json
@@ -19,15 +23,18 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
-    parser.add_argument("what", choices=["step"], help="what to measure")
+    parser.add_argument("what", choices=["step", "storage"], help="what to measure")
     parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
     parser.add_argument("--steps", type=int, default=10, help="measured steps (default: 10)")
     parser.add_argument("--out", type=Path, help="also write the JSON there")
     parser.add_argument("--json", action="store_true", help="print JSON only")
+    bench_storage.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    if args.what == "storage":
+        return bench_storage.run(args)
     if args.steps < 1:
         raise UsageError(f"--steps is {args.steps}, but it must be at least 1")
     path, overrides = split_words(args.words)

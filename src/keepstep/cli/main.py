@@ -20,8 +20,20 @@ VERBS: dict[str, tuple[str, str]] = {
     "new": ("keepstep.cli.new", "write a commented run.yaml to start from"),
     "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
     "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
+    "ckpt": ("keepstep.cli.ckpt", "list, verify, repair, convert and compare checkpoints"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
     "plan": ("keepstep.cli.plan", "memory, speed, storage and goodput of a run on a cluster, before renting it"),
+    "runs": ("keepstep.cli.runs", "list runs with their state, compare two, merge their logs"),
+    "watch": ("keepstep.cli.watch", "follow one run in the terminal"),
+    "ui": ("keepstep.cli.ui", "the live page: every run of a folder in your browser"),
+    "report": ("keepstep.cli.report", "one file about a run, ready to share: HTML or Markdown"),
+    "data": ("keepstep.cli.data", "prepare, check and look at training data"),
+    "jobs": ("keepstep.cli.jobs", "list the jobs that were submitted with train --on"),
+    "logs": ("keepstep.cli.logs", "print or follow the log of a submitted run"),
+    "stop": ("keepstep.cli.stop", "ask a submitted run to save and stop"),
+    "resume": ("keepstep.cli.resume", "submit a stopped run again; it goes on where it was"),
+    "doctor": ("keepstep.cli.doctor", "check this machine, or every node of a cluster"),
+    "launch": ("keepstep.cli.launch", "what schedulers start on a node; profiles and environments"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
 
@@ -45,7 +57,9 @@ def _run_verb(verb: str, arguments: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"keepstep {verb}", description=summary[0].upper() + summary[1:] + ".")
     module.add_arguments(parser)
-    code: int = module.run(parser.parse_intermixed_args(list(arguments)))
+    # argparse cannot mix options and positionals where a verb has actions of its own.
+    parse = parser.parse_args if getattr(module, "HAS_ACTIONS", False) else parser.parse_intermixed_args
+    code: int = module.run(parse(list(arguments)))
     return code
 
 

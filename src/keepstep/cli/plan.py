@@ -164,12 +164,12 @@ def _dry_run(plan: Plan) -> DryRun:
 
 def _spread_step(config: RunConfig, grid: Grid, device: torch.device) -> Callable[[], Step]:
     """The training step in two halves, as a dry run needs it."""
-    from keepstep.train.run import compute_dtype, fill_step, spread_model
+    from keepstep.train.build import fill_learner, spread_model
 
-    model = spread_model(config, grid, compute_dtype(config.precision, device))
+    model = spread_model(config, grid, device)
 
     def fill() -> Step:
-        step = fill_step(config, grid, device, model).step
+        step = fill_learner(config, grid, device, model).step
         return lambda batches: step.run(batches, lr_share=1.0)
 
     return fill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
@@ -15,6 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
     parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
     parser.add_argument("--procs", default="auto", metavar="N", help="processes on this machine (auto: one a GPU)")
+    parser.add_argument("--ui", action="store_true", help="serve the live page while training, and print its link")
+    parser.add_argument(
+        "--on", default="local", metavar="WHERE", help="local, slurm:PROFILE or k8s:PROFILE (default: local)"
+    )
+    parser.add_argument("-N", "--nodes", type=int, metavar="N", help="nodes, with --on (default: the profile's)")
+    parser.add_argument("--dry-run", action="store_true", help="with --on: print what would be submitted, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,6 +31,14 @@ def run(args: argparse.Namespace) -> int:
     ranks = from_environment()
     if ranks.launched:
         return _train_as_one_of(ranks, config)
+    if args.on != "local" or args.nodes is not None or args.dry_run:
+        from keepstep.launch.submit import submit_run
+
+        return submit_run(args.on, path, overrides, config, args.nodes, args.dry_run)
+    if args.ui:
+        from keepstep.cli.ui import start_beside
+
+        print(f"live page: {start_beside(Path(config.runs_dir), config.name)}", file=sys.stderr, flush=True)
     from keepstep.launch.local import process_count
 
     processes = process_count(args.procs, config.compute.device)
@@ -61,5 +76,4 @@ def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:
         if ranks.is_first or not isinstance(error, ConfigError | StopRequested):
             where = "" if ranks.is_first else f"[rank {ranks.rank}] "
             print("\n".join(where + line for line in error.lines()), file=sys.stderr, flush=True)
-    report_exit(code)
-    return code
+    return report_exit(code)

@@ -39,9 +39,11 @@ ZERO_OR_MORE = frozenset({
     "seed",
     "model.kv_heads", "model.head_dim", "model.ffn_hidden", "model.max_positions",
     "model.clip_qkv", "model.sliding_window",
-    "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
+    "data.prefetch", "data.shuffle_window", "data.gpt_samples", "data.stride",
+    "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "parallel.stages", "compute.loss_chunks", "compute.threads",
     "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
+    "observe.rank_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 
@@ -52,6 +54,8 @@ _BELOW_ONE = (lambda number: 0 <= number < 1, "must be at least 0 and below 1")
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model.dropout": _BELOW_ONE,
     "data.valid_share": _BELOW_ONE,
+    "data.test_share": _BELOW_ONE,
+    "data.cache_limit": (lambda size: size.bytes >= 1 << 20, "must be at least 1MiB"),
     "optimizer.betas": (
         lambda betas: all(0 <= beta < 1 for beta in betas),
         "must be two numbers, each at least 0 and below 1",
@@ -61,6 +65,7 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "schedule.stage_at": (lambda number: 0 < number < 1, "must be between 0 and 1"),
     "schedule.stage_lr": _SHARE,
     "schedule.decay_share": (lambda number: 0 < number <= 1, "must be above 0 and at most 1"),
+    "observe.metrics_port": (lambda number: 0 <= number <= 65535, "must be a port, 1 to 65535, or 0 for none"),
     "parallel.replicate": _LEFT,
     "parallel.shard": _LEFT,
 }

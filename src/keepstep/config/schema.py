@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keepstep.core.units import Duration
+from keepstep.core.units import ByteSize, Duration
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class ModelConfig:
     """Attend to this many latest tokens only; 0 means all."""
     dropout: float = 0.0
     """Residual and embedding dropout."""
-    linear: Literal["dense", "bitnet"] = "dense"
-    """The linear module inside the blocks: plain, or ternary weights with straight-through gradients."""
+    linear: Literal["dense", "bitnet", "fp8"] = "dense"
+    """The linear module inside the blocks: plain, ternary weights with straight-through gradients, or products in fp8
+    (`precision: fp8` chooses the last)."""
     init: Literal["kaiming", "normal"] = "normal"
     """Weight initialisation; residual projections are scaled down by √(2·layers) in both."""
     init_std: float = 0.02
@@ -105,16 +106,46 @@ class DataConfig:
     """Where tokens come from and in which order."""
 
     path: str = "demo"
-    """Training data: a folder or prefix that `keepstep data build` wrote; `demo` is the text of this machine's Python
+    """Training data: a folder or prefix that `keepstep data build` wrote, here or at an s3://, az://, gs:// or https://
+    address; raw .jsonl, .parquet or .txt files, tokenised at first use; `demo` is the text of this machine's Python
     standard library, prepared at first use; `synthetic` makes tokens up, for benchmarks."""
+    blend: Mapping[str, float] = field(default_factory=dict)
+    """Several data sets and their weights, for example `{web: 0.7, code: 0.3}`; takes the place of `path`."""
     valid_path: str = ""
     """Validation data; empty takes `valid_share` from the end of the training data."""
     valid_share: float = 0.01
     """Share of documents held out when there is no `valid_path`."""
+    test_path: str = ""
+    """Test data; empty takes `test_share` from behind the validation share."""
+    test_share: float = 0.0
+    """Share of documents held out for a last test, from the very end."""
     tokenizer: str = ""
     """Path of a tokenizer.json; empty means the one stored beside the data."""
     shuffle: bool = True
     """Visit samples in a seeded random order, a new one each epoch; off keeps the order on disk."""
+    shuffle_window: int = 0
+    """Shuffle among about this many neighbouring rows instead of all: for remote data larger than the cache."""
+    order: Literal["keepstep", "gpt"] = "keepstep"
+    """gpt is Megatron's GPTDataset order, bit for bit."""
+    gpt_samples: int = 0
+    """order gpt: samples the Megatron run asked for (its order depends on it); 0 means one epoch."""
+    strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
+    """Documents to rows. pack cuts one endless stream; overflow gives a document as many rows as it needs; trunc keeps
+    its first row; best_fit puts whole documents together and cuts only those longer than a row."""
+    stride: int = 0
+    """overflow: tokens between the starts of a document's rows; 0 means seq_len, that is no overlap."""
+    separate_documents: bool = False
+    """pack: attention and loss stay inside documents. The other strategies always do."""
+    column: str = "tokens"
+    """MDS: the column that holds the tokens."""
+    text_field: str = "text"
+    """Raw text: the JSON field or column that holds it."""
+    eos: str = ""
+    """Raw text: the token put after each document, by its text, for example `<|endoftext|>`."""
+    cache_dir: str = ""
+    """Where copies of remote files are kept; empty means `.data` below `runs_dir`. Use a local disk."""
+    cache_limit: ByteSize = ByteSize(64 << 30)
+    """Most bytes of remote files kept on a node."""
     prefetch: int = 4
     """Micro batches read ahead of the step that needs them."""
 
@@ -187,7 +218,7 @@ class ParallelConfig:
     """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory. A pipeline always
     does."""
     async_tensor: bool = False
-    """Overlap tensor-parallel traffic with products through symmetric memory: GPUs joined by NVLink, compiled blocks."""
+    """Overlap tensor-parallel traffic with products through symmetric memory; compiled blocks on GPUs with NVLink."""
     offload: bool = False
     """Keep weights, gradients and optimizer in host memory and update there: slow, but fits far more on a GPU."""
 
@@ -205,8 +236,9 @@ class ComputeConfig:
     """auto takes a GPU where there is one."""
     compile: bool = False
     """torch.compile each block."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only."""
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
+    chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention; auto lets torch choose."""
     loss_chunks: int = 0
@@ -245,6 +277,17 @@ class CheckpointConfig:
     """Go on from this step folder instead (another run's, for example)."""
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
+    asynchronous: bool = True
+    """Write behind training: a step waits only for a copy in memory that it has not overtaken; off waits for the disk."""
+    format: Literal["sharded", "full", "local"] = "sharded"
+    """sharded: each process writes its own share at the same time. full: one file with whole tensors, gathered first.
+    local: shares on each node's own disk, with a copy on the next node. All load at any number of processes."""
+    parity: Literal[0, 1] = 0
+    """1 adds a parity file for every eight data files: one lost or damaged file among them is rebuilt by itself."""
+    keep_every: int = 0
+    """Steps divisible by this are kept for good, beside the newest; 0 switches it off."""
+    keep_best: int = 0
+    """This many steps with the lowest loss are kept, beside the newest; 0 switches it off."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +298,17 @@ class ObserveConfig:
     """Steps between log lines and metric flushes. The losses of all steps are recorded whatever this is."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run's folder."""
+    rank_interval: int = 20
+    """Steps between two looks at all ranks (step time, wait for data, memory of each); 0 takes none."""
+    metrics_port: int = 0
+    """Serve Prometheus metrics on this port of each node's first process; 0 serves none. 9464 is a usual choice."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port. Any but loopback needs the environment variable KEEPSTEP_METRICS_TOKEN, which Prometheus
+    then sends as its credentials."""
+    wandb_project: str = ""
+    """Log into this Weights & Biases project as well (needs the package wandb); empty does not."""
+    mlflow_experiment: str = ""
+    """Log into this MLflow experiment as well (needs the package mlflow and MLFLOW_TRACKING_URI); empty does not."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +345,9 @@ class RunConfig:
     """Rows in one optimizer step over all processes. Accumulation follows from it."""
     microbatch: int = 8
     """Rows in one forward pass of one process."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto is bf16 on a GPU that has it and fp32 elsewhere. Master weights and optimizer stay fp32 in all."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """auto is bf16 on a GPU that has it and fp32 elsewhere. fp8 is bf16 with the blocks' matrix products in fp8. Master
+    weights and optimizer stay fp32 in all."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Free values that `${variables.name}` refers to."""
     model: ModelConfig = field(default_factory=ModelConfig)

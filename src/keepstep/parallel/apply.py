@@ -6,6 +6,8 @@ FSDP must see the block as it will be called.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from keepstep.config.schema import ComputeConfig, ParallelConfig
@@ -14,8 +16,9 @@ from keepstep.parallel.context import split_rows
 from keepstep.parallel.fsdp import ShardPolicy, shard_model
 from keepstep.parallel.mesh import Grid
 from keepstep.parallel.pipeline import split_stages
-from keepstep.parallel.recompute import apply_recompute
+from keepstep.parallel.recompute import Mode, apply_recompute
 from keepstep.parallel.tensor import split_tensors
+from keepstep.parallel.vocabulary import repeat_output
 
 
 def apply_parallel(
@@ -23,24 +26,30 @@ def apply_parallel(
     grid: Grid,
     parallel: ParallelConfig,
     compute: ComputeConfig,
-    compute_dtype: torch.dtype,
+    shard_dtype: torch.dtype | None,
+    modes: Sequence[Mode],
 ) -> list[Transformer]:
     """Turn a model on the meta device into this process's part of it, in place.
 
-    Returns what is to be called: the model itself, or where there is a pipeline this process's stages of it, whose
-    parameters are the model's.
+    `shard_dtype` is the precision that sharded weights compute in; None leaves the model whole. `modes` says for each
+    block what it recomputes. Returns what is to be called: the model itself, or where there is a pipeline this
+    process's stages of it, whose parameters are the model's.
     """
     stages = split_stages(model, grid.pipeline_rank, grid.layout.pipeline, parallel.stages_per_process)
-    # A pipeline runs many micro batches through the same weights: gathering them each time would cost more than it saves.
-    keep_gathered = parallel.keep_gathered or grid.layout.pipeline > 1
+    piped = grid.layout.pipeline > 1
+    # A pipeline runs many micro batches through the same weights: gathering them each time costs more than it saves.
+    keep_gathered = parallel.keep_gathered or piped
     for stage in stages:
         if grid.layout.tensor > 1:
             split_tensors(stage, grid.mesh["tensor"], parallel.async_tensor)
+        elif piped and parallel.schedule == "zero_bubble":
+            repeat_output(stage)
         if grid.context_group is not None:
             split_rows(stage, grid.context_group)
-        for block in stage.blocks.values():
-            apply_recompute(block, compute.recompute)
+        for layer, block in stage.blocks.items():
+            apply_recompute(block, modes[int(layer)])
             if compute.compile:
                 block.forward = torch.compile(block.forward)
-        shard_model(stage, grid.weights_mesh, ShardPolicy(compute_dtype, keep_gathered, parallel.offload))
+        if shard_dtype is not None:
+            shard_model(stage, grid.weights_mesh, ShardPolicy(shard_dtype, keep_gathered, parallel.offload))
     return stages

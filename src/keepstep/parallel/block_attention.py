@@ -1,4 +1,4 @@
-"""Attention of some queries to one block of keys, with what is needed to merge blocks: the log of the sum of exponentials.
+"""Attention of some queries to one block of keys, with what merging blocks needs: the log-sum-exp of the scores.
 
 Shape legend: b rows, t query tokens, s key tokens, n query heads, g key-value heads, e head size.
 

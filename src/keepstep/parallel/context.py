@@ -71,7 +71,7 @@ def row_positions(batch: Batch) -> NDArray[np.int64]:
 
 def _ring_context(
     config: ModelConfig,
-    x_btd: Tensor,
+    _x_btd: Tensor,
     positions_bt: Tensor,
     documents_bt: Tensor | None,
     cache: KeyValueCache | None,

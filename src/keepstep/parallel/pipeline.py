@@ -7,9 +7,10 @@ both gradients and so stay equal bit for bit; a checkpoint holds one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,11 @@ from keepstep.config.schema import ParallelConfig
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.mesh import Grid
 
+Held = TypeVar("Held")
+
 
 def split_stages(model: Transformer, rank: int, processes: int, stages_per_process: int) -> list[Transformer]:
-    """Keep this process's part of a model on the meta device, in place; returns its stages, which share its parameters."""
+    """Keep this process's part of a model on the meta device, in place; returns its stages, which share its modules."""
     if processes == 1:
         return [model]
     count = processes * stages_per_process
@@ -52,7 +55,7 @@ def _keep_stage(model: Transformer, index: int, count: int) -> None:
     if not is_first:
         model.position = None
     if not is_first and not (is_last and model.config.tied):
-        model.register_module("embed", None)
+        model._modules["embed"] = None
     if not is_last:
         model.norm = model.head = None
 
@@ -62,7 +65,7 @@ def _join_names(model: Transformer, stages: list[Transformer]) -> None:
     model.blocks = nn.ModuleDict({name: block for stage in stages for name, block in stage.blocks.items()})
     for name in ("embed", "position", "norm", "head"):
         held = [stage._modules.get(name) for stage in stages]
-        model.register_module(name, next((module for module in held if module is not None), None))
+        setattr(model, name, next((module for module in held if module is not None), None))
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Pipeline:
                 self._send(stream)
         return loss_sum
 
-    def own_parameters(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    def own_parameters(self, parameters: Sequence[Held]) -> list[Held]:
         """Those that no other stage holds a copy of, or of which ours is the one that counts."""
         tied = self._tied_weight()
         return [each for each in parameters if each is not tied or self._rank == 0]

@@ -73,10 +73,11 @@ def _split_products(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: De
 
 def _split_vocabulary(model: Transformer, mesh: DeviceMesh) -> None:
     rows, rank = model.config.padded_vocab // mesh.size(), mesh.get_local_rank()
-    vocabulary = VocabularySlice(rows * rank, rows, mesh.get_group())
+    group = mesh.get_group()
+    vocabulary = VocabularySlice(rows * rank, rows, group)
     if model._modules["embed"] is not None:
         place_parameter(model.embed, "weight", mesh, ROWS)
-        model.embed.forward = partial(_embed_slice, model.embed, vocabulary)  # type: ignore[method-assign]
+        model.embed.forward = partial(_embed_slice, model.embed, vocabulary, group)  # type: ignore[method-assign]
     if model.position is not None:
         place_module(model.position, mesh)
 
@@ -91,12 +92,14 @@ def _split_vocabulary(model: Transformer, mesh: DeviceMesh) -> None:
     model.tied_output = output
 
 
-def _embed_slice(embed: nn.Embedding, vocabulary: VocabularySlice, tokens_bt: Tensor) -> Tensor:
+def _embed_slice(
+    embed: nn.Embedding, vocabulary: VocabularySlice, group: dist.ProcessGroup, tokens_bt: Tensor
+) -> Tensor:
     """Look up what is ours, zero for all else; exactly one process knows each token, so the sum is the embedding."""
     local_bt = tokens_bt - vocabulary.first
     others_bt = (local_bt < 0) | (local_bt >= vocabulary.rows)
     x_btd = F.embedding(local_bt.masked_fill(others_bt, 0), local_part(embed.weight, ROWS))
-    return scatter_sums(x_btd.masked_fill(others_bt[..., None], 0.0), TOKENS, vocabulary.group)
+    return scatter_sums(x_btd.masked_fill(others_bt[..., None], 0.0), TOKENS, group)
 
 
 def _overlap_traffic(group: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ are combined over processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepstep.models.head import NO_LOSS, default_chunks
+from keepstep.models.transformer import Transformer
 from keepstep.parallel.collectives import gather_parts
 from keepstep.parallel.local import ROWS, local_part
 
@@ -26,7 +28,25 @@ class VocabularySlice:
 
     first: int
     rows: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """Who holds the other rows; None where this process holds all."""
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """All processes' parts."""
+        return x if self.group is None else gather_parts(x, dim, self.group)
+
+    def combine(self, x: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Sum or maximum over processes, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, operation, group=self.group)
+
+
+def repeat_output(model: Transformer) -> None:
+    """Let the whole head of a model be differentiated twice: zero-bubble schedules ask for inputs, then for weights."""
+    vocabulary = VocabularySlice(0, model.config.padded_vocab, None)
+    model.tied_output = partial(vocabulary_output, vocabulary=vocabulary)
+    if model.head is not None:
+        model.head.output = model.tied_output
 
 
 def vocabulary_output(
@@ -42,21 +62,24 @@ def vocabulary_output(
 
     Every process returns the same: the sum of token losses, or without targets the logits of the whole vocabulary.
     """
-    hidden_btd = gather_parts(hidden_btd, 1, vocabulary.group)
+    hidden_btd = vocabulary.gather(hidden_btd, 1)
     weight_vd = local_part(weight_vd, ROWS)
     if targets_bt is None:
         padding_v = _padding(vocabulary, vocab, hidden_btd.device)
         logits_btv = torch.nn.functional.linear(hidden_btd, weight_vd)
         logits_btv = logits_btv.masked_fill(padding_v, torch.finfo(logits_btv.dtype).min)
-        return gather_parts(logits_btv, 2, vocabulary.group)
+        return vocabulary.gather(logits_btv, 2)
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
-    pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd.device.type)
+    pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd)
     loss: Tensor = _VocabularyLoss.apply(hidden_nd, weight_vd, targets_n, vocab, pieces, vocabulary)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Loss and, in the same pass, its gradient by hidden states (this process's share) and our rows of the head."""
+    """Loss and, in the same pass, its gradient by hidden states (this process's share) and our rows of the head.
+
+    Backward leaves what it needs untouched: a zero-bubble schedule runs it twice.
+    """
 
     @staticmethod
     def forward(
@@ -104,12 +127,12 @@ def _piece_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlic
     ours_n = (local_n >= 0) & (local_n < vocabulary.rows)
     local_n1 = local_n.masked_fill(~ours_n, 0)[:, None]
     highest_n = logits_nv.amax(dim=1)
-    dist.all_reduce(highest_n, dist.ReduceOp.MAX, group=vocabulary.group)
+    vocabulary.combine(highest_n, dist.ReduceOp.MAX)
     logits_nv -= highest_n[:, None]
     target_logit_n = logits_nv.gather(1, local_n1).squeeze(1).masked_fill(~ours_n, 0.0)
     exponential_nv = logits_nv.exp_()
     sums_2n = torch.stack([exponential_nv.sum(dim=1), target_logit_n])
-    dist.all_reduce(sums_2n, group=vocabulary.group)
+    vocabulary.combine(sums_2n)
     total_n, target_logit_n = sums_2n.unbind()
     counts_n = targets_n != NO_LOSS
     loss_n = (total_n.log() - target_logit_n).where(counts_n, 0.0)

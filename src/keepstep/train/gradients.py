@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+
+class HasGradient(Protocol):
+    """A parameter, or something that holds its gradient."""
+
+    grad: Tensor | None
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -17,7 +24,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
+def gradient_norm(parameters: Iterable[HasGradient], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients together, the same scalar on every process.
 
     torch's own function refuses parameters on different meshes; here each way of sharding is summed over just the
@@ -51,7 +58,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by a device scalar."""
-    torch._foreach_mul_(local_gradients(parameters), factor)
+    gradients = local_gradients(parameters)
+    if gradients:
+        # Offloaded parameters have their gradients in host memory.
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

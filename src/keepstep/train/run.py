@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +14,26 @@ import torch
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.config.check import accumulation_steps
 from keepstep.config.dump import dump_config
-from keepstep.config.layout import Layout, check_microbatches, resolve_layout
+from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import HardwareError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
-from keepstep.models.init import init_weights
-from keepstep.models.size import parameter_count, peak_flops
-from keepstep.models.transformer import Transformer
+from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder
 from keepstep.observe.progress import Progress
-from keepstep.observe.sinks import open_sinks
-from keepstep.parallel.apply import apply_parallel
-from keepstep.parallel.mesh import Grid, build_grid
-from keepstep.parallel.pipeline import Pipeline, PipelineShape
+from keepstep.observe.sinks import build_sinks
+from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.loop import LoopParts, run_loop
-from keepstep.train.optimizer import Optimizers
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
-from keepstep.train.record import Rates, Recorder, measured_peak_flops
-from keepstep.train.scaler import LossScaler
+from keepstep.train.record import Rates, Recorder
 from keepstep.train.state import TrainState, seed_everything
-from keepstep.train.step import StepSettings, TrainStep
 from keepstep.train.validate import ValidationRows, validate
 
 
@@ -59,83 +50,6 @@ def train(config: RunConfig) -> None:
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
     ):
         _Run(config, world, layout, folder).go(stop)
-
-
-def check_layout(config: RunConfig, world_size: int) -> Layout:
-    """How this many processes share the run; a ConfigError where they cannot."""
-    layout = resolve_layout(config.parallel, world_size)
-    microbatches = accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
-    check_microbatches(config.parallel, microbatches)
-    return layout
-
-
-@dataclass(frozen=True)
-class BuiltStep:
-    """This process's part of the model, with first weights, and what trains it."""
-
-    model: Transformer
-    optimizers: Optimizers
-    scaler: LossScaler
-    step: TrainStep
-
-
-def build_step(config: RunConfig, grid: Grid, device: torch.device) -> BuiltStep:
-    """Model, parallel, optimizer."""
-    return fill_step(config, grid, device, spread_model(config, grid, compute_dtype(config.precision, device)))
-
-
-@dataclass(frozen=True)
-class SpreadModel:
-    """This process's part of the model, without memory yet, and what is to be called: itself or its pipeline stages."""
-
-    model: Transformer
-    stages: list[Transformer]
-
-
-def spread_model(config: RunConfig, grid: Grid, dtype: torch.dtype) -> SpreadModel:
-    """Build on the meta device and split over processes."""
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    return SpreadModel(model, apply_parallel(model, grid, config.parallel, config.compute, dtype))
-
-
-def fill_step(config: RunConfig, grid: Grid, device: torch.device, spread: SpreadModel) -> BuiltStep:
-    """Give the model memory and first weights, and put together what trains it."""
-    dtype, model, stages = compute_dtype(config.precision, device), spread.model, spread.stages
-    for stage in stages:
-        stage.to_empty(device="cpu" if config.parallel.offload else device)
-    init_weights(model, config.seed)
-    optimizers = Optimizers(model, config.optimizer)
-    scaler = LossScaler(enabled=dtype == torch.float16)
-    settings = StepSettings(
-        grid=grid,
-        device=device,
-        clip=config.optimizer.clip,
-        loss_chunks=config.compute.loss_chunks,
-        reduce_each_microbatch=not config.parallel.keep_gathered,
-    )
-    pipeline = None
-    if grid.layout.pipeline > 1:
-        shape = PipelineShape(
-            microbatches=accumulation_steps(config.global_batch, config.microbatch, grid.layout.data_ranks),
-            rows=config.microbatch,
-            tokens=config.model.seq_len // grid.layout.context,
-            dtype=dtype,
-            loss_chunks=config.compute.loss_chunks,
-        )
-        pipeline = Pipeline(stages, grid, config.parallel, shape)
-    return BuiltStep(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline))
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The number format of matrix products."""
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise HardwareError(
-            f"precision is bf16, but {torch.cuda.get_device_name(device)} has none", "precision=fp16 or precision=fp32"
-        )
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 class _Run:
@@ -155,9 +69,9 @@ class _Run:
         self.recorder = self._open_recorder(dtype)
 
         seed_everything(config.seed, world.ranks.rank)
-        built = build_step(config, grid, device)
-        self.step = built.step
-        self.state = TrainState(built.model, built.optimizers, built.scaler, self.clock)
+        learner = build_learner(config, grid, device)
+        self.step = learner.step
+        self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
 
@@ -235,9 +149,10 @@ class _Run:
         if loaded is None:
             return
         if settings.skip_optimizer and settings.resume_from:
+            self.state.optimizers.adopt(into["model"])
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
             return
-        self.state.adopt(loaded.values["numbers"], into["rank"])
+        self.state.adopt(loaded.values["numbers"], into)
         self.recorder.event("resume", step=self.clock.step, folder=loaded.where.name)
         self.recorder.note(f"resumed at step {self.clock.step} from {loaded.where.name}")
 
@@ -246,10 +161,10 @@ class _Run:
         tokens_per_step = config.global_batch * config.model.seq_len
         peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
         rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr)
+        sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
         if not self.world.is_first:
-            return Recorder(config.observe, rates, None, None, device)
+            return Recorder(config.observe, rates, sinks, None, device)
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
-        sinks = open_sinks(self.folder, tensorboard=config.observe.tensorboard)
         return Recorder(config.observe, rates, sinks, progress, device)
 
     def _describe(self) -> None:
@@ -272,15 +187,19 @@ class _Run:
             self.recorder.note(f"warning: {fields.get('message', kind)}")
 
 
-def device_name(device: torch.device) -> str:
-    """What the machine calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The published rate where there is one, else a measured one."""
-    known = peak_flops(device_name(device), "bf16") if dtype != torch.float32 else None
-    return known or measured_peak_flops(device)
+def _tracked(config: RunConfig) -> dict[str, Any]:
+    """What an experiment tracker files a run under."""
+    return {
+        "model": config.model.preset,
+        "parameters": parameter_count(config.model),
+        "data": config.data.path,
+        "global_batch": config.global_batch,
+        "seq_len": config.model.seq_len,
+        "optimizer": config.optimizer.name,
+        "lr": config.optimizer.lr,
+        "max_duration": str(config.max_duration),
+        "seed": config.seed,
+    }
 
 
 def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -> dict[str, Any]:

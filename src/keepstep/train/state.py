@@ -24,20 +24,22 @@ class TrainState:
     scaler: LossScaler
     clock: Clock
 
-    def weights(self) -> dict[str, Any]:
-        """The model's live parameters by name; it keeps no other state."""
-        return dict(self.model.named_parameters())
-
     def tensors(self) -> dict[str, Any]:
-        """Live tensors: saving reads them, loading fills them in place."""
-        return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
+        """What is saved; loading fills these and `adopt` takes them over."""
+        return {"model": self._weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
+
+    def _weights(self) -> dict[str, Any]:
+        """Weights by name, those that are trained in fp32."""
+        return {**dict(self.model.named_parameters()), **self.optimizers.weights()}
 
     def numbers(self) -> dict[str, Any]:
         """Plain values that go along."""
         return {"clock": self.clock.state(), "scaler": self.scaler.state()}
 
-    def adopt(self, numbers: dict[str, Any], rng: dict[str, Any]) -> None:
-        """Take over plain values and this process's random state."""
+    def adopt(self, numbers: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Take over what a load returned (plain values) and filled (`tensors()`)."""
+        self.optimizers.adopt(tensors["model"])
+        rng = tensors["rank"]
         self.clock.restore(numbers["clock"])
         self.scaler.restore(numbers["scaler"])
         torch.set_rng_state(rng["cpu"])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from keepstep.data.loader import Batch
@@ -17,7 +17,7 @@ from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
 from keepstep.parallel.mesh import Grid
 from keepstep.parallel.pipeline import Pipeline, Rows
-from keepstep.train.gradients import clip_factor, gradient_norm, scale_gradients
+from keepstep.train.gradients import HasGradient, clip_factor, gradient_norm
 from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
@@ -101,37 +101,33 @@ class TrainStep:
             loss_sum = self._loss_sum(part)
             torch.autograd.backward(loss_sum * weight)
             loss += loss_sum.detach()
+            if len(parts) > 1:
+                self._optimizers.add_up_gradients()
         return loss
 
     def _update(self, lr_share: float) -> Tensor:
-        parameters = self._optimizers.parameters
-        norm = self._gradient_norm(parameters) / self._scaler.scale
+        norm = self._gradient_norm() / self._scaler.scale
         factor = clip_factor(norm, self._settings.clip) if self._settings.clip else torch.ones_like(norm)
-        if self._scaler.enabled:
-            # fp16 alone pays for one look at the device: an overflow must not reach the weights.
-            finite = bool(torch.isfinite(norm))
-            if finite:
-                scale_gradients(parameters, factor / self._scaler.scale)
-                self._optimizers.step(lr_share)
-            self._scaler.update(finite)
-        else:
-            if self._settings.clip:
-                scale_gradients(parameters, factor)
-            self._optimizers.step(lr_share)
+        # fp16 alone pays for one look at the device: an overflow must not reach the weights.
+        finite = bool(torch.isfinite(norm)) if self._scaler.enabled else True
+        if finite:
+            self._optimizers.step(lr_share, factor / self._scaler.scale)
+        self._scaler.update(finite)
         self._optimizers.zero_grad()
         return norm
 
-    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def _gradient_norm(self) -> Tensor:
+        holders: Sequence[HasGradient] = self._optimizers.gradient_holders
         if self._pipeline is None:
-            return gradient_norm(parameters).to(self.device)
-        own = self._pipeline.own_parameters(parameters)
+            return gradient_norm(holders).to(self.device)
+        own = self._pipeline.own_parameters(holders)
         return gradient_norm(own, self._settings.grid.pipeline_group).to(self.device)
 
     def _reduce_gradients(self, last: bool) -> None:
         """Shards are summed at each micro batch (whole gradients would not fit); replicas only once."""
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_gradient_sync(last or self._settings.reduce_each_microbatch)
-        self._model.set_requires_all_reduce(last)
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last or self._settings.reduce_each_microbatch)
+            self._model.set_requires_all_reduce(last)
 
     def _sum_over_processes(self, value: float) -> Tensor:
         # full, not tensor: the latter copies from the host and waits for the device to get there.

@@ -1,0 +1,214 @@
+"""Slurm: render the batch script, submit it, and ask, stop or start again what was submitted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+
+from keepstep.core.errors import HardwareError, UsageError
+from keepstep.core.files import write_atomic
+from keepstep.launch.environments import variables_for
+from keepstep.launch.job import Job, JobRecord, absolute, now, record_path
+from keepstep.launch.profiles import SlurmProfile
+from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
+
+
+def render(job: Job, profile: SlurmProfile) -> str:
+    """The whole batch script: header, what to run, and the body that all jobs share."""
+    body = (resources.files("keepstep.launch") / "batch.sh").read_text()
+    lines = ["#!/bin/bash", *_header(job, profile), "", *_settings(job, profile), "", body]
+    return "\n".join(lines)
+
+
+def log_path(folder: Path) -> Path:
+    """One log for all attempts of a run."""
+    return absolute(folder) / "logs" / "slurm.out"
+
+
+def config_copy(folder: Path) -> Path:
+    """The run.yaml that the job reads."""
+    return absolute(record_path(folder).parent) / "run.yaml"
+
+
+def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
+    def option(name: str, value: str) -> str:
+        return f"#SBATCH --{name}={sbatch_value(name, value)}"
+
+    yield option("job-name", slug(job.name))
+    fewest = job.min_nodes if 0 < job.min_nodes < job.nodes else 0
+    yield option("nodes", f"{fewest}-{job.nodes}" if fewest else str(job.nodes))
+    yield option("ntasks-per-node", "1")
+    if profile.gpus_per_node:
+        yield option("gpus-per-node", str(profile.gpus_per_node))
+    if profile.cpus_per_node:
+        yield option("cpus-per-task", str(profile.cpus_per_node))
+    named = {
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "reservation": profile.reservation,
+        "time": profile.time_limit,
+        "mem": profile.memory,
+        "exclude": ",".join(profile.exclude),
+    }
+    for name, value in named.items():
+        if value:
+            yield option(name, value)
+    if profile.exclusive:
+        yield "#SBATCH --exclusive"
+    yield option("chdir", str(job.working_dir))
+    log = str(log_path(job.folder))
+    if "\\" in log:
+        raise UsageError(f"Slurm cannot write to {log!r}: it drops backslashes from names", "runs_dir= another folder")
+    # sbatch reads % as the start of a pattern.
+    yield option("output", log.replace("%", "%%"))
+    yield "#SBATCH --open-mode=append"
+    yield "#SBATCH --requeue"
+    # Without B: the signal goes to the steps, where the training processes are.
+    yield f"#SBATCH --signal=USR1@{profile.warn_before_end_s}"
+    for further in profile.options:
+        name, separator, value = further.removeprefix("--").partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise UsageError(f"options: {further!r} is not an sbatch option", "--constraint=h100")
+        yield option(name, value) if separator else f"#SBATCH --{name}"
+
+
+def _settings(job: Job, profile: SlurmProfile) -> Iterator[str]:
+    for name, value in variables_for(profile.environment, profile.sharp, profile.variables).items():
+        yield f"export {name}={shell_word(value)}"
+    for name, path in profile.secrets.items():
+        # Read on the node, so that the value is in no script, record or log.
+        yield f"{name}=$(<{shell_word(path)}) || exit 2; export {name}"
+    processes = profile.processes_per_node or max(1, profile.gpus_per_node)
+    yield f"export KEEPSTEP_JOB_FOLDER={shell_word(str(absolute(record_path(job.folder).parent)))}"
+    yield f"KEEPSTEP_PROCESSES={processes}"
+    if 0 < job.min_nodes < job.nodes:
+        yield f"KEEPSTEP_MIN_NODES={job.min_nodes}"
+    yield f"KEEPSTEP_RESTARTS={profile.max_restarts}"
+    yield f"KEEPSTEP_REQUEUES={profile.max_requeues}"
+    yield f"KEEPSTEP_LAUNCH=({shell_words(_command(profile))})"
+    yield from _container(job, profile)
+    yield "KEEPSTEP_UPDATES=()"
+    yield f"KEEPSTEP_WORDS=({shell_words(job.words)})"
+
+
+def _command(profile: SlurmProfile) -> Sequence[str]:
+    if profile.image:
+        return ("keepstep",)
+    if profile.venv:
+        return (f"{profile.venv.rstrip('/')}/bin/keepstep",)
+    return (sys.executable, "-m", "keepstep")
+
+
+def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
+    if not profile.image:
+        yield "KEEPSTEP_SRUN=()"
+        return
+    image = shell_word(profile.image)
+    if profile.stage_image:
+        folder = shell_word(profile.stage_image.rstrip("/"))
+        yield f"image={image}; staged={folder}/${{image##*/}}"
+        copy = 'mkdir -p "${2%/*}" && { [ "$2" -nt "$1" ] || { cp "$1" "$2.$$" && mv "$2.$$" "$2"; }; }'
+        yield f'srun --ntasks-per-node=1 bash -c {shell_word(copy)} stage "$image" "$staged" || exit 5'
+        image = '"$staged"'
+    # The run's folder and the folder that relative paths start from are inside what they are outside.
+    own = [str(path) for path in (job.working_dir, absolute(job.folder))]
+    mounts = [*profile.mounts, *(f"{path}:{path}" for path in dict.fromkeys(own))]
+    options = ["--no-container-mount-home", "--container-name=keepstep", f"--container-workdir={job.working_dir}"]
+    options.append(f"--container-mounts={','.join(mounts)}")
+    yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
+
+
+def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
+    """Write the script beside the run and hand it to sbatch."""
+    script = absolute(record_path(job.folder).parent) / "job.sbatch"
+    write_atomic(script, render(job, profile))
+    if job.config_text:
+        write_atomic(config_copy(job.folder), job.config_text)
+    log_path(job.folder).parent.mkdir(parents=True, exist_ok=True)
+    record = JobRecord(
+        name=job.name,
+        system="slurm",
+        profile=profile_name,
+        job_id=_sbatch(script),
+        nodes=job.nodes,
+        submitted=now(),
+        log=str(log_path(job.folder)),
+        script=str(script),
+    )
+    record.save(job.folder)
+    return record
+
+
+def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
+    """Submit the same script again, without the nodes named; returns the new job id."""
+    current = state(record)
+    if current not in ("", "finished", "failed", "stopped"):
+        raise UsageError(f"run {record.name} is {current} as job {record.job_id}", "keepstep stop it first")
+    return _sbatch(Path(record.script), [f"--exclude={','.join(exclude)}"] if exclude else [])
+
+
+def stop(record: JobRecord, at_once: bool) -> None:
+    """Ask the run to save and stop; `at_once` cancels it without a save."""
+    # The batch shell requeues a saved run unless this file says that somebody wanted it to stop.
+    (Path(record.script).parent / "stop").touch()
+    waiting = _ask(["squeue", "-h", "-j", record.job_id, "-o", "%T"]) in ("PENDING", "REQUEUED", "CONFIGURING")
+    _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+
+
+def state(record: JobRecord) -> str:
+    """waiting, running, ending, finished, stopped, failed, or empty where Slurm has forgotten the job."""
+    known = _ask(["scontrol", "-o", "show", "job", record.job_id])
+    words = dict(re.findall(r"(?:^|\s)(JobState|ExitCode)=(\S+)", known))
+    match words.get("JobState", ""):
+        case "":
+            return ""
+        case "PENDING" | "CONFIGURING" | "SUSPENDED" | "REQUEUED":
+            return "waiting"
+        case "RUNNING":
+            return "running"
+        case "COMPLETING":
+            return "ending"
+        case "COMPLETED":
+            return "finished"
+        case "CANCELLED":
+            return "stopped"
+        case _:
+            return "stopped" if words.get("ExitCode", "").startswith("75:") else "failed"
+
+
+def idle_nodes(profile: SlurmProfile) -> list[str]:
+    """Nodes of the profile's partition that could start a job now."""
+    where = ["-p", profile.partition] if profile.partition else []
+    answer = _run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N %P", *where])
+    default = [line.split()[0] for line in answer.splitlines() if where or line.endswith("*")]
+    return [name for name in dict.fromkeys(default) if name not in profile.exclude]
+
+
+def _sbatch(script: Path, options: Sequence[str] = ()) -> str:
+    return _run(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
+
+
+def _ask(command: Sequence[str]) -> str:
+    """The answer, or nothing where Slurm does not know the job any more."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        raise _no_slurm(command[0]) from None
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        raise _no_slurm(command[0]) from None
+    except subprocess.CalledProcessError as error:
+        raise HardwareError(f"{command[0]} failed: {error.stderr.strip()}", "sinfo shows the cluster's state") from None
+
+
+def _no_slurm(program: str) -> UsageError:
+    return UsageError(f"there is no {program} on this machine", "run this on a Slurm login node, or use --dry-run")

@@ -1,0 +1,205 @@
+"""`keepstep ckpt` tells, checks, mends, tidies, converts and compares; foreign files cannot run code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support import example_state, same_tensors, write_step, zeroed
+
+from keepstep.checkpoint import retention
+from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.checkpoint.commit import committed_steps
+from keepstep.checkpoint.foreign import read_dcp
+from keepstep.checkpoint.manifest import MARKER
+from keepstep.checkpoint.store import LocalStore
+from keepstep.cli.main import main
+from keepstep.config.schema import CheckpointConfig
+from keepstep.core.errors import CheckpointError
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run's folder with five committed steps and one that was never finished."""
+    store = LocalStore(tmp_path / "run" / "checkpoints")
+    for step in (10, 20, 30, 40, 50):
+        write_step(store, step, example_state(step), ranks=2, with_parity=step == 50)
+    (store.root / "step_00000060").mkdir()
+    (store.root / "step_00000060" / "rank00000-0123.safetensors").write_bytes(b"half")
+    return tmp_path / "run"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    assert main(["ckpt", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ls_names_committed_steps_newest_first_and_what_was_never_committed(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing = answer(capsys, "ls", str(run_folder))
+    assert [entry["step"] for entry in listing["steps"]] == [50, 40, 30, 20, 10]
+    assert listing["uncommitted"] == ["step_00000060"]
+    assert main(["ckpt", "ls", str(run_folder)]) == 0
+    assert "step_00000060        never committed" in capsys.readouterr().out
+
+
+def test_du_counts_every_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = answer(capsys, "du", str(run_folder))
+    real = sum(path.stat().st_size for path in (run_folder / "checkpoints").glob("step*/*"))
+    assert sizes["total_bytes"] == real
+
+
+def test_show_tells_step_sections_and_values(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = answer(capsys, "show", str(run_folder), "--step", "20", "--tensors")
+    assert shown["step"] == 20
+    assert shown["sections"]["model"]["tensors"] == 4
+    assert shown["values"]["progress"]["samples"] == 660
+    assert shown["tensors"]["model.embed.weight"] == {"dtype": "F32", "shape": [300, 64]}
+
+
+def test_verify_finds_damage_repair_mends_it_with_parity_and_says_so_without(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "verify", str(run_folder)]) == 0
+    assert "every byte is as it was written" in capsys.readouterr().out
+    for step in (40, 50):
+        next((run_folder / "checkpoints" / f"step_{step:08d}").glob("rank00001*")).write_bytes(b"gone")
+    found = answer(capsys, "verify", str(run_folder), code=1)
+    assert [name for name, problems in found["steps"].items() if problems] == ["step_00000050", "step_00000040"]
+    assert answer(capsys, "repair", str(run_folder))["rebuilt"][0].startswith("rank00001")
+    answer(capsys, "verify", str(run_folder / "checkpoints" / "step_00000050"))
+    assert main(["ckpt", "repair", str(run_folder), "--step", "40"]) == 1
+    assert "without parity" in capsys.readouterr().err
+
+
+def test_gc_shows_first_and_deletes_with_yes(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gc", str(run_folder), "--keep", "2", "--keep-every", "20")
+    assert answer(capsys, *words)["would_remove"] == ["step_00000010", "step_00000030", "step_00000060"]
+    assert len(list((run_folder / "checkpoints").glob("step*"))) == 6
+    assert answer(capsys, *words, "--yes")["removed"] == ["step_00000010", "step_00000030", "step_00000060"]
+    assert [step.step for step in committed_steps(LocalStore(run_folder / "checkpoints"))] == [50, 40, 20]
+
+
+def test_the_best_step_stays_and_a_step_being_read_stays(run_folder: Path) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    notes: list[str] = []
+    with retention.reading(store, "step_00000020"):
+        # The loss in the examples falls with the step, so the best are the newest two.
+        removed = retention.apply(store, retention.Rules(keep=1, keep_best=2), notes.append)
+    assert removed == ["step_00000010", "step_00000030"]
+    assert notes == ["step_00000020 is being read and stays until the next save"]
+
+
+def test_nothing_is_deleted_when_no_newer_step_is_whole(run_folder: Path) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    next((store.root / "step_00000050").glob("rank00000*")).unlink()
+    notes: list[str] = []
+    assert retention.apply(store, retention.Rules(keep=1), notes.append) == []
+    assert "none of the newer ones is whole" in notes[0]
+
+
+def test_diff_names_tensors_that_differ_and_only_those(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [str(run_folder / "checkpoints" / f"step_{step:08d}") for step in (10, 20)]
+    found = answer(capsys, "diff", *steps, code=1)
+    assert {difference["name"] for difference in found["differences"]} == {
+        "model.embed.weight",
+        "model.half",
+        "optimizer.embed.weight.exp_avg",
+        "rank.0.random",
+    }
+    assert answer(capsys, "diff", steps[0], steps[0])["differences"] == []
+
+
+@pytest.mark.parametrize("form", ["sharded", "full", "dcp"])
+def test_convert_there_and_back_keeps_every_bit(
+    run_folder: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(run_folder / "checkpoints" / "step_00000020")
+    written = answer(capsys, "convert", source, str(tmp_path / "there"), "--to", form, "--shards", "3")["written"]
+    back = answer(capsys, "convert", written, str(tmp_path / "back"), "--to", "full", "--step", "20")["written"]
+    assert answer(capsys, "diff", source, back)["differences"] == []
+    into = zeroed(example_state(20))
+    assert Checkpointer(tmp_path / "back", CheckpointConfig()).load_newest(into) is not None
+    assert same_tensors(example_state(20), into)
+
+
+def test_convert_to_safetensors_gives_the_weights_under_their_own_names(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    source = str(run_folder / "checkpoints" / "step_00000020")
+    written = answer(capsys, "convert", source, str(tmp_path / "hf"), "--to", "safetensors")["written"]
+    assert torch.equal(load_file(written)["embed.weight"], example_state(20)["model"]["embed.weight"])
+    assert set(load_file(written)) == {"embed.weight", "half", "empty", "flag"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dcp_checkpoint_as_other_trainers_write_it_is_read(tmp_path: Path) -> None:
+    state = {"state": {"model": {"w": torch.randn(5, 3).bfloat16()}, "step": 7, "names": ["a", "b"]}}
+    dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    content = read_dcp(tmp_path)
+    assert torch.equal(content.tensors["state.model.w"], state["state"]["model"]["w"])  # type: ignore[index]
+    assert content.values["dcp"]["state.step"] == 7
+
+
+class _Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch hostile-was-here",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hostile_dcp_metadata_file_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Hostile()))
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        read_dcp(tmp_path)
+    assert not (tmp_path / "hostile-was-here").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dcp_file_name_cannot_leave_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=str(folder), no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside.distcp"
+    (folder / "__0_0.distcp").rename(tmp_path / "outside.distcp")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="plain file name"):
+        read_dcp(folder)
+
+
+def test_a_user_s_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["ckpt", "diff", "one"]) == 2
+    assert "takes 2 places" in capsys.readouterr().err
+    assert main(["ckpt", "convert", str(tmp_path), str(tmp_path / "x")]) == 2
+    (tmp_path / "step_00000001").mkdir()
+    assert main(["ckpt", "show", str(tmp_path / "step_00000001")]) == 1
+    assert "not committed" in capsys.readouterr().err
+
+
+def test_looking_at_checkpoints_needs_no_torch(run_folder: Path) -> None:
+    script = (
+        "import sys; from keepstep.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", script + "; sys.exit(code)"]
+    for words in (["ls"], ["du"], ["show"], ["verify"]):
+        subprocess.run([*command, "ckpt", *words, str(run_folder)], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_marker_from_another_step_is_not_believed(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    (store.root / "step_00000060" / MARKER).write_bytes((store.root / "step_00000050" / MARKER).read_bytes())
+    assert "elsewhere" in answer(capsys, "ls", str(run_folder))["damaged"][0]

@@ -1,0 +1,63 @@
+"""Where the nodes of a run meet, as each scheduler says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.core.errors import UsageError
+from keepstep.core.nodes import NodeGroup, group_from_environment, node_range
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"KEEPSTEP_HEAD": "n1", "KEEPSTEP_PORT": "20001", "SLURM_NODEID": "0", "KEEPSTEP_ATTEMPT": "7.0"},
+        {"PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "20001", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"},
+        {"MASTER_ADDR": "n1", "MASTER_PORT": "20001", "RANK": "0", "WORLD_SIZE": "2"},
+        {"MASTER_ADDR": "n1", "MASTER_PORT": "20001", "JOB_COMPLETION_INDEX": "0"},
+    ],
+    ids=["slurm", "trainjob", "pytorchjob", "jobset"],
+)
+def test_every_scheduler_is_understood(environment: dict[str, str]) -> None:
+    group = group_from_environment("2", 3, environment)
+    assert (group.endpoint, group.is_host, group.max_nodes, group.max_restarts) == ("n1:20001", True, 2, 3)
+    other = {name: "1" if value == "0" else value for name, value in environment.items()}
+    assert group_from_environment("2", 3, other).is_host is False
+
+
+def test_one_node_needs_nobody() -> None:
+    assert group_from_environment("1", 0, {"MASTER_ADDR": "ignored"}) == NodeGroup()
+
+
+def test_attempts_of_one_job_never_meet() -> None:
+    first, second = (
+        group_from_environment("2", 0, {"KEEPSTEP_HEAD": "n1", "SLURM_NODEID": "0", "KEEPSTEP_ATTEMPT": f"7.{attempt}"})
+        for attempt in range(2)
+    )
+    assert first.run_id != second.run_id
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("4", (4, 4)), ("2:4", (2, 4))])
+def test_node_counts(text: str, wanted: tuple[int, int]) -> None:
+    assert node_range(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["0", "4:2", "a", "", "1:2:3", "-1", "2:"])
+def test_wrong_node_counts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--nodes is"):
+        node_range(text)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"MASTER_ADDR": "n1"},
+        {"RANK": "0"},
+        {"MASTER_ADDR": "n1", "RANK": "x"},
+        {"MASTER_ADDR": "n1", "RANK": "0", "MASTER_PORT": "y"},
+    ],
+)
+def test_a_missing_meeting_point_is_a_clear_error(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        group_from_environment("2", 0, environment)

@@ -1,0 +1,84 @@
+"""The doctor's verdicts, from numbers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifests import REPOSITORY
+
+from keepstep.launch.health import judge_cluster, worst
+from keepstep.launch.machine import machine_checks
+
+
+def report(node: str, **changes: Any) -> dict[str, Any]:
+    sound = {
+        "node": node, "device": "NVIDIA H100 80GB HBM3", "gemm_tflops": 700.0, "allreduce_gb_s": 455.0,
+        "write_gb_s": 5.0, "read_gb_s": 8.0, "clock_skew_s": 0.001, "inactive_links": [],
+    }  # fmt: skip
+    return sound | changes
+
+
+def test_sound_nodes_pass() -> None:
+    health = judge_cluster([report(f"n{i}") for i in range(4)])
+    assert health.sound
+    assert health.drain == []
+
+
+@pytest.mark.parametrize(("speed", "status"), [(450, "pass"), (399, "warn"), (299, "fail")])
+def test_all_reduce_on_h100_is_judged_by_the_usual_limits(speed: float, status: str) -> None:
+    health = judge_cluster([report("n1", allreduce_gb_s=speed), report("n2", allreduce_gb_s=speed)])
+    assert worst(health.shared) == status
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"gemm_tflops": 300.0}, "matrix"),
+        ({"write_gb_s": 0.5}, "storage write"),
+        ({"storage_error": "/data: Read-only file system", "write_gb_s": None, "read_gb_s": None}, "storage"),
+        ({"data_error": "/data/c4: no file there"}, "data"),
+        ({"clock_skew_s": -30.0}, "clock"),
+        ({"inactive_links": ["mlx5_3:1"]}, "links"),
+    ],
+)
+def test_each_fault_is_named_with_its_node(changes: dict[str, Any], check: str) -> None:
+    health = judge_cluster([*(report(f"n{i}") for i in range(4)), report("bad", **changes)])
+    assert health.drain == ["bad"]
+    assert not health.sound
+    failed = [c.name for node in health.nodes for c in node.checks if c.status == "fail"]
+    assert failed == [check]
+
+
+def test_the_common_end_of_slow_links_is_blamed_and_not_its_neighbours() -> None:
+    ring = [("n4", "n1", 40.0), ("n1", "n2", 2.0), ("n2", "n3", 2.1), ("n3", "n4", 41.0)]
+    reports = [report(node, link_from=before, link_gb_s=speed) for before, node, speed in ring]
+    assert judge_cluster(reports).drain == ["n2"]
+
+
+def test_a_node_that_did_not_take_part_is_drained() -> None:
+    health = judge_cluster([report("n1")], expected=["n1", "n2"])
+    assert health.drain == ["n2"]
+    assert not health.sound
+
+
+def test_this_machine_can_be_checked_and_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    checks = {check.name: check for check in machine_checks(tmp_path, gpus=0)}
+    assert checks["python"].status == "pass"
+    assert checks["disk"].status in ("pass", "warn")
+    refused = {check.name: check for check in machine_checks(Path("/proc/1"), gpus=0)}
+    assert refused["disk"].status == "fail"
+
+
+@pytest.mark.slow
+def test_doctor_answers_as_json_and_fails_with_3_on_a_broken_configuration(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [sys.executable, "-m", "keepstep", "doctor", "--json", "model.layerz=3"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert {"name": "config", "status": "fail"}.items() <= json.loads(done.stdout)[-2].items()

@@ -1,0 +1,120 @@
+"""`jobs`, `logs`, `stop` and `resume` on Kubernetes: what helm and kubectl are asked, and how answers are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keepstep.cli.main import main
+from keepstep.core.errors import UsageError
+from keepstep.launch import kubernetes
+from keepstep.launch.job import Job, load_record
+from keepstep.launch.profiles import KubernetesProfile
+
+PROGRAM = """#!/bin/sh
+printf '%s' "$(basename "$0")" >> "$LOG"; printf ' %s' "$@" >> "$LOG"; echo >> "$LOG"
+case "$*" in *"get pods"*) cat "$PODS" ;; *"list -q"*) echo my-run ;; *logs*) echo "[pod/my-run-node-0-0] step" ;; esac
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """helm and kubectl that write down what they are asked: there is no API server here."""
+    for name in ("helm", "kubectl"):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(PROGRAM)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setattr(kubernetes, "_helm", lambda: str(tmp_path / "bin" / "helm"))
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("PODS", str(tmp_path / "pods.json"))
+    monkeypatch.chdir(tmp_path)
+    phases(tmp_path, "Running", "Running")
+    return tmp_path
+
+
+def phases(folder: Path, *found: str) -> None:
+    (folder / "pods.json").write_text(json.dumps({"items": [{"status": {"phase": phase}} for phase in found]}))
+
+
+def asked(folder: Path) -> list[str]:
+    lines = (folder / "log").read_text().splitlines()
+    (folder / "log").write_text("")
+    return lines
+
+
+def submitted(folder: Path) -> None:
+    (folder / "profile.yaml").write_text("namespace: team\ncontext: big\ngpus_per_node: 1\n")
+    words = [
+        "train",
+        "name=my-run",
+        "model=mpt-tiny",
+        "global_batch=16",
+        "--on",
+        f"k8s:{folder}/profile.yaml",
+        "-N",
+        "2",
+    ]
+    assert main(words) == 0
+
+
+def test_a_run_is_installed_listed_stopped_and_resumed(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted(programs)
+    scope = "--namespace team --kube-context big"
+    uninstall, install = asked(programs)[-2:]
+    assert uninstall == f"helm uninstall my-run --ignore-not-found --wait {scope}"
+    assert install.startswith("helm install my-run ")
+    assert install.endswith(f"runs/my-run/job/values.yaml {scope}")
+    capsys.readouterr()
+
+    assert main(["jobs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
+    assert main(["logs", "my-run"]) == 0
+    assert "kubectl --namespace team --context big logs -l app.kubernetes.io/instance=my-run" in "\n".join(
+        asked(programs)
+    )
+
+    assert main(["stop", "my-run"]) == 0
+    assert asked(programs) == [f"helm uninstall my-run {scope}"]
+    assert main(["resume", "my-run", "--exclude", "gpu-7"]) == 0
+    assert asked(programs)[-1].startswith("helm install my-run ")
+    values = yaml.safe_load(Path(load_record(Path("runs"), "my-run").script).read_text())
+    assert "gpu-7" in json.dumps(values["affinity"])
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [(["Running", "Pending"], "running"), (["Pending"], "waiting"), (["Succeeded", "Failed"], "failed"),
+     (["Succeeded", "Succeeded"], "finished"), ([], "waiting")],
+)  # fmt: skip
+def test_the_state_follows_from_the_pods(programs: Path, found: list[str], state: str) -> None:
+    submitted(programs)
+    phases(programs, *found)
+    assert kubernetes.state(load_record(Path("runs"), "my-run")) == state
+
+
+def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted(programs)
+    words = [
+        "train",
+        "name=my-run",
+        "model=mpt-tiny",
+        "global_batch=16",
+        "--on",
+        f"k8s:{programs}/profile.yaml",
+        "-N",
+        "2",
+    ]
+    assert main(words) == 2
+    assert "run my-run is running" in capsys.readouterr().err
+
+
+def test_an_image_without_a_tag_is_refused() -> None:
+    job = Job("a", ("train", "run.yaml"), Path("runs/a"), 1)
+    for image in ("keepstep", "registry:5000/keepstep", ":0.1"):
+        with pytest.raises(UsageError, match="must be repository:tag"):
+            kubernetes.chart_values(job, KubernetesProfile(image=image))

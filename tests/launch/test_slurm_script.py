@@ -1,0 +1,201 @@
+"""The batch script: what it holds, and that nothing in it can be made to mean something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from manifests import REPOSITORY
+
+from keepstep.core.errors import ConfigError, UsageError
+from keepstep.launch.environments import all_environments
+from keepstep.launch.job import Job, JobRecord, load_record, read_target
+from keepstep.launch.profiles import KubernetesProfile, SlurmProfile, commented, load_profile
+from keepstep.launch.quoting import sbatch_value, shell_word, slug
+from keepstep.launch.slurm import render
+
+BODY = (REPOSITORY / "src/keepstep/launch/batch.sh").read_text()
+GOLDEN = Path(__file__).parent / "golden"
+TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=60)
+
+
+def job(**changes: object) -> Job:
+    fields: dict[str, object] = {
+        "name": "my-run",
+        "words": ("train", "/shared/runs/my-run/job/run.yaml", "optimizer.lr=1e-4"),
+        "folder": Path("/shared/runs/my-run"),
+        "nodes": 4,
+        "working_dir": Path("/shared"),
+    }
+    return Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def settings(script: str) -> list[str]:
+    """What the script sets, as bash itself reads it."""
+    above = script.removesuffix(BODY)
+    show = 'printf "%s\\0" "${KEEPSTEP_WORDS[@]}" "$KEEPSTEP_JOB_FOLDER" "${NOTE-}" "${KEEPSTEP_SRUN[@]}"'
+    done = subprocess.run(["bash", "-c", f"{above}\n{show}"], capture_output=True, check=True, cwd="/tmp")
+    return done.stdout.decode().split("\0")[:-1]
+
+
+PROFILES = {
+    "container": SlurmProfile(
+        partition="gpu", account="team", reservation="paul", time_limit="2-00:00:00", image="/data/keepstep.sqsh",
+        mounts=("/data:/data", "/blob:/blob"), stage_image="/mnt/nvme/images", environment="azure-ndv5", sharp=True,
+        secrets={"HF_TOKEN": "/home/me/.hf_token"}, exclude=("n7", "n9"), options=("--constraint=h100", "--no-kill"),
+    ),
+    "venv": SlurmProfile(gpus_per_node=8, min_nodes=2, venv="/shared/env", environment="nebius"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_script_is_the_one_on_record(name: str) -> None:
+    profile = PROFILES[name]
+    script = render(job(min_nodes=profile.min_nodes), profile)
+    path = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("KEEPSTEP_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script)
+    assert script == path.read_text()
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@given(name=TEXT, word=TEXT, folder=TEXT, note=TEXT, image=TEXT)
+def test_any_text_arrives_as_it_is_and_runs_nothing(name: str, word: str, folder: str, note: str, image: str) -> None:
+    profile = SlurmProfile(variables={"NOTE": note}, image=image, mounts=(f"/a:{note}",))
+    where = Path("/shared") / re.sub(r"[\x00-\x1f\x7f\\]", "", folder.replace("/", "-"))
+    script = render(job(name=name, words=("train", word), folder=where), profile)
+    got = settings(script)
+    assert got[:4] == ["train", word, str(where / "job"), note]
+    if image:
+        assert f"--container-image={image}" in got
+        mounts = [f"/a:{note}", *dict.fromkeys(["/shared:/shared", f"{where}:{where}"])]
+        assert f"--container-mounts={','.join(mounts)}" in got
+    for line in script.split("\n"):
+        if line.startswith("#SBATCH --job-name="):
+            assert re.fullmatch(r"#SBATCH --job-name=[a-z0-9-]{1,40}", line)
+
+
+@given(TEXT)
+def test_a_header_never_grows_a_line(value: str) -> None:
+    try:
+        written = sbatch_value("comment", value)
+    except UsageError:
+        assert re.search(r"[\x00-\x1f\x7f]", value)
+        return
+    assert "\n" not in written
+    assert shlex.split(written) in ([value], [] if not value else [value])
+
+
+@given(TEXT)
+def test_a_slug_is_a_dns_label_and_tells_names_apart(name: str) -> None:
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", slug(name))
+    assert len(slug(name)) <= 40
+    assert slug(name) != slug(name + "x")
+
+
+def test_a_newline_in_a_path_is_refused_with_a_message() -> None:
+    with pytest.raises(UsageError, match="line ends"):
+        render(job(folder=Path("/shared/a\n#SBATCH --uid=0")), SlurmProfile())
+    with pytest.raises(UsageError, match="not an sbatch option"):
+        render(job(), SlurmProfile(options=("--wrap\nevil",)))
+
+
+def test_a_secret_is_read_on_the_node_and_printed_nowhere(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("hunter2\n")
+    script = render(job(), SlurmProfile(secrets={"HF_TOKEN": str(file)}))
+    assert "hunter2" not in script
+    above = script.removesuffix(BODY)
+    done = subprocess.run(["bash", "-c", f'{above}\necho "got=$HF_TOKEN"'], capture_output=True, text=True, check=True)
+    assert done.stdout == "got=hunter2\n"
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "db_password"):
+        path = tmp_path / "profile.yaml"
+        path.write_text(f"variables: {{{name}: x}}\n")
+        for kind in (SlurmProfile, KubernetesProfile):
+            with pytest.raises(ConfigError, match="looks like a credential"):
+                load_profile(kind, str(path))
+
+
+def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("partitoin: gpu\nnodes: two\nexclusive: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(SlurmProfile, str(path))
+    text = "\n".join(caught.value.lines())
+    assert "unknown key partitoin" in text
+    assert "did you mean partition?" in text
+    assert "nodes is 'two', but it must be a whole number" in text
+    assert "exclusive is 1" in text
+
+
+@pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
+def test_the_printed_profile_is_all_defaults(
+    kind: type[SlurmProfile] | type[KubernetesProfile], tmp_path: Path
+) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(commented(kind))
+    assert load_profile(kind, str(path)) == kind()
+    assert all(f"{field.name}:" in path.read_text() for field in dataclasses.fields(kind))
+
+
+def test_shipped_profiles_load() -> None:
+    assert load_profile(SlurmProfile, "azure-h100").environment == "azure-ndv5"
+    assert load_profile(SlurmProfile, "nebius-h200").environment == "nebius"
+    assert load_profile(KubernetesProfile, "aks-h100").gpus_per_node == 8
+    with pytest.raises(UsageError, match="azure-h100"):
+        load_profile(SlurmProfile, "azure-h200")
+
+
+@pytest.mark.parametrize("text", ["pbs", "local:x", "slurm:", "k8s:", ""])
+def test_a_wrong_target_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--on is"):
+        read_target(text)
+
+
+def test_launch_sb_has_the_same_body_and_the_same_environments_as_the_product() -> None:
+    script = (REPOSITORY / "slurm/launch.sb").read_text()
+    assert script.endswith(BODY)
+    for name, variables in all_environments().items():
+        for variable, value in variables.items():
+            assert f"{variable}={value}" in script, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-i a.sqsh -d /d -m /d:/d", "-c CONFIG is missing"),
+        ("-c mpt-7b -d /d -m /d:/d", "-i IMAGE is missing"),
+        ("-c mpt-7b -i a.sqsh -m /d:/d", "-d DATADIR is missing"),
+        ("-c mpt-7b -i a.sqsh -d /d", "-m MOUNTS is missing"),
+        ("-c mpt-7b -i a.sqsh -d /d -m /d:/d -s", "-s needs -F FOLDER"),
+        ("-c mpt-7b -i a.sqsh -d /d -m /d:/d -u 2", "-u is '2'"),
+        ("-c mpt-7b -i a.sqsh -d /d -m /d:/d -x", "unknown flag -x"),
+        ("-c mpt-7b -i a.sqsh -d /d -m /d:/d -I", "-I needs a value"),
+    ],
+)
+def test_launch_sb_refuses_what_it_does_not_understand(flags: str, message: str) -> None:
+    script = str(REPOSITORY / "slurm/launch.sb")
+    done = subprocess.run(["bash", script, *flags.split()], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_missing_job_names_those_there_are(tmp_path: Path) -> None:
+    JobRecord("a", "slurm", "p", "7", 2, 1.0).save(tmp_path / "a")
+    assert load_record(tmp_path, "a").job_id == "7"
+    with pytest.raises(UsageError) as caught:
+        load_record(tmp_path, "b")
+    assert caught.value.hint == "submitted: a"
+
+
+def test_quoting_refuses_what_no_command_can_take() -> None:
+    with pytest.raises(UsageError, match="NUL"):
+        shell_word("a\0b")

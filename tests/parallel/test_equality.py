@@ -1,0 +1,125 @@
+"""Every layout trains the same: loss and gradient norm of ten steps equal those of one process.
+
+One world of processes for each size runs all of its cases, because starting processes costs more than a case.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import run_world
+
+TOLERANCE = 1e-4
+
+MODELS: dict[str, list[str]] = {
+    "mpt": ["model=mpt-125m"],
+    "alibi": ["model=mpt-125m", "model.positions=alibi", "model.sliding_window=20"],
+    "gpt": ["model=gpt3-125m"],
+    "llama": ["model=llama-1b", "model.kv_heads=2", "model.tied=false"],
+    "tied-llama": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
+}
+"""Tied and untied heads, biases, grouped-query attention, every kind of position, both optimizers."""
+
+TINY = [
+    "model.layers=4", "model.hidden=32", "model.heads=4", "model.seq_len=32", "model.max_positions=0",
+    "model.vocab=90", "model.vocab_multiple=8", "global_batch=8", "microbatch=2",
+    "optimizer.lr=0.002", "precision=fp32", "compute.device=cpu",
+]  # fmt: skip
+"""90 tokens in 96 rows: a padded vocabulary, cut between processes."""
+
+PACKED = ("alibi+packed", "llama+packed")
+"""Models whose rows hold several documents."""
+
+EVERY_MODEL = ("mpt", "alibi", "gpt", "llama")
+
+LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
+    2: {
+        "dp2": ("shard=2", EVERY_MODEL),
+        "pp2": ("pipeline=2", (*EVERY_MODEL, "llama+packed")),
+        "cp2": ("context=2", (*EVERY_MODEL, *PACKED)),
+        "tp2": ("tensor=2", ("gpt", "llama+packed")),
+        "ddp2": ("replicate=-1 shard=1", ("mpt",)),
+        "dp2 kept": ("shard=2 keep_gathered=true", ("gpt",)),
+        "dp2 offload": ("shard=2 offload=true", ("gpt",)),
+        "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("mpt", "llama")),
+        "pp2 zero-bubble": ("pipeline=2 schedule=zero_bubble", ("gpt", "llama")),
+        "cp2 recomputed": ("context=2 compute.recompute=selective", ("llama",)),
+    },
+    4: {
+        "dp2 tp2": ("shard=2 tensor=2", (*EVERY_MODEL, "tied-llama")),
+        "pp2 tp2": ("pipeline=2 tensor=2", (*EVERY_MODEL, "tied-llama")),
+        "hsdp 2x2": ("replicate=2 shard=2", EVERY_MODEL),
+        "cp2 tp2": ("context=2 tensor=2", ("alibi+packed", "llama")),
+        "dp2 cp2": ("context=2", ("gpt",)),
+        "hs2 cp2": ("replicate=2 shard=1 context=2", ("llama",)),
+        "pp2 cp2 interleaved": ("pipeline=2 context=2 schedule=interleaved", ("mpt",)),
+        "cp4": ("context=4", ("llama+packed",)),
+        "pp4": ("pipeline=4", ("gpt",)),
+        "pp2 tp2 zero-bubble": ("pipeline=2 tensor=2 schedule=zero_bubble compute.recompute=full", ("gpt",)),
+    },
+    8: {
+        "dp2 pp2 tp2": ("shard=2 pipeline=2 tensor=2", EVERY_MODEL),
+        "hsdp 2x2 tp2": ("replicate=2 shard=2 tensor=2", ("llama",)),
+        "cp2 pp2 tp2": ("context=2 pipeline=2 tensor=2", ("llama+packed",)),
+    },
+}
+
+
+def case(layout: str, settings: str, model: str) -> dict[str, Any]:
+    words = [word if "." in word else f"parallel.{word}" for word in settings.split()]
+    name, _, packed = model.partition("+")
+    return {"name": f"{layout}: {model}", "words": [*MODELS[name], *TINY, *words], "packed": bool(packed)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = [case("alone", "shard=1", model) for model in (*MODELS, *PACKED)]
+    return run_world(1, cases, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_every_layout_trains_like_one_process(processes: int, alone: dict[str, Any], tmp_path: Path) -> None:
+    cases = [
+        case(layout, settings, model) for layout, (settings, models) in LAYOUTS[processes].items() for model in models
+    ]
+    results = run_world(processes, cases, tmp_path)
+    print({name: round(result["seconds"], 1) for name, result in results.items()})
+    wrong = []
+    for name, result in results.items():
+        expected = alone[f"alone: {name.partition(': ')[2]}"]
+        pairs = [
+            pair
+            for ours, theirs in zip(result["numbers"], expected["numbers"], strict=True)
+            for pair in zip(ours, theirs, strict=True)
+        ]
+        pairs.append((result["valid"], expected["valid"]))
+        off = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+        if off > TOLERANCE or result["targets"] != expected["targets"]:
+            wrong.append(f"{name}: off by {off:.1e}; {result['numbers'][0]} for {expected['numbers'][0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_pipeline_loads_anywhere_bit_for_bit(tmp_path: Path) -> None:
+    spread = "pipeline=2 tensor=2"
+    place = str(tmp_path / "checkpoints")
+    common = {"fingerprints": True, "steps": 2}
+    saved = run_world(4, [{**case("save", spread, "gpt"), **common, "save": place}], tmp_path)["save: gpt"]
+    alone = {**case("alone", "shard=1", "gpt"), **common, "load": place}
+    spread_again = {**case("again", "pipeline=2 schedule=interleaved", "gpt"), **common, "load": place}
+    for processes, loading in ((1, alone), (2, spread_again)):
+        result = run_world(processes, [loading], tmp_path)[loading["name"]]
+        weights = {name: digest for name, digest in saved["ended"].items() if name in result["started"]}
+        assert result["started"] == weights
+        assert len(weights) == len(saved["started"])
+
+
+@pytest.mark.slow
+def test_first_weights_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    common = {"fingerprints": True, "steps": 0}
+    alone = run_world(1, [{**case("alone", "shard=1", "gpt"), **common}], tmp_path)["alone: gpt"]["started"]
+    spread = run_world(2, [{**case("spread", "tensor=2", "gpt"), **common}], tmp_path)["spread: gpt"]["started"]
+    assert spread == alone

@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
     "ckpt": ("keepstep.cli.ckpt", "list, verify, repair, convert and compare checkpoints"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
+    "plan": ("keepstep.cli.plan", "memory, speed, storage and goodput of a run on a cluster, before renting it"),
     "runs": ("keepstep.cli.runs", "list runs with their state, compare two, merge their logs"),
     "watch": ("keepstep.cli.watch", "follow one run in the terminal"),
     "ui": ("keepstep.cli.ui", "the live page: every run of a folder in your browser"),

@@ -42,7 +42,7 @@ ZERO_OR_MORE = frozenset({
     "data.prefetch", "data.shuffle_window", "data.gpt_samples", "data.stride",
     "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "parallel.stages", "compute.loss_chunks", "compute.threads",
-    "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
+    "evaluate.interval", "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best",
     "observe.rank_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip

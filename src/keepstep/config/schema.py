@@ -278,7 +278,7 @@ class CheckpointConfig:
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
     asynchronous: bool = True
-    """Write behind training: a step waits only for a copy in memory that it has not overtaken; off waits for the disk."""
+    """Write behind training: a step waits only for a copy in memory that it has not overtaken. Off waits for disk."""
     format: Literal["sharded", "full", "local"] = "sharded"
     """sharded: each process writes its own share at the same time. full: one file with whole tensors, gathered first.
     local: shares on each node's own disk, with a copy on the next node. All load at any number of processes."""

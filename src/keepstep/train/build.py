@@ -44,6 +44,20 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
 
 def build_learner(config: RunConfig, grid: Grid, device: torch.device) -> Learner:
     """This process's part of the model with its first weights, its optimizer and its step."""
+    return fill_learner(config, grid, device, spread_model(config, grid, device))
+
+
+@dataclass(frozen=True)
+class SpreadModel:
+    """This process's part of the model, without memory yet, and what is to be called: itself or its pipeline stages."""
+
+    model: Transformer
+    stages: list[Transformer]
+    sharded: bool
+
+
+def spread_model(config: RunConfig, grid: Grid, device: torch.device) -> SpreadModel:
+    """Build on the meta device and split over processes."""
     dtype = compute_dtype(config.precision, device)
     # One process has nothing to share: with weights already in half precision it is spared FSDP's copies.
     sharded = grid.layout.world_size > 1 or dtype != torch.bfloat16 or config.parallel.offload
@@ -52,6 +66,13 @@ def build_learner(config: RunConfig, grid: Grid, device: torch.device) -> Learne
         model = Transformer(replace(config.model, linear=linear))
     modes = recompute_modes(config, grid.layout, device)
     stages = apply_parallel(model, grid, config.parallel, config.compute, dtype if sharded else None, modes)
+    return SpreadModel(model, stages, sharded)
+
+
+def fill_learner(config: RunConfig, grid: Grid, device: torch.device, spread: SpreadModel) -> Learner:
+    """Give the model memory and first weights, and put together what trains it."""
+    model, stages, sharded = spread.model, spread.stages, spread.sharded
+    dtype = compute_dtype(config.precision, device)
     for stage in stages:
         stage.to_empty(device="cpu" if config.parallel.offload else device)
     init_weights(model, config.seed)

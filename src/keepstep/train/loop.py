@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 from keepstep.config.schema import RunConfig
@@ -33,7 +34,8 @@ class LoopParts:
     recorder: Recorder
     profiler: Profiler
     stop: StopFlag
-    save: Callable[[], None]
+    save: Callable[[bool], None]
+    """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
 
@@ -49,7 +51,7 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     while not clock.reached(config.max_duration):
         stop = steps.advance(share_at(clock.step))
         if save_due.due() or stop:
-            steps.pause_for(parts.save)
+            steps.pause_for(partial(parts.save, stop))
             saved_step = clock.step
         if stop:
             raise StopRequested(f"stopped on request after step {clock.step}, saved", "start the same command to go on")
@@ -57,7 +59,7 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
             steps.pause_for(parts.evaluate)
             evaluated_step = clock.step
     if config.checkpoint.at_end and saved_step != clock.step:
-        steps.pause_for(parts.save)
+        steps.pause_for(partial(parts.save, True))
     if config.evaluate.at_end and evaluated_step != clock.step:
         steps.pause_for(parts.evaluate)
     steps.drain()

@@ -97,7 +97,7 @@ class _Run:
             profiler=profiler,
             stop=stop,
             save=self.save,
-            before_update=self.checkpointer.before_update,
+            before_update=self._before_update,
             evaluate=self.evaluate,
         )
         outcome = "fault"
@@ -111,11 +111,17 @@ class _Run:
             self.recorder.event("stop" if stop.requested and outcome != "finish" else outcome, step=self.clock.step)
             self.recorder.close()
 
-    def save(self) -> None:
-        """Commit a checkpoint of the step just done."""
+    def save(self, durable: bool) -> None:
+        """Save the step just done: behind training, or so that it is on disk when this returns."""
         metadata = {"keepstep": __version__, "torch": torch.__version__, "world_size": self.world.ranks.world_size}
         state = {**self.state.tensors(), "numbers": self.state.numbers()}
-        self.checkpointer.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+        write = self.checkpointer.save if durable else self.checkpointer.save_async
+        write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+
+    def _before_update(self) -> None:
+        """Weights are about to change: a save under way must have its copy, and may have news."""
+        self.checkpointer.before_update()
+        self.checkpointer.poll()
 
     def evaluate(self) -> None:
         """Validation loss over the first rows of the validation data."""

@@ -107,7 +107,8 @@ def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> 
     if device.type != "cuda":
         return ["none"] * config.model.layers
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return choose_modes(config.model, MemoryFacts(config.microbatch, layout.shard * layout.tensor, total_bytes))
+    state_ranks = layout.weight_shards * layout.tensor * layout.pipeline
+    return choose_modes(config.model, MemoryFacts(config.microbatch, state_ranks, total_bytes))
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

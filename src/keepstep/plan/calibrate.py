@@ -119,7 +119,9 @@ def calibrate(runs: Iterable[Measured], cluster: Cluster) -> Factors:
         return Factors()
     parts = [_parts(run, cluster) for run in usable]
     rows = [[part / run.step_s for part in each] for run, each in zip(usable, parts, strict=True)]
-    priors = [_mean_ratio([_kernels(run)[place] for run in usable], [each[place] for each in parts]) for place in range(3)]
+    priors = [
+        _mean_ratio([_kernels(run)[place] for run in usable], [each[place] for each in parts]) for place in range(3)
+    ]
     common = _mean_ratio([run.step_s for run in usable], [sum(each) for each in parts])
     matmul, attention, memory = _ridge(rows, [prior or common for prior in priors])
     return Factors(matmul=matmul, attention=attention, memory=memory)

@@ -92,7 +92,9 @@ def stage_memory(work: Workload, stage: int) -> MemoryPlan:
     name = max(instants, key=lambda each: instants[each].total)
     parts = instants[name]
     moving = parts.activations + parts.logits + parts.buffers
-    groups = sum(1 for axis in ("replicate", "shard", "tensor", "pipeline", "context") if getattr(work.degrees, axis) > 1)
+    groups = sum(
+        1 for axis in ("replicate", "shard", "tensor", "pipeline", "context") if getattr(work.degrees, axis) > 1
+    )
     slack = CONTEXT_BYTES + groups * GROUP_BYTES + int(SLACK_SHARE * moving)
     return MemoryPlan(parts, name, stage, slack, {each: value.total for each, value in instants.items()})
 

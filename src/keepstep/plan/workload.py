@@ -115,9 +115,7 @@ class Workload:
 def workload_of(config: RunConfig, world_size: int, precision: Precision = "bf16") -> Workload:
     """The step that `config` means on `world_size` processes; `precision` is what `auto` stands for there."""
     layout = resolve_layout(config.parallel, world_size)
-    check_microbatches(
-        config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
-    )
+    check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
     return Workload(
         model=config.model,
         degrees=Degrees(**asdict(layout)),

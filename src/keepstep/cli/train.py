@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train: as one of several processes where a launcher started us, else by starting them."""
     path, overrides = split_words(args.words)
-    config = load_config(path, overrides).config
+    config = load_run(path, overrides)
     ranks = from_environment()
     if ranks.launched:
         return _train_as_one_of(ranks, config)
@@ -45,6 +46,16 @@ def run(args: argparse.Namespace) -> int:
     if code == 0:
         print(f"done: {config.runs_dir}/{config.name}")
     return code
+
+
+def load_run(path: Path | None, overrides: list[str]) -> RunConfig:
+    """The configuration; with the shape of the weights where it starts from some."""
+    loaded = load_config(path, overrides)
+    if not loaded.config.finetune.start_from:
+        return loaded.config
+    from keepstep.train.start import adopt_start
+
+    return adopt_start(loaded)
 
 
 def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:

@@ -32,6 +32,7 @@ ABOVE_ZERO = frozenset({
     "model.rotary_base", "model.norm_eps", "model.alibi_bias_max", "model.init_std",
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
     "parallel.replicate", "parallel.tensor", "evaluate.batches", "observe.log_interval",
+    "chat.generated_rows", "lora.alpha",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -40,7 +41,7 @@ ZERO_OR_MORE = frozenset({
     "model.clip_qkv", "model.sliding_window",
     "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "compute.loss_chunks", "compute.threads",
-    "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
+    "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune", "checkpoint.interval", "checkpoint.keep",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 
@@ -50,6 +51,7 @@ _BELOW_ONE = (lambda number: 0 <= number < 1, "must be at least 0 and below 1")
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model.dropout": _BELOW_ONE,
     "data.valid_share": _BELOW_ONE,
+    "lora.dropout": _BELOW_ONE,
     "optimizer.betas": (
         lambda betas: all(0 <= beta < 1 for beta in betas),
         "must be two numbers, each at least 0 and below 1",
@@ -172,8 +174,19 @@ def _weights_only_from_somewhere(config: RunConfig) -> Found:
     return "only means something with checkpoint.resume_from, which is empty", "name a step folder to start from"
 
 
+_LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def _adapters_have_a_place(config: RunConfig) -> Found:
+    unknown = [name for name in config.lora.targets if name not in _LORA_TARGETS]
+    if config.lora.targets and not unknown:
+        return None
+    return f"must name some of {', '.join(_LORA_TARGETS)}", "lora.targets=[q, v] is the smallest usual choice"
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("name",), _name_is_a_folder),
+    (("lora.targets",), _adapters_have_a_place),
     (("model.hidden", "model.heads", "model.head_dim"), _heads_divide_hidden),
     (("model.kv_heads", "model.heads"), _kv_heads_divide_heads),
     (("model.positions", "model.hidden", "model.heads", "model.head_dim"), _rotary_halves_heads),

@@ -59,6 +59,8 @@ class Loader:
 def to_batch(rows: Rows, first_sample: int) -> Batch:
     """Shift rows into inputs and targets; with document numbers, no target reaches into the next document."""
     inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    if rows.loss is not None:
+        targets = np.where(rows.loss[:, 1:], targets, NO_LOSS)
     if rows.documents is None:
         return Batch(inputs, targets, None, None, first_sample)
     documents = rows.documents[:, :-1]

@@ -21,6 +21,8 @@ class Rows:
     tokens: NDArray[np.int64]
     documents: NDArray[np.int64] | None = None
     """Number of the document each token belongs to, counted inside the row; None when nobody asked."""
+    loss: NDArray[np.bool_] | None = None
+    """Tokens that may be learnt; None when all of them are."""
 
 
 class RowSource(Protocol):

@@ -18,13 +18,15 @@ from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.check import accumulation_steps
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout, resolve_layout
-from keepstep.config.schema import ComputeConfig, ModelConfig, ParallelConfig, RunConfig
+from keepstep.config.schema import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from keepstep.core.errors import HardwareError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
+from keepstep.data.chat_loader import build_chat_loaders, is_chat
+from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
-from keepstep.models.init import init_weights
+from keepstep.models.neftune import add_embedding_noise
 from keepstep.models.size import parameter_count, peak_flops
 from keepstep.models.transformer import Transformer
 from keepstep.observe.folder import RunFolder
@@ -34,12 +36,14 @@ from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import build_mesh, data_rank
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.train.best import BestWeights
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.record import Rates, Recorder, measured_peak_flops
 from keepstep.train.scaler import LossScaler
+from keepstep.train.start import BEST, TOKENIZER, fill_weights, find_tokenizer, prepare_adapters
 from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.step import StepSettings, TrainStep
 from keepstep.train.validate import ValidationRows, validate
@@ -62,14 +66,33 @@ def train(config: RunConfig) -> None:
 
 
 def build_model(
-    model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig, mesh: DeviceMesh, dtype: torch.dtype
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    compute: ComputeConfig,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    lora: LoraConfig | None = None,
 ) -> Transformer:
     """This process's part of the model, with memory but without weights yet."""
     with torch.device("meta"):
         built = Transformer(model)
+    if lora is not None and lora.rank:
+        prepare_adapters(built, lora, dtype)
     apply_parallel(built, mesh, parallel, compute, dtype)
     built.to_empty(device=mesh.device_type)
     return built
+
+
+def open_data(config: RunConfig) -> Loaders:
+    """The run's rows: a stream of tokens, or conversations with a loss on what the assistant says."""
+    data, cache_dir = config.data, Path(config.runs_dir) / ".data"
+    if not is_chat(data.path):
+        return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
+    start = config.finetune.start_from
+    tokenizer = find_tokenizer(Path(start)) if start else None
+    return build_chat_loaders(
+        data, config.chat, config.model.seq_len, config.model.vocab, config.seed, cache_dir, tokenizer
+    )
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
@@ -93,15 +116,15 @@ class _Run:
         mesh = build_mesh(layout, device.type)
         self.data_rank, self.data_ranks = data_rank(mesh), layout.data_ranks
 
-        self.loaders = build_loaders(
-            config.data, model_config.seq_len, model_config.vocab, config.seed, Path(config.runs_dir) / ".data"
-        )
+        self.loaders = open_data(config)
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
 
         seed_everything(config.seed, world.ranks.rank)
-        model = build_model(model_config, config.parallel, config.compute, mesh, dtype)
-        init_weights(model, config.seed)
+        model = build_model(model_config, config.parallel, config.compute, mesh, dtype, config.lora)
+        fill_weights(model, config)
+        if config.finetune.neftune:
+            add_embedding_noise(model, config.finetune.neftune)
         optimizers = Optimizers(model, config.optimizer)
         scaler = LossScaler(enabled=dtype == torch.float16)
         self.state = TrainState(model, optimizers, scaler, self.clock)
@@ -116,6 +139,7 @@ class _Run:
         self.step = TrainStep(model, optimizers, scaler, settings)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+        self.best = BestWeights(folder.root / BEST, config.evaluate)
 
     def go(self, stop: StopFlag) -> None:
         """Resume where a checkpoint allows it, then train."""
@@ -141,6 +165,7 @@ class _Run:
             save=self.save,
             before_update=self.checkpointer.before_update,
             evaluate=self.evaluate,
+            enough=lambda: self.best.enough,
         )
         outcome = "fault"
         try:
@@ -178,6 +203,8 @@ class _Run:
         self.state.model.train()
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
+        if self.best.offer(self.clock.step, result.loss, self.state.weights()):
+            self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
     def _resume(self) -> None:
         settings = self.config.checkpoint
@@ -201,7 +228,7 @@ class _Run:
         config, device = self.config, self.world.device
         tokens_per_step = config.global_batch * config.model.seq_len
         peak = _peak_flops(device, dtype) * self.world.ranks.world_size
-        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr)
+        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr, frozen=config.lora.rank > 0)
         if not self.world.is_first:
             return Recorder(config.observe, rates, None, None, device)
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
@@ -213,6 +240,8 @@ class _Run:
             return
         config, parameters = self.config, parameter_count(self.config.model)
         write_atomic(self.folder.config, dump_config(config))
+        if self.loaders.tokenizer is not None:
+            keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
         write_json(self.folder.facts, _facts(config, self.world, self.loaders, parameters))
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "

@@ -25,8 +25,8 @@ class TrainState:
     clock: Clock
 
     def weights(self) -> dict[str, Any]:
-        """The model's live parameters by name; it keeps no other state."""
-        return dict(self.model.named_parameters())
+        """The live parameters that are trained, by name: frozen ones come back from where the run starts."""
+        return {name: item for name, item in self.model.named_parameters() if item.requires_grad}
 
     def tensors(self) -> dict[str, Any]:
         """Live tensors: saving reads them, loading fills them in place."""

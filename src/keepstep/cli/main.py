@@ -19,6 +19,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("keepstep.cli.demo", "from raw text to a trained model on this machine, offline, in minutes"),
     "new": ("keepstep.cli.new", "write a commented run.yaml to start from"),
     "train": ("keepstep.cli.train", "train a model from a run.yaml and dotted overrides"),
+    "finetune": ("keepstep.cli.finetune", "fine-tune a model on conversations, whole or with adapters"),
+    "eval": ("keepstep.cli.eval", "perplexity on text, and whether tool calls are right"),
+    "chat": ("keepstep.cli.chat", "talk to a checkpoint, with tools it may call"),
+    "import": ("keepstep.cli.import_", "make a run from a Hugging Face model"),
+    "export": ("keepstep.cli.export", "write a model that transformers and vLLM load"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }

@@ -78,6 +78,8 @@ class Transformer(nn.Module):
                 if documents_bt is None
                 else document_positions(documents_bt)
             )
+            if cache is not None and cache.padding_b is not None:
+                positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
         x_btd = self.embed(tokens_bt)
         if self.position is not None:
             x_btd = x_btd + self.position(positions_bt)

@@ -163,6 +163,14 @@ def whole_model(where: Path, *, merge: bool = True) -> tuple[Transformer, RunCon
     return model.eval(), config, step
 
 
+def start_model(where: Path) -> tuple[Transformer, RunConfig, int]:
+    """The weights a run began with, whole: what its training has to be compared with."""
+    config = run_config(where)
+    model = Transformer(config.model)
+    fill_weights(model, replace(config, lora=LoraConfig()))
+    return model.eval(), config, 0
+
+
 def describe_start(config: RunConfig) -> dict[str, Any]:
     """What a model card says about where the weights came from."""
     return {"start_from": config.finetune.start_from or None, "lora": asdict(config.lora) if config.lora.rank else None}

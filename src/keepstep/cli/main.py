@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("keepstep.cli.chat", "talk to a checkpoint, with tools it may call"),
     "import": ("keepstep.cli.import_", "make a run from a Hugging Face model"),
     "export": ("keepstep.cli.export", "write a model that transformers and vLLM load"),
+    "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }

@@ -64,7 +64,8 @@ def head_loss(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, vocab: 
         return differentiable
     loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
     for piece_nd, piece_n in zip(hidden_nd.chunk(pieces), targets_n.chunk(pieces), strict=True):
-        loss += _piece_loss(piece_nd, weight_vd, piece_n, vocab)[0].sum()
+        loss_n = _token_losses(_log_probabilities(piece_nd, weight_vd, vocab)[1], piece_n)
+        loss += loss_n.where(piece_n != NO_LOSS, 0.0).sum()
     return loss
 
 
@@ -73,13 +74,16 @@ def default_chunks(tokens: int, rows: int, device: str) -> int:
     return max(1, min(tokens, -(-tokens * rows * 4 // _PIECE_BYTES.get(device, _PIECE_BYTES["cuda"]))))
 
 
-def _piece_loss(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Token losses of one piece (0 where there is no target) and the log-probabilities [n, v] they come from."""
+def _log_probabilities(hidden_nd: Tensor, weight_vd: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """Logits of one piece, and their log-softmax in fp32; padding rows have probability 0."""
     logits_nv = torch.mm(hidden_nd, weight_vd.t())
     logits_nv[:, vocab:] = float("-inf")
-    log_probability_nv = logits_nv.log_softmax(dim=-1, dtype=torch.float32)
-    picked_n = log_probability_nv.gather(1, targets_n.clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(targets_n == NO_LOSS, 0.0, -picked_n), log_probability_nv
+    return logits_nv, logits_nv.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def _token_losses(log_probability_nv: Tensor, targets_n: Tensor) -> Tensor:
+    """Minus the log-probability of each target; of token 0 where there is none, for the caller to leave out."""
+    return -log_probability_nv.gather(1, targets_n.clamp(min=0)[:, None]).squeeze(1)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -92,14 +96,11 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad_nd = torch.empty_like(hidden_nd) if by_hidden else None
         # fp32: a sum over many pieces in bfloat16 would stop growing.
         weight_grad_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if by_weight else None
-        for start, piece_nd, piece_n in _pieces(hidden_nd, targets_n, pieces):
-            loss_n, log_probability_nv = _piece_loss(piece_nd, weight_vd, piece_n, vocab)
-            loss += loss_n.sum()
-            logits_grad_nv = _logits_grad(log_probability_nv, piece_n).to(hidden_nd.dtype)
-            if hidden_grad_nd is not None:
-                torch.mm(logits_grad_nv, weight_vd, out=hidden_grad_nd[start : start + piece_nd.shape[0]])
-            if weight_grad_vd is not None:
-                _add_product(weight_grad_vd, logits_grad_nv.t(), piece_nd)
+        piece_size = -(-hidden_nd.shape[0] // pieces)
+        for start in range(0, hidden_nd.shape[0], piece_size):
+            piece = slice(start, start + piece_size)
+            grad_nd = None if hidden_grad_nd is None else hidden_grad_nd[piece]
+            loss += _piece_loss(hidden_nd[piece], weight_vd, targets_n[piece], vocab, grad_nd, weight_grad_vd)
         ctx.grads = (hidden_grad_nd, weight_grad_vd, weight_vd.dtype)
         return loss
 
@@ -113,22 +114,41 @@ class _ChunkedLoss(torch.autograd.Function):
         return by_hidden, by_weight, None, None, None
 
 
-def _pieces(hidden_nd: Tensor, targets_n: Tensor, pieces: int) -> list[tuple[int, Tensor, Tensor]]:
-    chunks_nd = hidden_nd.chunk(pieces)
-    starts = [index * chunks_nd[0].shape[0] for index in range(len(chunks_nd))]
-    return list(zip(starts, chunks_nd, targets_n.chunk(pieces), strict=True))
+def _piece_loss(
+    hidden_nd: Tensor,
+    weight_vd: Tensor,
+    targets_n: Tensor,
+    vocab: int,
+    hidden_grad_nd: Tensor | None,
+    weight_grad_vd: Tensor | None,
+) -> Tensor:
+    """One piece's loss; fills its hidden states' gradient and adds to the weights'. Its logits are gone on return."""
+    counts_n1 = (targets_n != NO_LOSS)[:, None]
+    logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab)
+    loss_n = _token_losses(log_probability_nv, targets_n)
+    logits_grad_nv = _logits_grad(logits_nv, log_probability_nv, loss_n, targets_n)
+    # Tokens without a target are left out on the narrow side of both products: v is many times d.
+    if hidden_grad_nd is not None:
+        torch.mul(torch.mm(logits_grad_nv, weight_vd), counts_n1, out=hidden_grad_nd)
+    if weight_grad_vd is not None:
+        _add_product(weight_grad_vd, logits_grad_nv.t(), hidden_nd * counts_n1)
+    return loss_n.where(counts_n1.squeeze(1), 0.0).sum()
 
 
-def _logits_grad(log_probability_nv: Tensor, targets_n: Tensor) -> Tensor:
-    """Probability minus one at the target; zero rows where there is no target. Overwrites its input."""
-    grad_nv = log_probability_nv.exp_()
+def _logits_grad(logits_nv: Tensor, log_probability_nv: Tensor, loss_n: Tensor, targets_n: Tensor) -> Tensor:
+    """Probability, minus one at the target. Reuses the memory of the logits."""
+    grad_nv = torch.exp(log_probability_nv, out=logits_nv)
     rows_n = torch.arange(targets_n.shape[0], device=targets_n.device)
-    grad_nv[rows_n, targets_n.clamp(min=0)] -= 1.0
-    return grad_nv.masked_fill_((targets_n == NO_LOSS)[:, None], 0.0)
+    # expm1: for a token the model is sure of, rounding the probability first would leave nothing of the difference.
+    grad_nv[rows_n, targets_n.clamp(min=0)] = torch.expm1(-loss_n).to(grad_nv.dtype)
+    return grad_nv
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:
+        # The GPU's kernels add half-precision products to an fp32 matrix without rounding in between.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(torch.mm(left, right))

@@ -227,7 +227,7 @@ class _Run:
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device
         tokens_per_step = config.global_batch * config.model.seq_len
-        peak = _peak_flops(device, dtype) * self.world.ranks.world_size
+        peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
         rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr, frozen=config.lora.rank > 0)
         if not self.world.is_first:
             return Recorder(config.observe, rates, None, None, device)
@@ -245,7 +245,7 @@ class _Run:
         write_json(self.folder.facts, _facts(config, self.world, self.loaders, parameters))
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "
-            f"{self.world.ranks.world_size} × {_device_name(self.world.device)}, "
+            f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
 
@@ -257,12 +257,14 @@ class _Run:
             self.recorder.note(f"warning: {fields.get('message', kind)}")
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """What the machine calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    known = peak_flops(_device_name(device), "bf16") if dtype != torch.float32 else None
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The published rate where there is one, else a measured one."""
+    known = peak_flops(device_name(device), "bf16") if dtype != torch.float32 else None
     return known or measured_peak_flops(device)
 
 
@@ -273,7 +275,7 @@ def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -
         "torch": torch.__version__,
         "python": platform.python_version(),
         "host": platform.node(),
-        "device": _device_name(world.device),
+        "device": device_name(world.device),
         "world_size": world.ranks.world_size,
         "parameters": parameters,
         "total_steps": pace.steps(config.max_duration),

@@ -1,0 +1,164 @@
+"""How fast a step is on the machine at hand: the same parts as a run, synthetic rows, no files."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from keepstep.config.layout import resolve_layout
+from keepstep.config.schema import RunConfig
+from keepstep.core.ranks import from_environment
+from keepstep.data.loader import Batch, Loader
+from keepstep.data.rows import SyntheticRows
+from keepstep.models.init import init_weights
+from keepstep.models.size import flops_per_token, parameter_count
+from keepstep.parallel.mesh import build_mesh, data_rank
+from keepstep.parallel.world import choose_device, joined_world, share_cores
+from keepstep.train.optimizer import Optimizers
+from keepstep.train.run import build_model, compute_dtype, device_name, device_peak_flops
+from keepstep.train.scaler import LossScaler
+from keepstep.train.step import StepSettings, TrainStep
+
+_KINDS = (
+    ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
+    ("matmul", ("gemm", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm")),
+    ("optimizer", ("adam", "multi_tensor", "foreach")),
+    ("communication", ("nccl", "gloo", "all_gather", "reduce_scatter", "all_reduce")),
+    ("copies", ("memcpy", "memset", "copy")),
+)
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """One measurement; `calibration` files for the planner are made of these."""
+
+    model: str
+    parameters: int
+    seq_len: int
+    global_batch: int
+    microbatch: int
+    recompute: str
+    compile: bool
+    precision: str
+    device: str
+    world_size: int
+    torch: str
+    step_s: float
+    """Median over the measured steps."""
+    steps_s: list[float]
+    tokens_per_s: float
+    mfu: float
+    peak_memory_gib: float
+    first_step_s: float
+    loss: float
+    breakdown: dict[str, float] = field(default_factory=dict)
+    """Device seconds a step by kind of kernel."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: bool = True) -> StepBench:
+    """Run steps of this configuration and time them; every process of the run calls this."""
+    ranks = from_environment()
+    layout = resolve_layout(config.parallel, ranks.world_size)
+    device = choose_device(config.compute.device, ranks.local_rank)
+    share_cores(config.compute.threads, ranks.local_world_size)
+    with joined_world(ranks, device):
+        dtype = compute_dtype(config.precision, device)
+        mesh = build_mesh(layout, device.type)
+        model = build_model(config.model, config.parallel, config.compute, mesh, dtype)
+        init_weights(model, config.seed)
+        optimizers = Optimizers(model, config.optimizer)
+        settings = StepSettings(
+            layout=layout,
+            device=device,
+            clip=config.optimizer.clip,
+            loss_chunks=config.compute.loss_chunks,
+            reduce_each_microbatch=not config.parallel.keep_gathered,
+        )
+        train_step = TrainStep(model, optimizers, LossScaler(enabled=dtype == torch.float16), settings)
+        batches = _batches(config, data_rank(mesh), layout.data_ranks)
+
+        def one() -> float:
+            return float(train_step.run(batches, lr_share=1.0)[0])
+
+        started = time.perf_counter()
+        one()
+        first_step_s = time.perf_counter() - started
+        for _ in range(warmup - 1):
+            one()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds, loss = [], 0.0
+        for _ in range(steps):
+            started = time.perf_counter()
+            loss = one()
+            seconds.append(time.perf_counter() - started)
+        step_s = statistics.median(seconds)
+        tokens_per_s = config.global_batch * config.model.seq_len / step_s
+        peak = device_peak_flops(device, dtype) * ranks.world_size
+        return StepBench(
+            model=config.model.preset,
+            parameters=parameter_count(config.model),
+            seq_len=config.model.seq_len,
+            global_batch=config.global_batch,
+            microbatch=config.microbatch,
+            recompute=config.compute.recompute,
+            compile=config.compute.compile,
+            precision=config.precision,
+            device=device_name(device),
+            world_size=ranks.world_size,
+            torch=torch.__version__,
+            step_s=step_s,
+            steps_s=seconds,
+            tokens_per_s=tokens_per_s,
+            mfu=tokens_per_s * flops_per_token(config.model, config.model.seq_len) / peak,
+            peak_memory_gib=_peak_memory_gib(device),
+            first_step_s=first_step_s,
+            loss=loss,
+            breakdown=_breakdown(one, device) if breakdown else {},
+        )
+
+
+def _batches(config: RunConfig, rank: int, ranks: int) -> list[Batch]:
+    loader = Loader(
+        SyntheticRows(config.model.seq_len, config.model.vocab, config.seed), seed=config.seed, shuffle=False
+    )
+    numbers = range(rank, config.global_batch // config.microbatch, ranks)
+    return [loader.rows(number * config.microbatch, config.microbatch) for number in numbers]
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _breakdown(step: Callable[[], float], device: torch.device) -> dict[str, float]:
+    """Device seconds of one step, sorted into a few kinds by kernel name; `other` is mostly element-wise work."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        step()
+    seconds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        own_us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        seconds[kernel_kind(event.key)] += own_us / 1e6
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def kernel_kind(name: str) -> str:
+    """Which part of a step a kernel belongs to."""
+    lowered = name.lower()
+    return next((kind for kind, marks in _KINDS if any(mark in lowered for mark in marks)), "other")

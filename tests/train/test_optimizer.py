@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.config.schema import ModelConfig, OptimizerConfig
+from keepstep.models.init import init_weights
+from keepstep.models.transformer import Transformer
+from keepstep.train.gradients import clip_factor, gradient_norm, scale_gradients
+from keepstep.train.muon import Muon, orthogonalise
+from keepstep.train.optimizer import Optimizers
+from keepstep.train.scaler import LossScaler
+
+
+def small_model() -> Transformer:
+    model = Transformer(ModelConfig(layers=1, hidden=16, heads=2, vocab=32, seq_len=8))
+    init_weights(model, 1)
+    return model
+
+
+def backward(model: Transformer) -> None:
+    tokens = torch.arange(16).reshape(2, 8) % 32
+    model(tokens, tokens).backward()
+
+
+def test_norm_and_clipping_agree_with_torch() -> None:
+    ours, theirs = small_model(), small_model()
+    for model in (ours, theirs):
+        backward(model)
+    norm = gradient_norm(ours.parameters())
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    scale_gradients(ours.parameters(), clip_factor(norm, 0.5))
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_adamw_takes_the_textbook_step() -> None:
+    model = small_model()
+    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizers = Optimizers(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    backward(model)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizers.step(share=0.5)
+    for name, parameter in model.named_parameters():
+        decay = 0.5 if parameter.ndim >= 2 else 0.0
+        first_step = gradients[name] / (gradients[name].abs() + 1e-8)
+        expected = reference[name] * (1 - 0.05 * decay) - 0.05 * first_step
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("norms", "tables"), [(False, False), (True, False), (False, True)])
+def test_what_decays_is_a_choice(norms: bool, tables: bool) -> None:
+    model = small_model()
+    config = OptimizerConfig(lr=0.1, weight_decay=1.0, decay_norms=norms, decay_embeddings=tables)
+    optimizers = Optimizers(model, config)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers.step(1.0)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    # Biases start at zero, where decay shows nothing.
+    assert ("norm.weight" in moved) is norms
+    assert ("embed.weight" in moved) is tables
+    assert "blocks.0.attention.qkv.weight" in moved
+
+
+def test_state_exists_before_the_first_step_and_has_parameter_names() -> None:
+    model = small_model()
+    state = Optimizers(model, OptimizerConfig()).state()
+    assert set(state) == {name for name, _ in model.named_parameters()}
+    assert set(state["embed.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_orthogonalise_brings_singular_values_near_one() -> None:
+    matrix = torch.randn(48, 20, generator=torch.Generator().manual_seed(3))
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_muon_moves_block_matrices_and_adamw_the_rest() -> None:
+    model = small_model()
+    optimizers = Optimizers(model, OptimizerConfig(name="muon", lr=0.01))
+    state = optimizers.state()
+    assert set(state["blocks.0.mlp.down.weight"]) == {"momentum"}
+    assert set(state["embed.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    backward(model)
+    optimizers.step(1.0)
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert state["blocks.0.mlp.down.weight"]["momentum"].abs().sum() > 0, "state tensors are the live ones"
+
+
+def test_muon_lowers_a_quadratic() -> None:
+    target = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    weight = nn.Parameter(torch.zeros(8, 8))
+    optimizer = Muon([weight], lr=0.05, momentum=0.9, weight_decay=0.0)
+    for _ in range(100):
+        weight.grad = weight.detach() - target
+        optimizer.step()
+    assert (weight - target).norm() < 0.3 * target.norm()
+
+
+def test_the_scaler_halves_on_overflow_and_grows_after_good_steps() -> None:
+    scaler = LossScaler(enabled=True, initial=8.0, growth_interval=2)
+    scaler.update(finite=False)
+    assert scaler.scale == 4.0
+    scaler.update(finite=True)
+    resumed = LossScaler(enabled=True, growth_interval=2)
+    resumed.restore(scaler.state())
+    resumed.update(finite=True)
+    assert resumed.scale == 8.0
+
+
+def test_a_scaler_that_is_off_never_moves() -> None:
+    scaler = LossScaler(enabled=False)
+    scaler.update(finite=False)
+    assert scaler.scale == 1.0

@@ -1,0 +1,162 @@
+"""Whole runs, small: the promises a user relies on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_runs import TINY, losses, metrics, run_here, run_processes
+
+from keepstep.config.load import load_config
+from keepstep.core.errors import ConfigError, KeepstepError
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_same_run_twice_gives_bitwise_the_same_losses(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=a")
+    run_here(tmp_path, "name=b")
+    assert losses(tmp_path, "a") == losses(tmp_path, "b")
+    assert len(losses(tmp_path, "a")) == 6
+
+
+def test_the_loss_falls_and_another_seed_gives_another_run(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=a", "max_duration=30ba")
+    run_here(tmp_path, "name=b", "seed=18")
+    fallen = losses(tmp_path, "a")
+    assert fallen[-1] < fallen[0] - 0.5
+    assert losses(tmp_path, "b")[0] != fallen[0]
+
+
+@pytest.mark.parametrize("model", ["mpt-tiny", "gpt3-125m", "llama-1b"])
+def test_one_and_two_processes_agree(tmp_path: Path, model: str) -> None:
+    run_here(tmp_path, f"model={model}", "name=one", "max_duration=20ba")
+    done = run_processes(tmp_path, 2, f"model={model}", "name=two", "max_duration=20ba")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
+    valid = [
+        [line["valid_loss"] for line in metrics(tmp_path, name) if "valid_loss" in line] for name in ("one", "two")
+    ]
+    assert valid[0] == pytest.approx(valid[1], abs=1e-4)
+
+
+def test_a_stopped_run_goes_on_with_bitwise_the_same_losses(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=whole", "max_duration=12ba", "model.dropout=0.1")
+    # checkpoint.interval stands in for a stop: the second call resumes in the middle of the schedule.
+    words = ["name=cut", "model.dropout=0.1", "schedule.name=cosine"]
+    run_here(tmp_path, *words, "max_duration=12ba", "checkpoint.interval=5ba", "checkpoint.at_end=false")
+    resumed = [line for line in metrics(tmp_path, "cut") if "loss" in line]
+    run_here(tmp_path, *words, "max_duration=12ba", "checkpoint.interval=5ba")
+    again = [line for line in metrics(tmp_path, "cut") if "loss" in line][len(resumed) :]
+    assert [line["step"] for line in again] == [11, 12], "step 10 was the newest checkpoint"
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+
+
+def test_sigterm_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    words = [*TINY, f"runs_dir={tmp_path}", "max_duration=4000ba", "name=stopped", "--procs", "2"]
+    command = [sys.executable, "-m", "keepstep", "train", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    events, seen = tmp_path / "stopped" / "metrics.jsonl", 0
+    deadline = time.monotonic() + 120
+    while seen < 3 and time.monotonic() < deadline:
+        seen = len(events.read_text().splitlines()) if events.exists() else 0
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "start the same command to go on" in errors
+    last = max(line["step"] for line in metrics(tmp_path, "stopped") if "loss" in line)
+    done = run_processes(tmp_path, 1, "name=stopped", f"max_duration={last + 3}ba")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed at step {last}" in done.stderr
+    assert len(losses(tmp_path, "stopped")) == last + 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["compute.recompute=selective", "compute.recompute=full", "compute.loss_chunks=4", "microbatch=4",
+     "parallel.keep_gathered=true"],
+)  # fmt: skip
+def test_how_a_step_is_computed_does_not_change_it(tmp_path: Path, setting: str) -> None:
+    run_here(tmp_path, "name=plain", "model=llama-1b")
+    run_here(tmp_path, "name=other", "model=llama-1b", setting)
+    assert losses(tmp_path, "other") == pytest.approx(losses(tmp_path, "plain"), abs=2e-5)
+
+
+@pytest.mark.parametrize("setting", ["precision=bf16", "precision=fp16", "optimizer=muon", "model.linear=bitnet"])
+def test_other_numbers_and_optimizers_learn_too(tmp_path: Path, setting: str) -> None:
+    run_here(tmp_path, setting, "max_duration=30ba", "optimizer.muon_lr=0.02")
+    fallen = losses(tmp_path)
+    assert fallen[-1] < fallen[0] - 0.3
+
+
+def test_hybrid_sharding_over_two_replicas_agrees_with_one_process(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=one")
+    done = run_processes(tmp_path, 2, "name=two", "parallel.replicate=2")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
+
+
+def test_a_run_saved_by_two_processes_goes_on_with_one(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=whole", "max_duration=8ba")
+    # Two processes train the first half of the very same schedule, one process the rest.
+    two = run_processes(
+        tmp_path, 2, "name=moved", "max_duration=8ba", "checkpoint.interval=5ba", "checkpoint.at_end=false"
+    )
+    assert two.returncode == 0, two.stderr
+    run_here(tmp_path, "name=moved", "max_duration=8ba")
+    assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "whole"), abs=1e-4)
+
+
+def test_the_profiler_writes_its_traces(tmp_path: Path) -> None:
+    run_here(tmp_path, "profile.active=2", "profile.skip_first=1", "profile.wait=1", "profile.warmup=1")
+    traces = list((tmp_path / "run" / "profile").glob("trace_*.json"))
+    assert len(traces) == 1
+    names = {event.get("name") for event in json.loads(traces[0].read_text())["traceEvents"]}
+    assert "aten::mm" in names
+
+
+def test_a_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
+    run_here(tmp_path, "checkpoint.interval=4ba", "observe.tensorboard=true")
+    folder = tmp_path / "run"
+    assert load_config(folder / "config.yaml").config.max_duration.value == 6
+    kinds = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "finish"
+    assert kinds.count("checkpoint_committed") == 2
+    assert json.loads((folder / "facts.json").read_text())["total_steps"] == 6
+    assert list((folder / "tensorboard").glob("events.*"))
+    first = metrics(tmp_path)[0]
+    assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_s", "memory_gib"} <= set(first)
+
+
+def test_weights_of_another_run_start_a_fresh_schedule(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=first")
+    step_folder = next((tmp_path / "first" / "checkpoints").glob("step_*"))
+    run_here(tmp_path, "name=second", f"checkpoint.resume_from={step_folder}", "checkpoint.skip_optimizer=true")
+    again = losses(tmp_path, "second")
+    assert len(again) == 6
+    assert again[0] < losses(tmp_path, "first")[0]
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_saves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeepstepError, match="the loss is"):
+        run_here(tmp_path, "optimizer.lr=1e30", "optimizer.clip=0", "checkpoint.interval=1ba", "max_duration=50ba")
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert len(saved) < 50
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_here(tmp_path, "global_batch=9", "microbatch=2")
+    assert any("hint" in line for line in caught.value.lines())
+    refused = run_processes(tmp_path, 3, "global_batch=8", "microbatch=2")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr

@@ -109,5 +109,4 @@ def test_peft_loads_our_files_and_computes_the_same(tmp_path: Path, name: str, t
         assert set(lora_config_of(tmp_path)["targets"]) == set(targets)
         apply_lora(again, lora)
         load_adapter(again, lora, family, tmp_path)
-        ours, back = dict(adapter_parameters(model)), dict(adapter_parameters(again))
-        assert all(torch.equal(ours[key], back[key]) for key in ours)
+        assert torch.equal(again(tokens_bt), model(tokens_bt))

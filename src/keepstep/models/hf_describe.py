@@ -80,7 +80,7 @@ def _mpt(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(
             f"the feed-forward width is {config.ffn_size}, but mpt wants a multiple of model.hidden ({config.hidden})"
         )
-    attention: dict[str, Any] = {"alibi": True, "alibi_bias_max": config.alibi_bias_max}
+    attention: dict[str, Any] = {"alibi": True, "alibi_bias_max": _plain(config.alibi_bias_max)}
     if config.clip_qkv:
         attention["clip_qkv"] = config.clip_qkv
     if config.kv_heads not in (0, config.heads):
@@ -133,3 +133,8 @@ def _llama_like(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _most_positions(config: ModelConfig) -> int:
     return max(config.max_positions, config.seq_len)
+
+
+def _plain(number: float) -> float:
+    """A whole number without its fraction: transformers refuses 8.0 where it keeps an int."""
+    return int(number) if number == int(number) else number

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast lint clean
+.PHONY: help demo toolcalls-demo test test-fast lint clean
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -20,6 +20,9 @@ $(READY): pyproject.toml requirements/pinned.txt
 
 demo: $(READY)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
+
+toolcalls-demo: $(READY)  ## teach a small model to call tools, offline, and measure it
+	$(BIN)/python benchmarks/toolcalls.py
 
 test: $(READY) lint  ## everything that must hold before a change lands
 	$(BIN)/python -m pytest

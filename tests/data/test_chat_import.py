@@ -16,9 +16,9 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 GLAIVE = {
     "system": "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
     + json.dumps({"name": "get_weather", "description": "Weather of a city", "parameters": SCHEMA}, indent=4),
-    "chat": "USER: What is the weather in Oslo?\n\n\nASSISTANT: <functioncall> {\"name\": \"get_weather\", "
-    "\"arguments\": '{\"city\": \"Oslo\"}'} <|endoftext|>\n\n\nFUNCTION RESPONSE: {\"degrees\": 7}\n\n\n"
-    "ASSISTANT: It is 7 degrees in Oslo. <|endoftext|>\n\n\nUSER: Thanks!\n\n\nASSISTANT: You're welcome! <|endoftext|>",
+    "chat": 'USER: What is the weather in Oslo?\n\n\nASSISTANT: <functioncall> {"name": "get_weather", '
+    '"arguments": \'{"city": "Oslo"}\'} <|endoftext|>\n\n\nFUNCTION RESPONSE: {"degrees": 7}\n\n\n'
+    "ASSISTANT: It is 7 degrees in Oslo. <|endoftext|>\n\n\nUSER: Thanks!\n\n\nASSISTANT: You're welcome!",
 }
 XLAM = {
     "id": 0,
@@ -91,14 +91,17 @@ def test_hermes_with_python_quotes_and_several_calls() -> None:
 
 def test_toolace_names_with_spaces_and_nested_values() -> None:
     row = json.loads(json.dumps(TOOLACE))
-    assert calls(row)[0] == [("Market Trends API", {"country": "us (all)"}), ("g", {"n": 1.5, "deep": [True, {"a": None}]})]
+    assert calls(row)[0] == [
+        ("Market Trends API", {"country": "us (all)"}),
+        ("g", {"n": 1.5, "deep": [True, {"a": None}]}),
+    ]
     assert convert(row).tools[1]["function"]["parameters"]["properties"]["n"]["type"] == "number"
 
 
 def test_arguments_as_text_and_as_object_are_the_same() -> None:
     rows = [
         {"messages": [{"role": "user", "content": "x"},
-                      {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]}
+                      {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]}
         for given in ({"a": [1]}, '{"a": [1]}')
     ]  # fmt: skip
     assert convert(rows[0]) == convert(rows[1])
@@ -139,14 +142,18 @@ def test_every_row_is_kept_or_in_the_rejects_file_with_its_number(tmp_path: Path
     refused = [json.loads(line) for line in written.rejects.read_text().splitlines()]
     assert [(item["row"], item["file"]) for item in refused] == [(2, "rows.jsonl"), (4, "rows.jsonl")]
     assert "no JSON" in refused[0]["reason"]
-    kept = [json.loads(line) for name in ("out", "valid") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    kept = [
+        json.loads(line) for name in ("out", "valid") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
     assert all(isinstance(NumberedRow("", 1, convert(row)), NumberedRow) for row in kept)
 
 
 def test_canonical_rows_read_back_as_themselves(tmp_path: Path) -> None:
     made = [convert(row) for row in (GLAIVE, XLAM, HERMES)]
     (tmp_path / "rows.json").write_text(json.dumps([item.row() for item in made]))
-    assert [item.conversation for item in read_conversations(tmp_path / "rows.json") if isinstance(item, NumberedRow)] == made
+    assert [
+        item.conversation for item in read_conversations(tmp_path / "rows.json") if isinstance(item, NumberedRow)
+    ] == made
 
 
 def test_the_split_follows_from_the_row_and_the_seed() -> None:

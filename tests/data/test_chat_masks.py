@@ -17,7 +17,22 @@ from keepstep.data.chat_rows import BadRow, Conversation, calls_of, canonical
 from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate
 
 UNMARKED = BUILT_IN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-WORDS = ["alpha", "βeta", "\n", "  ", "<|im_end|", "{", '"quoted"', "日本語", "🙂", "\\n", "assistant", "</tool_call", "0", "a\u0301"]
+WORDS = [
+    "alpha",
+    "βeta",
+    "\n",
+    "  ",
+    "<|im_end|",
+    "{",
+    '"quoted"',
+    "日本語",
+    "🙂",
+    "\\n",
+    "assistant",
+    "</tool_call",
+    "0",
+    "a\u0301",
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +121,9 @@ def _byte_table() -> dict[str, int]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
 def test_any_text_at_all_is_masked_exactly(texts: list[str]) -> None:
-    messages = [item for text in texts for item in ({"role": "user", "content": text}, {"role": "assistant", "content": text})]
+    messages = [
+        item for text in texts for item in ({"role": "user", "content": text}, {"role": "assistant", "content": text})
+    ]
     conversation = canonical(messages)
     for template in (ChatTemplate(BUILT_IN), ChatTemplate(UNMARKED)):
         rendered = template.render(conversation)
@@ -117,8 +134,10 @@ def test_a_token_that_would_reach_across_the_edge_is_cut_there(tmp_path: Path) -
     tokenize.train_bpe(["\n\n\n hello\n\n"] * 50, 270, tmp_path / "tokenizer.json")
     tokenizer = tokenize.load(tmp_path / "tokenizer.json")
     conversation = canonical([{"role": "user", "content": "x"}, {"role": "assistant", "content": "\n\n hello"}])
-    template = ChatTemplate("{% for m in messages %}{% if m['role'] == 'assistant' %}\n{% generation %}{{ m['content'] }}"
-                            "{% endgeneration %}\n{% else %}{{ m['content'] }}{% endif %}{% endfor %}")
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}\n{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}\n{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
     row = encode(conversation, template, tokenizer)
     assert tokenizer.decode(row.tokens[row.loss].tolist()) == "\n\n hello"
 

@@ -66,7 +66,9 @@ def test_the_loss_of_packed_rows_equals_that_of_separate_rows(prepared: Path) ->
         total, count = 0.0, 0
         for index in range(rows.count):
             batch = to_batch(rows.read(np.array([index])), 0)
-            total += float(model(*_tensors(batch)[:2], positions_bt=_tensors(batch)[2], documents_bt=_tensors(batch)[3]))
+            total += float(
+                model(*_tensors(batch)[:2], positions_bt=_tensors(batch)[2], documents_bt=_tensors(batch)[3])
+            )
             count += int((batch.targets != NO_LOSS).sum())
         return total, count
 

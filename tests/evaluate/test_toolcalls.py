@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -101,13 +103,14 @@ def test_the_report_counts_by_category() -> None:
     assert "wrong_count 1" in table(report)
 
 
+SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 48, "init_std": 0.3}
+LLAMA: dict[str, Any] = {"kv_heads": 2, "ffn_hidden": 48, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
 MODELS = {
-    "rotary": ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=61, seq_len=48, positions="rotary",
-                          norm="rmsnorm", activation="swiglu", bias=False, init_std=0.3),
-    "learned": ModelConfig(layers=2, hidden=32, heads=4, vocab=61, seq_len=48, init_std=0.3),
-    "alibi": ModelConfig(layers=2, hidden=32, heads=4, vocab=61, seq_len=48, positions="alibi", init_std=0.3),
-    "window": ModelConfig(layers=2, hidden=32, heads=4, vocab=61, seq_len=48, positions="rotary", sliding_window=5, init_std=0.3),
-}  # fmt: skip
+    "rotary": ModelConfig(**SHAPE, **LLAMA, positions="rotary"),
+    "learned": ModelConfig(**SHAPE),
+    "alibi": ModelConfig(**SHAPE, positions="alibi"),
+    "window": ModelConfig(**SHAPE, positions="rotary", sliding_window=5),
+}
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -116,7 +119,7 @@ def test_prompts_of_different_lengths_answer_together_as_they_answer_alone(name:
     model = Transformer(config).eval()
     init_weights(model, 4)
 
-    def open_decoder(padding_b: torch.Tensor, capacity: int):  # noqa: ANN202
+    def open_decoder(padding_b: torch.Tensor, capacity: int):
         cache = KeyValueCache(config.layers, capacity, padding_b if padding_b.any() else None)
         return lambda tokens_bt: model(tokens_bt, cache=cache)[:, -1]
 

@@ -137,14 +137,18 @@ def test_greedy_answers_equal_transformers_token_for_token(tmp_path: Path) -> No
     answers = speaker.answers(prompts, Sampling(max_new_tokens=40), batch=3)
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([speaker.encode(prompt)])
-        made = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=sorted(speaker.ends), pad_token_id=0)
+        made = theirs.generate(
+            ids, max_new_tokens=40, do_sample=False, eos_token_id=sorted(speaker.ends), pad_token_id=0
+        )
         new = [token for token in made[0, ids.shape[1] :].tolist() if token not in speaker.ends]
         assert answer == speaker.decode(new)
         assert "".join(speaker.stream(prompt, Sampling(max_new_tokens=40))) == answer
 
 
 @pytest.mark.slow
-def test_a_trained_run_exports_with_tokenizer_template_and_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_run_exports_with_tokenizer_template_and_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         "data.path=toolcalls", "chat.generated_rows=40", "name=small", f"runs_dir={tmp_path}", "max_duration=2ba",
         "global_batch=2", "microbatch=2", "model.preset=llama-1b", "model.layers=1", "model.hidden=16", "model.heads=2",

@@ -65,7 +65,9 @@ def _read_tools(path: Path | None) -> list[dict[str, Any]]:
     try:
         return [tool(item) for item in parsed_list(path.read_text(encoding="utf-8"), "the tools")]
     except BadRow as bad:
-        raise UsageError(f"{path}: {bad}", "a list of {type: function, function: {name, description, parameters}}") from bad
+        raise UsageError(
+            f"{path}: {bad}", "a list of {type: function, function: {name, description, parameters}}"
+        ) from bad
 
 
 def _prompt_of(line: str, first: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:

@@ -84,7 +84,10 @@ def run_chat(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**facts, "rejects": str(written.rejects) if written.rejects else None}))
         return 0
-    print(f"{written.kept:,} rows to {args.out}" + (f", {written.held_out:,} to {args.valid_out}" if args.valid_out else ""))
+    print(
+        f"{written.kept:,} rows to {args.out}"
+        + (f", {written.held_out:,} to {args.valid_out}" if args.valid_out else "")
+    )
     if written.rejects:
         print(f"{written.rejected:,} rows refused, with reasons: {written.rejects}")
     print(f"next: keepstep data show {args.out}")

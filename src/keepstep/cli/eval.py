@@ -7,7 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-_ACTIONS = {"ppl": "perplexity on held-out text", "tools": "are its tool calls right? by category, with BFCL's errors"}
+_ACTIONS = {
+    "ppl": "perplexity on held-out text",
+    "tools": "are its tool calls right? by category, with BFCL's error names",
+    "lm": "tasks of lm-evaluation-harness (pip install 'keepstep[lm-eval]')",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = "; ".join(f"{name}: {text}" for name, text in _ACTIONS.items())
     parser.add_argument("action", choices=tuple(_ACTIONS), help=listed)
     parser.add_argument("model", type=Path, help="a run's folder or a Hugging Face folder")
-    parser.add_argument("--data", default="", help="tools: conversations (default: generated ones); ppl: text or tokens")
+    parser.add_argument(
+        "--data", default="", help="tools: conversations (default: generated ones); ppl: text or tokens"
+    )
+    parser.add_argument("--tasks", default="", help="lm: tasks by name, with commas between them")
+    parser.add_argument("--limit", type=int, default=0, help="lm: questions of each task (default: all)")
     parser.add_argument("--rows", type=int, default=400, help="tools: questions to ask (default: 400)")
     parser.add_argument("--windows", type=int, default=256, help="ppl: windows of text (default: 256)")
     parser.add_argument("--length", type=int, default=0, help="ppl: tokens in a window (default: the model's seq_len)")
@@ -30,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
-    return _tools(args) if args.action == "tools" else _ppl(args)
+    match args.action:
+        case "tools":
+            return _tools(args)
+        case "lm":
+            return _lm(args)
+        case _:
+            return _ppl(args)
 
 
 def _tools(args: argparse.Namespace) -> int:
@@ -74,4 +88,18 @@ def _ppl(args: argparse.Namespace) -> int:
         return 0
     print(f"perplexity {result.perplexity:.3f}   loss {result.loss:.4f}   {result.tokens:,} tokens")
     print(f"next: keepstep chat {args.model}")
+    return 0
+
+
+def _lm(args: argparse.Namespace) -> int:
+    from keepstep.train.harness import run_tasks
+    from keepstep.train.speaker import open_speaker
+
+    speaker = open_speaker(args.model, args.device, args.tokenizer)
+    results = run_tasks(speaker, [name for name in args.tasks.split(",") if name], args.batch, args.limit)
+    if args.json:
+        print(json.dumps(results, indent=2))
+        return 0
+    for task, numbers in results.items():
+        print(f"{task:<24}" + "   ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
     return 0

@@ -122,7 +122,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Conversations: how they become tokens, and which of these carry a loss. Only read where `data.path` names them."""
+    """Conversations: how they become tokens, and which of these carry a loss. Read where `data.path` names some."""
 
     format: Literal["auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"] = "auto"
     """How rows are written; auto tells it from each row's keys."""

@@ -90,8 +90,7 @@ def _raw_rows(file: Path) -> Iterator[Any]:
             raise DataError(f"{file} is no JSON: {error}", "a .json file holds one list of rows") from None
         yield from rows if isinstance(rows, list) else [rows]
         return
-    opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-    with opened as lines:
+    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
         for line in lines:
             if not line.strip():
                 continue

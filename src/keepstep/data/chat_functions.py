@@ -134,9 +134,7 @@ def _parameters(arguments: ast.arguments) -> tuple[Parameter, ...] | None:
         pairs = pairs[1:]
     if any(argument.arg.startswith("_") for argument, _ in pairs):
         return None
-    return tuple(
-        Parameter(argument.arg, _kind(argument, default), default is None) for argument, default in pairs
-    )
+    return tuple(Parameter(argument.arg, _kind(argument, default), default is None) for argument, default in pairs)
 
 
 def _kind(argument: ast.arg, default: ast.expr | None) -> Kind:

@@ -1,7 +1,9 @@
 """A function-calling set of any size, offline: requests, right calls, and requests that need no call.
 
 Row i is a pure function of (seed, split, i). The two splits share neither functions nor argument values, so an
-evaluation on `test` cannot be passed by remembering `train`.
+evaluation on `test` cannot be passed by remembering `train`. Most functions of `train` are put together anew from the
+parts of real ones: a few hundred functions could be learnt by heart, endless ones have to be read in the prompt.
+`test` asks for the real functions of its own, as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -24,6 +26,7 @@ CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevan
 _WEIGHTS = (2, 3, 2, 2)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
+_RECOMBINED_SHARE = 0.85
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
 
@@ -35,10 +38,8 @@ _REQUESTS = (
     "{What}, please. {details}",
 )
 _DETAILS = ("Use {0}.", "With {0}.", "Take {0}.", "{0}.")
-_PAIRS = ("{name} {value}", "{name} = {value}", "{name} is {value}")
-_REFUSALS = (
-    "None of these tools can do that.",
-)
+_PAIRS = ("{name} {value}", "{name} = {value}", "{name} set to {value}")
+_REFUSAL = "None of these tools can do that."
 _RESULTS = ("ok", "done", "failed", "empty")
 
 
@@ -64,18 +65,63 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     """One row."""
     draw = random.Random(f"{seed} {split} {index}")
     category = draw.choices(CATEGORIES, _WEIGHTS)[0]
-    functions = split_functions(split)
     shown = 1 if category == "simple" else draw.randint(2, _MOST_TOOLS)
-    chosen = draw.sample(functions, shown + 1)
+    chosen = _choose_functions(shown + 1, draw, split)
     tools, absent = chosen[:shown], chosen[shown]
     if category == "irrelevance":
         task = _Task([absent], draw, split)
-        return GeneratedRow(_conversation(tools, task.request(), draw.choice(_REFUSALS), []), category)
+        return GeneratedRow(_conversation(tools, task.request(), _REFUSAL, []), category)
     wanted = draw.sample(tools, 2) if category == "parallel" else [draw.choice(tools)]
     task = _Task(wanted, draw, split)
     calls = [call(name, arguments) for name, arguments in task.calls]
     follow_up = draw.choice(_RESULTS) if draw.random() < FOLLOW_UP_SHARE else None
     return GeneratedRow(_conversation(tools, task.request(), "", calls, follow_up), category)
+
+
+def _choose_functions(count: int, draw: random.Random, split: Split) -> list[Function]:
+    chosen = draw.sample(split_functions(split), count)
+    if split == "train":
+        chosen = [_recombined(item, draw) if draw.random() < _RECOMBINED_SHARE else item for item in chosen]
+    # Two tools of one name, or of one summary, would make the right answer a guess.
+    unique = len({item.name for item in chosen}) == len({item.summary for item in chosen}) == count
+    return chosen if unique else _choose_functions(count, draw, split)
+
+
+def _recombined(function: Function, draw: random.Random) -> Function:
+    """A function that never was: the shape of one, with words and parameters of all others."""
+    pool = _parts()
+    name = "_".join(draw.sample(pool.names, draw.randint(2, 3)))
+    words = [word if draw.random() < 0.3 else draw.choice(pool.words) for word in function.summary.split()]
+    kinds = [draw.choice((item.kind, "string", "integer")) for item in function.parameters]
+    named = draw.sample(pool.parameters, len(kinds))
+    parameters = tuple(
+        Parameter(new, kind, old.required) for new, kind, old in zip(named, kinds, function.parameters, strict=True)
+    )
+    return Function(name, " ".join([draw.choice(pool.verbs), *words[1:]]), parameters)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    names: tuple[str, ...]
+    verbs: tuple[str, ...]
+    words: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@cache
+def _parts() -> _Parts:
+    functions = split_functions("train")
+    summaries = [function.summary.split() for function in functions]
+    return _Parts(
+        names=_unique(part for function in functions for part in function.name.split("_") if part),
+        verbs=_unique(words[0] for words in summaries),
+        words=_unique(word for words in summaries for word in words[1:]),
+        parameters=_unique(item.name for function in functions for item in function.parameters),
+    )
+
+
+def _unique(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(words)))
 
 
 def _conversation(
@@ -104,8 +150,7 @@ class _Task:
     def request(self) -> str:
         """The words of it."""
         return " ".join(
-            self._one(function, arguments)
-            for function, (_, arguments) in zip(self._functions, self.calls, strict=True)
+            self._one(function, arguments) for function, (_, arguments) in zip(self._functions, self.calls, strict=True)
         )
 
     def _one(self, function: Function, arguments: dict[str, Any]) -> str:
@@ -132,7 +177,14 @@ def _value(parameter: Parameter, draw: random.Random, split: Split) -> Any:
         case "number":
             return _drawn_number(draw, split) + draw.choice((0.25, 0.5, 0.75))
         case "string":
-            return " ".join(draw.sample(split_words(split), draw.choice((1, 1, 2))))
+            return " ".join(_drawn_word(draw, split) for _ in range(draw.choice((1, 1, 2))))
+
+
+def _drawn_word(draw: random.Random, split: Split) -> str:
+    if split == "train" and draw.random() < 0.3:
+        # Letters without sense: a value has to be copied whatever it is.
+        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(3, 7)))
+    return draw.choice(split_words(split))
 
 
 def _drawn_number(draw: random.Random, split: Split) -> int:
@@ -151,9 +203,8 @@ def split_functions(split: Split) -> tuple[Function, ...]:
 @cache
 def split_words(split: Split) -> tuple[str, ...]:
     """Words for argument values: those of all summaries and names, each in one split only."""
-    words = {
-        word for function in standard_functions() for word in re.findall(r"[a-z]{3,10}", f"{function.name} {function.summary}".lower())
-    }
+    texts = (f"{function.name} {function.summary}".lower() for function in standard_functions())
+    words = {word for text in texts for word in re.findall(r"[a-z]{3,10}", text)}
     return tuple(sorted(word for word in words if _split_of(word) == split))
 
 

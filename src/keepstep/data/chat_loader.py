@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -104,7 +103,7 @@ def _tokenizer_path(data: DataConfig, tokenizer: Path | None, cache_dir: Path, s
 def _key(source: ChatSource) -> str:
     files = [] if source.data.path == GENERATED else conversation_files(Path(source.data.path))
     files += conversation_files(Path(source.data.valid_path)) if source.data.valid_path else []
-    stats = [(str(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     template = find_template(source.tokenizer, source.chat.template).source
     named = [
         _VERSION, sys.version if source.data.path == GENERATED else "", source.data.path, source.data.valid_path,
@@ -136,7 +135,9 @@ def _prepare(folder: Path, source: ChatSource) -> None:
     }
     write_json(folder / FACTS, facts)
     refusal = f", {encoder.rejected:,} refused (rejects.jsonl says why)" if encoder.rejected else ""
-    print(f"conversations: {facts['conversations']:,} to train on, {facts['tokens']:,} tokens{refusal}", file=sys.stderr)
+    print(
+        f"conversations: {facts['conversations']:,} to train on, {facts['tokens']:,} tokens{refusal}", file=sys.stderr
+    )
 
 
 def _items(source: ChatSource) -> Iterator[tuple[str, NumberedRow | Reject]]:

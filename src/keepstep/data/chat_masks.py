@@ -8,6 +8,7 @@ own, and then its own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -64,7 +65,7 @@ def _piecewise(rendered: Rendered, edges: list[int], tokenizer: Any) -> MaskedTo
     spoken = {span.start for span in rendered.spans}
     ids: list[int] = []
     loss: list[bool] = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         piece = tokenizer.encode(rendered.text[start:end], add_special_tokens=False).ids
         ids += piece
         loss += [start in spoken and end > start] * len(piece)

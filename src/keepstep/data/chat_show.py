@@ -78,7 +78,9 @@ def _one(
         row = encode_rendered(rendered, tokenizer)
         facts += f", {int(row.loss.sum())} of {len(row.tokens)} tokens"
     yield _paint(f"── {name}: {facts}", FAINT, options.colour)
-    yield _tokens(rendered, tokenizer, options) if options.tokens and tokenizer else paint_mask(rendered, options.colour)
+    yield (
+        _tokens(rendered, tokenizer, options) if options.tokens and tokenizer else paint_mask(rendered, options.colour)
+    )
     yield ""
 
 

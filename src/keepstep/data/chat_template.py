@@ -19,7 +19,9 @@ from keepstep.data.chat_rows import BadRow, Conversation
 BUILT_IN = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
-    {%- if messages[0]['role'] == 'system' and messages[0]['content'] %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}
+    {%- if messages[0]['role'] == 'system' and messages[0]['content'] %}
+        {{- messages[0]['content'] + '\\n\\n' }}
+    {%- endif %}
     {{- 'Tools:\\n<tools>' }}
     {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
     {{- '\\n</tools>\\nTo call one: <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call><|im_end|>\\n' }}

@@ -73,8 +73,8 @@ def _texts(seed: int) -> Iterator[str]:
 
 
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json",
-    "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
 )  # fmt: skip
 """What may belong to a tokenizer."""
 

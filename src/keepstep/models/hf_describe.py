@@ -22,7 +22,12 @@ def export_family(config: ModelConfig) -> Family:
     if (config.norm, config.activation, config.positions) == ("rmsnorm", "swiglu", "rotary") and not config.clip_qkv:
         return _rotary_family(config)
     if config.norm == "layernorm" and config.activation != "swiglu" and not (config.qk_norm or config.sliding_window):
-        if config.positions == "learned" and config.bias and not config.clip_qkv and config.kv_heads in (0, config.heads):
+        if (
+            config.positions == "learned"
+            and config.bias
+            and not config.clip_qkv
+            and config.kv_heads in (0, config.heads)
+        ):
             return "gpt2"
         if config.positions == "alibi" and config.activation == "gelu" and not config.bias and not config.qkv_bias:
             return "mpt"

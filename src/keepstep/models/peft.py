@@ -96,9 +96,7 @@ def lora_config_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def _their_factors(
-    model: Transformer, lora: LoraConfig, family: Family
-) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _their_factors(model: Transformer, lora: LoraConfig, family: Family) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Their module names with the factors A [r, i] and B [o, r] of each."""
     weights = {rule.ours: rule.theirs for rule in rules(model.config, family)}
     for name, linear in lora_modules(model):

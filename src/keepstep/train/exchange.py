@@ -57,7 +57,9 @@ def fetch_source(source: str) -> Path:
         patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", *FILES]
         return Path(snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # whatever the hub's client raises, the user can only mend name, network or access
-        raise UsageError(f"{source} cannot be fetched: {error}", "check the name, the network and your access") from None
+        raise UsageError(
+            f"{source} cannot be fetched: {error}", "check the name, the network and your access"
+        ) from None
 
 
 def import_model(source: Path, name: str, runs_dir: str, processes: int) -> RunConfig:

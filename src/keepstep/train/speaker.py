@@ -65,7 +65,11 @@ class Speaker:
         return ids
 
     def answers(
-        self, prompts: Sequence[Prompt], sampling: Sampling, batch: int, progress: Callable[[int], None] = lambda _: None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        batch: int,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> list[str]:
         """One answer for each prompt, many at a time."""
         encoded = [self.encode(prompt) for prompt in prompts]
@@ -88,7 +92,9 @@ class Speaker:
         ids = self.encode(prompt)
         room = self.room - len(ids)
         if room < 1:
-            raise UsageError(f"the conversation has {len(ids)} tokens, the model's limit is {self.room}", "start afresh")
+            raise UsageError(
+                f"the conversation has {len(ids)} tokens, the model's limit is {self.room}", "start afresh"
+            )
         decode = self.open_decoder(torch.zeros(1, dtype=torch.int64), self.room)
         seen = 0
 
@@ -139,9 +145,7 @@ class Speaker:
         )
 
 
-def open_speaker(
-    where: Path, device: str = "auto", tokenizer: Path | None = None, *, start: bool = False
-) -> Speaker:
+def open_speaker(where: Path, device: str = "auto", tokenizer: Path | None = None, *, start: bool = False) -> Speaker:
     """A run's folder or a Hugging Face folder, ready to answer; with `start` the weights the run began with."""
     model, config, step = start_model(where) if start else whole_model(where)
     path = tokenizer or find_tokenizer(where)

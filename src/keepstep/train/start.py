@@ -91,7 +91,8 @@ def fill_from(model: Transformer, where: Path) -> None:
     weights = {name: item for name, item in model.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
     if config.lora.rank:
         raise UsageError(
-            f"{where} holds adapters, not whole weights", f"keepstep export {where} --hf OUT merges them; start from OUT"
+            f"{where} holds adapters, not whole weights",
+            f"keepstep export {where} --hf OUT merges them; start from OUT",
         )
     loaded = load_step(where, {"model": weights}, cast=True)
     if loaded is None:

@@ -36,12 +36,12 @@ def text_perplexity(
     tokenizer: Path | None = None,
     device: str = "auto",
 ) -> PerplexityResult:
-    """Perplexity of a run or a Hugging Face folder on text files, on prepared tokens, or on the run's own held-out data."""
+    """Perplexity of a model on text files, on prepared tokens, or (no `data`) on its run's own held-out data."""
     model, config, _ = whole_model(where)
     chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     model.to(chosen)
     length = length or config.model.seq_len
-    if data.endswith(_TEXT) or Path(data).is_dir() and not data == "":
+    if data and (data.endswith(_TEXT) or _has_texts(Path(data))):
         path = tokenizer or find_tokenizer(where)
         if path is None:
             raise DataError(f"{where} has no tokenizer.json", "name one with --tokenizer")
@@ -49,6 +49,10 @@ def text_perplexity(
     else:
         rows = _prepared_windows(data or config.data.path, length, config.model.vocab, windows, config.runs_dir)
     return perplexity(lambda part: _loss(model, part), _batches(rows, batch))
+
+
+def _has_texts(path: Path) -> bool:
+    return path.is_dir() and any(item.suffix in _TEXT for item in path.iterdir())
 
 
 def read_texts(path: Path) -> Iterator[str]:

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo test test-fast lint clean
+.PHONY: help demo toolcalls-demo test test-fast test-browser lint clean
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -29,6 +29,10 @@ test: $(READY) lint  ## everything that must hold before a change lands
 
 test-fast: $(READY)  ## unit tests in about a minute
 	$(BIN)/python -m pytest -m 'not slow'
+
+test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt '.[browser]'
+	$(BIN)/python -m pytest tests/observe/test_browser.py
 
 lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/ruff check

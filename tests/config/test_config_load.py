@@ -162,7 +162,8 @@ error: run.yaml:7 compute.compile is 'yes', but it must be true or false
 error: run.yaml:8 max_duration is 100, but it needs a number and a unit"""
     assert report.startswith(expected)
     assert (
-        "run.yaml:9 precision is 'bf61', but it must be auto, fp32, bf16 or fp16\n hint: did you mean bf16?" in report
+        "run.yaml:9 precision is 'bf61', but it must be auto, fp32, bf16, fp16 or fp8\n hint: did you mean bf16?"
+        in report
     )
     assert "command line: unknown key optimzer.lr\n hint: did you mean optimizer.lr?" in report
     assert "command line: unknown key parallel.tensro\n hint: did you mean parallel.tensor?" in report

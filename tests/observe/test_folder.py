@@ -3,8 +3,10 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from keepstep.observe.folder import JsonLines, RunFolder, find_runs, number, read_from, split_kinds
+from keepstep.core.errors import UsageError
+from keepstep.observe.folder import JsonLines, RunFolder, find_run, find_runs, number, read_from, split_kinds
 
 
 def test_what_is_appended_is_read_back_while_the_writer_is_still_open(tmp_path: Path) -> None:
@@ -70,3 +72,12 @@ def test_only_run_folders_are_found_and_links_out_of_the_folder_are_not_followed
     (runs / "link").symlink_to(outside)
     assert [run.name for run in find_runs(runs)] == ["a", "b"]
     assert find_runs(tmp_path / "absent") == []
+
+
+def test_a_run_is_found_by_name_or_path_and_a_typo_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    JsonLines(RunFolder(tmp_path / "llama").create().metrics).append({"step": 1})
+    assert find_run("llama", tmp_path).name == "llama"
+    assert find_run(str(tmp_path / "llama"), tmp_path).name == "llama"
+    with pytest.raises(UsageError) as caught:
+        find_run("lama", tmp_path)
+    assert caught.value.hint == "did you mean llama?"

@@ -2,10 +2,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from keepstep.observe.plot import Curve, envelope, png_plot, smooth, text_plot
+from keepstep.observe.plot import Curve, png_plot, text_plot
 
 
 def falling(name: str = "run", count: int = 500) -> Curve:
@@ -52,22 +50,6 @@ def test_several_runs_are_named_and_coloured_only_when_asked() -> None:
     assert plain.splitlines()[0] == "loss: a, b"
     assert "\x1b" not in plain
     assert "\x1b[36ma" in text_plot([falling("a"), falling("b", 90)], colour=True)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
-def test_the_envelope_never_loses_an_extreme(values: list[float], buckets: int) -> None:
-    array = np.asarray(values)
-    pairs = envelope(array, buckets)
-    assert len(pairs) <= buckets
-    assert min(array[low] for low, _ in pairs) == array.min()
-    assert max(array[high] for _, high in pairs) == array.max()
-
-
-def test_smoothing_starts_unbiased_and_passes_over_gaps() -> None:
-    assert smooth([4.0, 4.0, 4.0], 0.9).tolist() == pytest.approx([4.0, 4.0, 4.0])
-    gapped = smooth([4.0, float("nan"), 4.0], 0.9)
-    assert np.isnan(gapped[1])
-    assert gapped[2] == pytest.approx(4.0)
 
 
 def test_the_png_is_a_picture(tmp_path: Path) -> None:

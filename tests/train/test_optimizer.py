@@ -12,6 +12,8 @@ from keepstep.train.muon import Muon, orthogonalise
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
 
+ONE = torch.ones(())
+
 
 def small_model() -> Transformer:
     model = Transformer(ModelConfig(layers=1, hidden=16, heads=2, vocab=32, seq_len=8))
@@ -44,7 +46,7 @@ def test_adamw_takes_the_textbook_step() -> None:
     optimizers = Optimizers(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
     backward(model)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    optimizers.step(share=0.5)
+    optimizers.step(0.5, ONE)
     for name, parameter in model.named_parameters():
         decay = 0.5 if parameter.ndim >= 2 else 0.0
         first_step = gradients[name] / (gradients[name].abs() + 1e-8)
@@ -60,7 +62,7 @@ def test_what_decays_is_a_choice(norms: bool, tables: bool) -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizers.step(1.0)
+    optimizers.step(1.0, ONE)
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     # Biases start at zero, where decay shows nothing.
     assert ("norm.weight" in moved) is norms
@@ -90,7 +92,7 @@ def test_muon_moves_block_matrices_and_adamw_the_rest() -> None:
     assert set(state["embed.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
     before = [parameter.detach().clone() for parameter in model.parameters()]
     backward(model)
-    optimizers.step(1.0)
+    optimizers.step(1.0, ONE)
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert state["blocks.0.mlp.down.weight"]["momentum"].abs().sum() > 0, "state tensors are the live ones"
 
@@ -99,9 +101,10 @@ def test_muon_lowers_a_quadratic() -> None:
     target = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     weight = nn.Parameter(torch.zeros(8, 8))
     optimizer = Muon([weight], lr=0.05, momentum=0.9, weight_decay=0.0)
+    optimizer.state[weight] = {"momentum": torch.zeros(8, 8)}
     for _ in range(100):
         weight.grad = weight.detach() - target
-        optimizer.step()
+        optimizer.update(ONE)
     assert (weight - target).norm() < 0.3 * target.norm()
 
 

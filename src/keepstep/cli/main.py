@@ -26,6 +26,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("keepstep.cli.export", "write a model that transformers and vLLM load"),
     "bench": ("keepstep.cli.bench", "measure a training step on this machine"),
     "config": ("keepstep.cli.config", "show, check and document configurations"),
+    "runs": ("keepstep.cli.runs", "list runs with their state, compare two, merge their logs"),
+    "watch": ("keepstep.cli.watch", "follow one run in the terminal"),
+    "ui": ("keepstep.cli.ui", "the live page: every run of a folder in your browser"),
+    "report": ("keepstep.cli.report", "one file about a run, ready to share: HTML or Markdown"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
 

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
     parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
     parser.add_argument("--procs", default="auto", metavar="N", help="processes on this machine (auto: one a GPU)")
+    parser.add_argument("--ui", action="store_true", help="serve the live page while training, and print its link")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,6 +26,10 @@ def run(args: argparse.Namespace) -> int:
     ranks = from_environment()
     if ranks.launched:
         return _train_as_one_of(ranks, config)
+    if args.ui:
+        from keepstep.cli.ui import start_beside
+
+        print(f"live page: {start_beside(Path(config.runs_dir), config.name)}", file=sys.stderr, flush=True)
     from keepstep.launch.local import process_count
 
     processes = process_count(args.procs, config.compute.device)

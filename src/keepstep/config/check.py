@@ -42,6 +42,7 @@ ZERO_OR_MORE = frozenset({
     "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "compute.loss_chunks", "compute.threads",
     "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune", "checkpoint.interval", "checkpoint.keep",
+    "observe.rank_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 
@@ -61,6 +62,7 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "schedule.stage_at": (lambda number: 0 < number < 1, "must be between 0 and 1"),
     "schedule.stage_lr": _SHARE,
     "schedule.decay_share": (lambda number: 0 < number <= 1, "must be above 0 and at most 1"),
+    "observe.metrics_port": (lambda number: 0 <= number <= 65535, "must be a port, 1 to 65535, or 0 for none"),
     "parallel.shard": (lambda number: number == -1 or number > 0, "must be above 0, or -1 for what is left"),
 }
 

@@ -67,8 +67,9 @@ class ModelConfig:
     """Attend to this many latest tokens only; 0 means all."""
     dropout: float = 0.0
     """Residual and embedding dropout."""
-    linear: Literal["dense", "bitnet"] = "dense"
-    """The linear module inside the blocks: plain, or ternary weights with straight-through gradients."""
+    linear: Literal["dense", "bitnet", "fp8"] = "dense"
+    """The linear module inside the blocks: plain, ternary weights with straight-through gradients, or products in fp8
+    (`precision: fp8` chooses the last)."""
     init: Literal["kaiming", "normal"] = "normal"
     """Weight initialisation; residual projections are scaled down by √(2·layers) in both."""
     init_std: float = 0.02
@@ -228,8 +229,9 @@ class ComputeConfig:
     """auto takes a GPU where there is one."""
     compile: bool = False
     """torch.compile each block."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only."""
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
+    chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention; auto lets torch choose."""
     loss_chunks: int = 0
@@ -282,6 +284,17 @@ class ObserveConfig:
     """Steps between log lines and metric flushes. The losses of all steps are recorded whatever this is."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run's folder."""
+    rank_interval: int = 20
+    """Steps between two looks at all ranks (step time, wait for data, memory of each); 0 takes none."""
+    metrics_port: int = 0
+    """Serve Prometheus metrics on this port of each node's first process; 0 serves none. 9464 is a usual choice."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port. Any but loopback needs the environment variable KEEPSTEP_METRICS_TOKEN, which Prometheus
+    then sends as its credentials."""
+    wandb_project: str = ""
+    """Log into this Weights & Biases project as well (needs the package wandb); empty does not."""
+    mlflow_experiment: str = ""
+    """Log into this MLflow experiment as well (needs the package mlflow and MLFLOW_TRACKING_URI); empty does not."""
 
 
 @dataclass(frozen=True)
@@ -318,8 +331,9 @@ class RunConfig:
     """Rows in one optimizer step over all processes. Accumulation follows from it."""
     microbatch: int = 8
     """Rows in one forward pass of one process."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """auto is bf16 on a GPU that has it and fp32 elsewhere. Master weights and optimizer stay fp32 in all."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """auto is bf16 on a GPU that has it and fp32 elsewhere. fp8 is bf16 with the blocks' matrix products in fp8. Master
+    weights and optimizer stay fp32 in all."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Free values that `${variables.name}` refers to."""
     model: ModelConfig = field(default_factory=ModelConfig)

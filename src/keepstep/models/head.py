@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from keepstep.models.triton_found import has_triton
+
 NO_LOSS = -100
 """Target of a token that adds nothing to the loss."""
-_PIECE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-"""fp32 logits of one piece. On a GPU smaller pieces pay for adding up the head's gradient; on a CPU they stay near
-the caches."""
+_CPU_PIECE_BYTES = 1 << 26
+"""Logits of one piece on a CPU: small pieces stay near the caches."""
+_GPU_SHARE = 16
+"""One piece's logits may take this part of a GPU's memory: fewer pieces add up the head's gradient less often."""
 
 
 class Head(nn.Module):
@@ -58,20 +61,30 @@ def head_loss(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, vocab: 
     and sums in fp32. The gradient is computed with the loss, and only where gradients are on.
     """
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
-    pieces = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd.device.type)
+    pieces = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
     if torch.is_grad_enabled() and (hidden_nd.requires_grad or weight_vd.requires_grad):
         differentiable: Tensor = _ChunkedLoss.apply(hidden_nd, weight_vd, targets_n, vocab, pieces)  # type: ignore[no-untyped-call]
         return differentiable
     loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
     for piece_nd, piece_n in zip(hidden_nd.chunk(pieces), targets_n.chunk(pieces), strict=True):
-        loss_n = _token_losses(_log_probabilities(piece_nd, weight_vd, vocab)[1], piece_n)
-        loss += loss_n.where(piece_n != NO_LOSS, 0.0).sum()
+        loss += _losses_only(piece_nd, weight_vd, piece_n, vocab).sum()
     return loss
 
 
-def default_chunks(tokens: int, rows: int, device: str) -> int:
-    """Pieces that keep one piece's fp32 logits within what suits the device."""
-    return max(1, min(tokens, -(-tokens * rows * 4 // _PIECE_BYTES.get(device, _PIECE_BYTES["cuda"]))))
+def default_chunks(tokens: int, rows: int, logits: Tensor) -> int:
+    """Pieces that keep one piece's logits within what suits the device; `logits` gives device and precision."""
+    if logits.is_cuda:
+        room = torch.cuda.get_device_properties(logits.device).total_memory // _GPU_SHARE
+    else:
+        room = _CPU_PIECE_BYTES
+    # Torch's own operators need the logits in fp32; the fused kernel keeps them as they are.
+    item_bytes = logits.element_size() if _fused(logits) else 4
+    return max(1, min(tokens, -(-tokens * rows * item_bytes // room)))
+
+
+def _fused(tensor: Tensor) -> bool:
+    """Whether the one-kernel cross-entropy can run on this tensor."""
+    return tensor.is_cuda and has_triton()
 
 
 def _log_probabilities(hidden_nd: Tensor, weight_vd: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -79,6 +92,16 @@ def _log_probabilities(hidden_nd: Tensor, weight_vd: Tensor, vocab: int) -> tupl
     logits_nv = torch.mm(hidden_nd, weight_vd.t())
     logits_nv[:, vocab:] = float("-inf")
     return logits_nv, logits_nv.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def _losses_only(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int) -> Tensor:
+    """Token losses of one piece, 0 where there is no target."""
+    if _fused(hidden_nd):
+        from keepstep.models.kernels.cross_entropy import cross_entropy_
+
+        return cross_entropy_(torch.mm(hidden_nd, weight_vd.t()), targets_n, vocab, with_gradient=False)
+    loss_n = _token_losses(_log_probabilities(hidden_nd, weight_vd, vocab)[1], targets_n)
+    return loss_n.where(targets_n != NO_LOSS, 0.0)
 
 
 def _token_losses(log_probability_nv: Tensor, targets_n: Tensor) -> Tensor:
@@ -94,8 +117,9 @@ class _ChunkedLoss(torch.autograd.Function):
         by_hidden, by_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         hidden_grad_nd = torch.empty_like(hidden_nd) if by_hidden else None
-        # fp32: a sum over many pieces in bfloat16 would stop growing.
-        weight_grad_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if by_weight else None
+        # fp32: a sum over many pieces in bfloat16 would stop growing. One piece is summed inside its product.
+        sum_dtype = weight_vd.dtype if pieces == 1 else torch.float32
+        weight_grad_vd = torch.zeros_like(weight_vd, dtype=sum_dtype) if by_weight else None
         piece_size = -(-hidden_nd.shape[0] // pieces)
         for start in range(0, hidden_nd.shape[0], piece_size):
             piece = slice(start, start + piece_size)
@@ -123,6 +147,16 @@ def _piece_loss(
     weight_grad_vd: Tensor | None,
 ) -> Tensor:
     """One piece's loss; fills its hidden states' gradient and adds to the weights'. Its logits are gone on return."""
+    if _fused(hidden_nd):
+        from keepstep.models.kernels.cross_entropy import cross_entropy_
+
+        logits_nv = torch.mm(hidden_nd, weight_vd.t())
+        loss_n = cross_entropy_(logits_nv, targets_n, vocab, with_gradient=True)
+        if hidden_grad_nd is not None:
+            torch.mm(logits_nv, weight_vd, out=hidden_grad_nd)
+        if weight_grad_vd is not None:
+            _add_product(weight_grad_vd, logits_nv.t(), hidden_nd)
+        return loss_n.sum()
     counts_n1 = (targets_n != NO_LOSS)[:, None]
     logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab)
     loss_n = _token_losses(log_probability_nv, targets_n)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.core.errors import ConfigError
+from keepstep.models.fp8 import Fp8Linear
 
-LinearKind = Literal["dense", "bitnet"]
+LinearKind = Literal["dense", "bitnet", "fp8"]
 
 
 class BitLinear(nn.Linear):
@@ -53,5 +54,7 @@ def make_linear(kind: LinearKind, in_features: int, out_features: int, bias: boo
             return nn.Linear(in_features, out_features, bias)
         case "bitnet":
             return BitLinear(in_features, out_features, bias)
+        case "fp8":
+            return Fp8Linear(in_features, out_features, bias)
         case other:
-            raise ConfigError(f"model.linear is {other!r}, which is not a linear module", "known: dense, bitnet")
+            raise ConfigError(f"model.linear is {other!r}, which is not a linear module", "known: dense, bitnet, fp8")

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.fp8 import Fp8Linear, fp8_gated
 from keepstep.models.linear import make_linear
+from keepstep.models.swiglu import swiglu
 
 
 def gate_blocks(config: ModelConfig) -> int:
@@ -35,9 +37,18 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual."""
-        gate_btcw, up_btcw = self.gate_up(x_btd).unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
-        output_btd: Tensor = self.down((F.silu(gate_btcw) * up_btcw).flatten(2))
+        if isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
+            return fp8_gated(x_btd, self.gate_up, self.down, self.block_width)
+        fused = self.gate_up(x_btd)
+        # Torch's own operators are as fast on a CPU, and can be differentiated twice.
+        product = swiglu(fused, self.block_width) if fused.is_cuda else self._plain_swiglu(fused)
+        output_btd: Tensor = self.down(product)
         return output_btd
+
+    def _plain_swiglu(self, fused: Tensor) -> Tensor:
+        gate, up = fused.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
+        product: Tensor = F.silu(gate) * up
+        return product.flatten(-2)
 
 
 class PlainMLP(nn.Module):

@@ -5,6 +5,7 @@ A viewer never talks to the run: it reads these files. So no page, no exporter a
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.core.errors import UsageError
+
 Record = dict[str, Any]
 """One line of a JSON Lines file."""
-
-TRAIN, VALID = "train", "valid"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """A line for each step, and one for each validation."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def columns(self) -> Path:
+        """The same numbers as metrics.jsonl up to some line, in binary, so that a viewer opens a long run at once."""
+        return self.root / "metrics.columns"
 
     @property
     def events(self) -> Path:
@@ -101,6 +107,17 @@ def find_runs(runs_dir: Path) -> list[RunFolder]:
         RunFolder(path) for path in sorted(runs_dir.iterdir()) if path.is_dir() and not path.name.startswith(".")
     )
     return [folder for folder in folders if folder.is_run and folder.root.resolve().is_relative_to(inside)]
+
+
+def find_run(text: str, runs_dir: Path) -> RunFolder:
+    """The run that `text` means: a folder, or a name below `runs_dir`."""
+    for path in (Path(text), runs_dir / text):
+        if RunFolder(path).is_run:
+            return RunFolder(path.resolve())
+    names = [folder.name for folder in find_runs(runs_dir)]
+    near = difflib.get_close_matches(text, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"runs in {runs_dir}: {', '.join(names) or 'none'}"
+    raise UsageError(f"no run {text!r}, neither as a folder nor in {runs_dir}", hint)
 
 
 class JsonLines:
@@ -183,16 +200,21 @@ def split_kinds(lines: Iterable[Record]) -> dict[str, list[Record]]:
     A run that resumed from an earlier step writes those steps again: the later line wins, and what the abandoned
     attempt had written beyond it is dropped, because the run never was there.
     """
-    kinds: dict[str, list[Record]] = {TRAIN: [], VALID: []}
+    kinds: dict[str, list[Record]] = {"train": [], "valid": []}
     for line in lines:
         step = line.get("step")
         if not isinstance(step, int | float):
             continue
-        kept = kinds[VALID if "valid_loss" in line and "loss" not in line else TRAIN]
+        kept = kinds["valid" if is_validation(line) else "train"]
         while kept and kept[-1]["step"] >= step:
             kept.pop()
         kept.append(line)
     return kinds
+
+
+def is_validation(line: Record) -> bool:
+    """Whether a metrics line tells of a validation rather than of a step."""
+    return "valid_loss" in line and "loss" not in line
 
 
 def number(value: Any) -> float:

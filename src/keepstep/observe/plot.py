@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keepstep.core.units import format_count
+from keepstep.observe.columns import FloatArray, smooth, thin
 
-FloatArray = NDArray[np.float64]
 COLOURS = ("#2f6fb5", "#c8553d", "#3f8f5f", "#8a5fb0", "#b0832b", "#3d8f9c", "#a8477e", "#6b6b6b")
 """Line colours, told apart by people who do not see red from green."""
 _TERMINAL_COLOURS = ("\x1b[36m", "\x1b[33m", "\x1b[35m", "\x1b[32m", "\x1b[34m", "\x1b[31m")
@@ -26,30 +25,6 @@ class Curve:
     name: str
     steps: Sequence[float]
     values: Sequence[float]
-
-
-def smooth(values: Sequence[float] | FloatArray, weight: float) -> FloatArray:
-    """Exponential moving average without the bias towards its start, as TensorBoard draws it; gaps stay gaps."""
-    raw = np.asarray(values, dtype=np.float64)
-    result = np.full_like(raw, np.nan)
-    average, mass = 0.0, 0.0
-    for index, value in enumerate(raw.tolist()):
-        if math.isfinite(value):
-            average = weight * average + (1 - weight) * value
-            mass = weight * mass + (1 - weight)
-            result[index] = average / mass
-    return result
-
-
-def envelope(values: FloatArray, buckets: int) -> list[tuple[int, int]]:
-    """For each of at most `buckets` equal pieces the indices of its smallest and largest value, so no spike is lost."""
-    edges = np.unique(np.linspace(0, len(values), min(buckets, len(values)) + 1).astype(np.int64))
-    extremes: list[tuple[int, int]] = []
-    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        piece = values[start:end]
-        if np.isfinite(piece).any():
-            extremes.append((start + int(np.nanargmin(piece)), start + int(np.nanargmax(piece))))
-    return extremes
 
 
 def text_plot(
@@ -149,8 +124,8 @@ class _Canvas:
         return "".join(cells).rstrip()
 
 
-def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smoothing: float = 0.9) -> None:
-    """The curves as a PNG file: raw pale, smoothed on top."""
+def png_bytes(curves: Sequence[Curve], *, title: str = "loss", smoothing: float = 0.9) -> bytes:
+    """The curves as a PNG picture: raw pale, smoothed on top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -160,17 +135,24 @@ def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smooth
     for index, curve in enumerate(curves):
         steps, values = _finite(curve)
         tone = COLOURS[index % len(COLOURS)]
-        averaged = smooth(values, smoothing)
-        if len(values) > 4000:
-            kept = sorted({place for pair in envelope(values, 2000) for place in pair})
-            steps, values, averaged = steps[kept], values[kept], averaged[kept]
-        axes.plot(steps, values, color=tone, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, averaged, color=tone, linewidth=1.6, label=curve.name)
+        pieces = thin(steps, values, smooth(values, smoothing), 2000)
+        if len(values) > len(pieces.steps):
+            axes.fill_between(pieces.steps, pieces.low, pieces.high, color=tone, alpha=0.25, linewidth=0.4)
+        else:
+            axes.plot(steps, values, color=tone, alpha=0.3, linewidth=0.8)
+        axes.plot(pieces.steps, pieces.smooth, color=tone, linewidth=1.6, label=curve.name)
     axes.set_xlabel("step")
     axes.set_ylabel(title)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if any(curve.name for curve in curves):
         axes.legend(frameon=False)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smoothing: float = 0.9) -> None:
+    """The curves as a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    path.write_bytes(png_bytes(curves, title=title, smoothing=smoothing))

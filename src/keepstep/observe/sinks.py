@@ -6,17 +6,25 @@ is told of once and tried again; one that blocks fills its own queue, and what d
 
 from __future__ import annotations
 
+import os
 import queue
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from keepstep.config.schema import ObserveConfig
+from keepstep.core.errors import UsageError
+from keepstep.core.ranks import Ranks
 from keepstep.observe.folder import JsonLines, Record, RunFolder
+from keepstep.observe.history import History
 
 METRICS, EVENT, RANKS, SAMPLE = "metrics", "event", "ranks", "sample"
 QUEUE_RECORDS = 4096
+COLUMNS_EVERY = 10_000
+"""Metric lines after which the columns are kept again: a viewer parses at most so many lines of a run."""
 TELL_EVERY_S = 60.0
 """Seconds between two notices about the same sink."""
 
@@ -50,18 +58,29 @@ class JsonlSink:
             RANKS: JsonLines(folder.ranks),
             SAMPLE: JsonLines(folder.samples),
         }
+        self._history = History(folder)
+        self._lines = 0
 
     def write(self, stream: str, record: Record) -> None:
-        """Append one line to the stream's file."""
+        """Append one line to the stream's file; every so often keep the columns for viewers."""
         self._files[stream].append(record)
+        self._lines += stream == METRICS
+        if self._lines >= COLUMNS_EVERY:
+            self._keep_columns()
+
+    def _keep_columns(self) -> None:
+        self._lines = 0
+        self._history.keep_columns()
 
     def flush(self) -> None:
         """Nothing is held back: each line was written whole."""
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; a run long enough to be slow to read leaves its columns."""
         for file in self._files.values():
             file.close()
+        if self._lines >= COLUMNS_EVERY // 10:
+            self._keep_columns()
 
 
 def _print_notice(text: str) -> None:
@@ -186,13 +205,57 @@ class Sinks:
 
 
 def open_sinks(folder: RunFolder, *, tensorboard: bool = True, more: Sequence[Sink] = ()) -> Sinks:
-    """The sinks of a run: its own files always, TensorBoard where wanted and installed, and whatever is in `more`."""
+    """A run's own files, TensorBoard where wanted and installed, and whatever is in `more`."""
     sinks: list[Sink] = [JsonlSink(folder)]
     if tensorboard:
         from keepstep.observe.tensorboard import TensorBoardSink
 
-        try:
-            sinks.append(TensorBoardSink(folder.tensorboard))
-        except ImportError:
-            print("notice: no TensorBoard files: the package is missing (pip install tensorboard)", file=sys.stderr)
+        sinks += _try("TensorBoard", lambda: TensorBoardSink(folder.tensorboard))
     return Sinks([*sinks, *more])
+
+
+def build_sinks(
+    folder: RunFolder, options: ObserveConfig, ranks: Ranks, facts: Mapping[str, Any] | None = None
+) -> Sinks | None:
+    """The sinks of this process by the run's configuration: None where it has nothing to tell.
+
+    The first process has all of them. The first process of every other node has Prometheus only, where that is on.
+    `facts` (flat: model, batch size, learning rate ...) go to the experiment trackers.
+    """
+    more: list[Sink] = []
+    if options.metrics_port and ranks.local_rank == 0:
+        more += _try("Prometheus", lambda: _prometheus(folder, options, ranks))
+    if not ranks.is_first:
+        return Sinks(more) if more else None
+    if options.wandb_project:
+        from keepstep.observe.trackers import WandbSink
+
+        more += _try("Weights & Biases", lambda: WandbSink(folder, options.wandb_project, facts or {}))
+    if options.mlflow_experiment:
+        from keepstep.observe.trackers import MlflowSink
+
+        more += _try("MLflow", lambda: MlflowSink(folder, options.mlflow_experiment, facts or {}))
+    return open_sinks(folder, tensorboard=options.tensorboard, more=more)
+
+
+def _prometheus(folder: RunFolder, options: ObserveConfig, ranks: Ranks) -> Sink:
+    from keepstep.observe.access import Access
+    from keepstep.observe.prometheus import Exporter, PrometheusSink
+
+    here = range(ranks.rank, ranks.rank + ranks.local_world_size)
+    exporter = Exporter(folder, job=ranks.is_first, node=socket.gethostname(), local_ranks=here)
+    token = os.environ.get("KEEPSTEP_METRICS_TOKEN", "")
+    return PrometheusSink(exporter, Access(options.metrics_host, options.metrics_port, token))
+
+
+def _try(name: str, build: Callable[[], Sink]) -> list[Sink]:
+    """A sink that cannot start costs a notice, not the run. A mistake in the configuration is still an error."""
+    try:
+        return [build()]
+    except UsageError:
+        raise
+    except ImportError as error:
+        print(f"notice: no {name}: the package {error.name} is missing (pip install {error.name})", file=sys.stderr)
+    except Exception as error:
+        print(f"warning: no {name}: {type(error).__name__}: {error}", file=sys.stderr)
+    return []

@@ -16,14 +16,11 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch, Loader
 from keepstep.data.rows import SyntheticRows
-from keepstep.models.init import init_weights
 from keepstep.models.size import flops_per_token, parameter_count
 from keepstep.parallel.mesh import build_mesh, data_rank
 from keepstep.parallel.world import choose_device, joined_world, share_cores
-from keepstep.train.optimizer import Optimizers
-from keepstep.train.run import build_model, compute_dtype, device_name, device_peak_flops
-from keepstep.train.scaler import LossScaler
-from keepstep.train.step import StepSettings, TrainStep
+from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
+from keepstep.train.readback import Readback
 
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
@@ -74,34 +71,27 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
     with joined_world(ranks, device):
         dtype = compute_dtype(config.precision, device)
         mesh = build_mesh(layout, device.type)
-        model = build_model(config.model, config.parallel, config.compute, mesh, dtype)
-        init_weights(model, config.seed)
-        optimizers = Optimizers(model, config.optimizer)
-        settings = StepSettings(
-            layout=layout,
-            device=device,
-            clip=config.optimizer.clip,
-            loss_chunks=config.compute.loss_chunks,
-            reduce_each_microbatch=not config.parallel.keep_gathered,
-        )
-        train_step = TrainStep(model, optimizers, LossScaler(enabled=dtype == torch.float16), settings)
+        train_step = build_learner(config, layout, mesh, device).step
         batches = _batches(config, data_rank(mesh), layout.data_ranks)
 
-        def one() -> float:
-            return float(train_step.run(batches, lr_share=1.0)[0])
+        def one() -> torch.Tensor:
+            return train_step.run(batches, lr_share=1.0)
 
         started = time.perf_counter()
-        one()
+        one()[0].item()
         first_step_s = time.perf_counter() - started
         for _ in range(warmup - 1):
             one()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        seconds, loss = [], 0.0
+        # Read one step late, as a run does, so that the device never waits for the host.
+        pending, seconds, loss = Readback(device), [], 0.0
         for _ in range(steps):
-            started = time.perf_counter()
-            loss = one()
-            seconds.append(time.perf_counter() - started)
+            pending.push(one())
+        for _ in range(steps):
+            numbers, step_s = pending.pop()
+            seconds.append(step_s)
+            loss = numbers[0]
         step_s = statistics.median(seconds)
         tokens_per_s = config.global_batch * config.model.seq_len / step_s
         peak = device_peak_flops(device, dtype) * ranks.world_size
@@ -144,13 +134,13 @@ def _peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _breakdown(step: Callable[[], float], device: torch.device) -> dict[str, float]:
+def _breakdown(step: Callable[[], torch.Tensor], device: torch.device) -> dict[str, float]:
     """Device seconds of one step, sorted into a few kinds by kernel name; `other` is mostly element-wise work."""
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
-        step()
+        step()[0].item()
     seconds: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         own_us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total

@@ -32,9 +32,9 @@ from keepstep.models.peft import save_adapter
 from keepstep.models.size import parameter_count
 from keepstep.models.transformer import Transformer
 from keepstep.observe.folder import RunFolder
+from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import build_mesh
 from keepstep.parallel.world import choose_device, joined_world
-from keepstep.train.run import build_model
 from keepstep.train.speaker import end_tokens
 from keepstep.train.start import TOKENIZER, describe_start, find_tokenizer, run_config, start_shape, whole_model
 
@@ -78,7 +78,10 @@ def import_weights(source: Path, config: RunConfig) -> RunFolder:
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with joined_world(ranks, device) as world:
         mesh = build_mesh(resolve_layout(config.parallel, ranks.world_size), device.type)
-        model = build_model(config.model, config.parallel, config.compute, mesh, torch.float32)
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        apply_parallel(model, mesh, config.parallel, config.compute, torch.float32, ["none"] * config.model.layers)
+        model.to_empty(device=device)
         load_hf(model, source)
         if world.is_first:
             write_atomic(folder.config, dump_config(config))

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+
+
+class HasGradient(Protocol):
+    """A parameter, or something that holds its gradient."""
+
+    grad: Tensor | None
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -17,7 +24,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[HasGradient]) -> Tensor:
     """The 2-norm of all gradients together, the same scalar on every process.
 
     torch's own function refuses parameters on different meshes; here each way of sharding is summed over just the

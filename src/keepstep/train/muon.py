@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from keepstep.train.master import MasterWeights
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Quintic iteration that is steep at zero: five rounds bring singular values near one."""
@@ -34,25 +36,35 @@ def orthogonalise(matrix: Tensor, rounds: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum with an orthogonalised update, for matrices only."""
 
-    def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        masters: MasterWeights | None = None,
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._masters = masters
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
+    def update(self, factor: Tensor) -> None:
+        """One step with every gradient multiplied by `factor`, a device scalar."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                momentum = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = _whole_update(parameter.grad.lerp(momentum, group["momentum"]), parameter)
-                # Scaled so that a unit learning rate moves each entry as far as Adam would in a square matrix.
-                scale = max(1.0, parameter.size(0) / parameter.size(1)) ** 0.5
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * scale)
+                gradient = self._masters.gradient(parameter) if self._masters else parameter.grad
+                if gradient is not None:
+                    self._update_one(parameter, gradient.float() * factor, group)
+
+    def _update_one(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        momentum = self.state[parameter]["momentum"].lerp_(gradient, 1 - group["momentum"])
+        direction = _whole_update(gradient.lerp(momentum, group["momentum"]), parameter)
+        weight = self._masters.read(parameter) if self._masters else parameter
+        # Scaled so that a unit learning rate moves each entry as far as Adam would in a square matrix.
+        scale = max(1.0, parameter.size(0) / parameter.size(1)) ** 0.5
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"] * scale)
+        if self._masters:
+            self._masters.write(parameter, weight)
 
 
 def _whole_update(direction: Tensor, parameter: Tensor) -> Tensor:

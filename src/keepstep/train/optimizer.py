@@ -9,35 +9,61 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.config.schema import OptimizerConfig
+from keepstep.train.gradients import scale_gradients
+from keepstep.train.master import GradientHolder, MasterWeights, SplitAdamW
 from keepstep.train.muon import Muon
 
 
 class Optimizers:
-    """One or two torch optimizers that share a schedule and a clipping norm."""
+    """One or two torch optimizers that share a schedule and a clipping factor."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, masters: MasterWeights | None = None) -> None:
+        self._masters = masters
         self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._parts = _build(self._names, config)
+        self._parts = _build(self._names, config, masters)
         self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in self._parts]
         for part in self._parts:
             _fill_state(part)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All trainable parameters, in the model's order."""
-        return list(self._names)
+    def gradient_holders(self) -> list[nn.Parameter] | list[GradientHolder]:
+        """Whatever has the gradient of each trainable parameter in its `grad`."""
+        return self._masters.holders() if self._masters else list(self._names)
 
-    def step(self, share: float) -> None:
-        """Update the weights at `share` of the peak learning rate."""
+    def add_up_gradients(self) -> None:
+        """Called after each of several micro batches."""
+        if self._masters:
+            self._masters.add_up_gradients()
+
+    def step(self, share: float, factor: Tensor) -> None:
+        """Update the weights at `share` of the peak learning rate with gradients multiplied by `factor`."""
         for part, peaks in zip(self._parts, self._peaks, strict=True):
             for group, peak in zip(part.param_groups, peaks, strict=True):
                 group["lr"] = peak * share
-            part.step()
+            if isinstance(part, SplitAdamW | Muon):
+                part.update(factor)
+            else:
+                scale_gradients((p for group in part.param_groups for p in group["params"]), factor)
+                part.step()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for part in self._parts:
-            part.zero_grad(set_to_none=True)
+        if self._masters:
+            self._masters.zero_grad()
+        for parameter in self._names:
+            parameter.grad = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """All trainable weights in fp32 by name: the live tensors, or copies in host memory where they are split."""
+        if self._masters is None:
+            return {name: parameter for parameter, name in self._names.items()}
+        return {name: self._masters.read(parameter).cpu() for parameter, name in self._names.items()}
+
+    def adopt(self, weights: dict[str, Tensor]) -> None:
+        """Take over what a checkpoint filled into `weights()`."""
+        if self._masters is not None:
+            for parameter, name in self._names.items():
+                self._masters.write(parameter, weights[name].to(parameter.device))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The live state tensors by parameter name: saving reads them, loading fills them in place."""
@@ -50,21 +76,21 @@ class Optimizers:
                     yield parameter, part.state[parameter]
 
 
-def _build(names: dict[nn.Parameter, str], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+def _build(
+    names: dict[nn.Parameter, str], config: OptimizerConfig, masters: MasterWeights | None
+) -> list[torch.optim.Optimizer]:
     matrices: list[nn.Parameter] = []
     if config.name == "muon":
         matrices = [p for p, name in names.items() if p.ndim == 2 and name.startswith("blocks.")]
     chosen = set(matrices)
     groups = _decay_groups({p: n for p, n in names.items() if p not in chosen}, config)
     parts: list[torch.optim.Optimizer] = []
-    if groups:
-        device_type = next(iter(names)).device.type
-        adamw = torch.optim.AdamW(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=device_type in ("cuda", "cpu")
-        )
-        parts.append(adamw)
+    if groups and masters:
+        parts.append(SplitAdamW(groups, masters, lr=config.lr, betas=config.betas, eps=config.eps))
+    elif groups:
+        parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
     if matrices:
-        parts.append(Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay))
+        parts.append(Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay, masters))
     return parts
 
 
@@ -84,11 +110,12 @@ def _fill_state(part: torch.optim.Optimizer) -> None:
     for group in part.param_groups:
         for parameter in group["params"]:
             if isinstance(part, Muon):
-                part.state[parameter] = {"momentum": torch.zeros_like(parameter)}
+                part.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=torch.float32)}
                 continue
-            on_device = {"device": parameter.device} if group.get("fused") else {}
+            # Torch's fused kernel wants the count beside the parameter; ours reads it on the host.
+            on_device = {} if isinstance(part, SplitAdamW) else {"device": parameter.device}
             part.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, **on_device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
             }

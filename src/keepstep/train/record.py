@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from keepstep.config.schema import ModelConfig, ObserveConfig
 from keepstep.evaluate.perplexity import PerplexityResult
 from keepstep.models.size import flops_per_token, matmul_parameters
 from keepstep.observe.progress import Progress, Snapshot
 from keepstep.observe.sinks import Sinks
+from keepstep.train.rank_look import RankLook
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,19 @@ class Recorder:
         self._sinks = sinks
         self._progress = progress
         self._device = device
+        self._look = RankLook(config.rank_interval, dist.get_world_size())
         self.last_saved_at: float | None = None
 
     def step_done(self, facts: StepFacts, step_s: float, loss: float, grad_norm: float) -> None:
         """A step's numbers have arrived."""
+        memory_gib = self._memory_gib()
+        look = self._look.take(facts.step, step_s, facts.data_s, memory_gib)
         if self._sinks is None:
             return
+        if look:
+            self._sinks.ranks(look)
         tokens_per_s = self._rates.tokens_per_step / max(step_s, 1e-9)
         mfu = self._rates.mfu(tokens_per_s)
-        memory_gib = self._memory_gib()
         line: dict[str, Any] = {
             "step": facts.step,
             "time": time.time(),

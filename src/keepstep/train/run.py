@@ -11,41 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.check import accumulation_steps
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout, resolve_layout
-from keepstep.config.schema import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig, RunConfig
-from keepstep.core.errors import HardwareError
+from keepstep.config.schema import RunConfig
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data.chat_loader import build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
-from keepstep.models.neftune import add_embedding_noise
-from keepstep.models.size import parameter_count, peak_flops
-from keepstep.models.transformer import Transformer
+from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder
 from keepstep.observe.progress import Progress
-from keepstep.observe.sinks import open_sinks
-from keepstep.parallel.apply import apply_parallel
+from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_mesh, data_rank
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
+from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.loop import LoopParts, run_loop
-from keepstep.train.optimizer import Optimizers
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
-from keepstep.train.record import Rates, Recorder, measured_peak_flops
-from keepstep.train.scaler import LossScaler
-from keepstep.train.start import BEST, TOKENIZER, fill_weights, find_tokenizer, prepare_adapters
+from keepstep.train.record import Rates, Recorder
+from keepstep.train.start import BEST, TOKENIZER, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
-from keepstep.train.step import StepSettings, TrainStep
 from keepstep.train.validate import ValidationRows, validate
 
 
@@ -65,24 +58,6 @@ def train(config: RunConfig) -> None:
         _Run(config, world, layout, folder).go(stop)
 
 
-def build_model(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    compute: ComputeConfig,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    lora: LoraConfig | None = None,
-) -> Transformer:
-    """This process's part of the model, with memory but without weights yet."""
-    with torch.device("meta"):
-        built = Transformer(model)
-    if lora is not None and lora.rank:
-        prepare_adapters(built, lora, dtype)
-    apply_parallel(built, mesh, parallel, compute, dtype)
-    built.to_empty(device=mesh.device_type)
-    return built
-
-
 def open_data(config: RunConfig) -> Loaders:
     """The run's rows: a stream of tokens, or conversations with a loss on what the assistant says."""
     data, cache_dir = config.data, Path(config.runs_dir) / ".data"
@@ -93,17 +68,6 @@ def open_data(config: RunConfig) -> Loaders:
     return build_chat_loaders(
         data, config.chat, config.model.seq_len, config.model.vocab, config.seed, cache_dir, tokenizer
     )
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The number format of matrix products."""
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise HardwareError(
-            f"precision is bf16, but {torch.cuda.get_device_name(device)} has none", "precision=fp16 or precision=fp32"
-        )
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 class _Run:
@@ -121,22 +85,9 @@ class _Run:
         self.recorder = self._open_recorder(dtype)
 
         seed_everything(config.seed, world.ranks.rank)
-        model = build_model(model_config, config.parallel, config.compute, mesh, dtype, config.lora)
-        fill_weights(model, config)
-        if config.finetune.neftune:
-            add_embedding_noise(model, config.finetune.neftune)
-        optimizers = Optimizers(model, config.optimizer)
-        scaler = LossScaler(enabled=dtype == torch.float16)
-        self.state = TrainState(model, optimizers, scaler, self.clock)
-
-        settings = StepSettings(
-            layout=layout,
-            device=device,
-            clip=config.optimizer.clip,
-            loss_chunks=config.compute.loss_chunks,
-            reduce_each_microbatch=not config.parallel.keep_gathered,
-        )
-        self.step = TrainStep(model, optimizers, scaler, settings)
+        learner = build_learner(config, layout, mesh, device)
+        self.step = learner.step
+        self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
         self.best = BestWeights(folder.root / BEST, config.evaluate)
@@ -218,9 +169,10 @@ class _Run:
         if loaded is None:
             return
         if settings.skip_optimizer and settings.resume_from:
+            self.state.optimizers.adopt(into["model"])
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
             return
-        self.state.adopt(loaded.values["numbers"], into["rank"])
+        self.state.adopt(loaded.values["numbers"], into)
         self.recorder.event("resume", step=self.clock.step, folder=loaded.where.name)
         self.recorder.note(f"resumed at step {self.clock.step} from {loaded.where.name}")
 
@@ -229,10 +181,10 @@ class _Run:
         tokens_per_step = config.global_batch * config.model.seq_len
         peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
         rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr, frozen=config.lora.rank > 0)
+        sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
         if not self.world.is_first:
-            return Recorder(config.observe, rates, None, None, device)
+            return Recorder(config.observe, rates, sinks, None, device)
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
-        sinks = open_sinks(self.folder, tensorboard=config.observe.tensorboard)
         return Recorder(config.observe, rates, sinks, progress, device)
 
     def _describe(self) -> None:
@@ -257,15 +209,19 @@ class _Run:
             self.recorder.note(f"warning: {fields.get('message', kind)}")
 
 
-def device_name(device: torch.device) -> str:
-    """What the machine calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The published rate where there is one, else a measured one."""
-    known = peak_flops(device_name(device), "bf16") if dtype != torch.float32 else None
-    return known or measured_peak_flops(device)
+def _tracked(config: RunConfig) -> dict[str, Any]:
+    """What an experiment tracker files a run under."""
+    return {
+        "model": config.model.preset,
+        "parameters": parameter_count(config.model),
+        "data": config.data.path,
+        "global_batch": config.global_batch,
+        "seq_len": config.model.seq_len,
+        "optimizer": config.optimizer.name,
+        "lr": config.optimizer.lr,
+        "max_duration": str(config.max_duration),
+        "seed": config.seed,
+    }
 
 
 def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -> dict[str, Any]:

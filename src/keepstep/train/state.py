@@ -24,20 +24,22 @@ class TrainState:
     scaler: LossScaler
     clock: Clock
 
-    def weights(self) -> dict[str, Any]:
-        """The live parameters that are trained, by name: frozen ones come back from where the run starts."""
-        return {name: item for name, item in self.model.named_parameters() if item.requires_grad}
-
     def tensors(self) -> dict[str, Any]:
-        """Live tensors: saving reads them, loading fills them in place."""
+        """What is saved; loading fills these and `adopt` takes them over."""
         return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
+
+    def weights(self) -> dict[str, Any]:
+        """Trained weights by name, in fp32; frozen ones come back from where the run starts."""
+        return dict(self.optimizers.weights())
 
     def numbers(self) -> dict[str, Any]:
         """Plain values that go along."""
         return {"clock": self.clock.state(), "scaler": self.scaler.state()}
 
-    def adopt(self, numbers: dict[str, Any], rng: dict[str, Any]) -> None:
-        """Take over plain values and this process's random state."""
+    def adopt(self, numbers: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Take over what a load returned (plain values) and filled (`tensors()`)."""
+        self.optimizers.adopt(tensors["model"])
+        rng = tensors["rank"]
         self.clock.restore(numbers["clock"])
         self.scaler.restore(numbers["scaler"])
         torch.set_rng_state(rng["cpu"])

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from keepstep.config.layout import Layout
 from keepstep.data.loader import Batch
 from keepstep.models.transformer import Transformer
-from keepstep.train.gradients import clip_factor, gradient_norm, scale_gradients
+from keepstep.train.gradients import clip_factor, gradient_norm
 from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
@@ -82,6 +82,8 @@ class TrainStep:
             loss_sum = self.loss_sum(batch)
             torch.autograd.backward(loss_sum * (weight * self._scaler.scale))
             loss += loss_sum.detach()
+            if len(batches) > 1:
+                self._optimizers.add_up_gradients()
         before_update()
         norm = self._update(lr_share)
         numbers = torch.stack([loss / total_targets, torch.full_like(loss, float(stop))])
@@ -89,28 +91,21 @@ class TrainStep:
         return torch.stack([numbers[0], norm, numbers[1]])
 
     def _update(self, lr_share: float) -> Tensor:
-        parameters = self._optimizers.parameters
-        norm = gradient_norm(parameters) / self._scaler.scale
+        norm = gradient_norm(self._optimizers.gradient_holders) / self._scaler.scale
         factor = clip_factor(norm, self._settings.clip) if self._settings.clip else torch.ones_like(norm)
-        if self._scaler.enabled:
-            # fp16 alone pays for one look at the device: an overflow must not reach the weights.
-            finite = bool(torch.isfinite(norm))
-            if finite:
-                scale_gradients(parameters, factor / self._scaler.scale)
-                self._optimizers.step(lr_share)
-            self._scaler.update(finite)
-        else:
-            if self._settings.clip:
-                scale_gradients(parameters, factor)
-            self._optimizers.step(lr_share)
+        # fp16 alone pays for one look at the device: an overflow must not reach the weights.
+        finite = bool(torch.isfinite(norm)) if self._scaler.enabled else True
+        if finite:
+            self._optimizers.step(lr_share, factor / self._scaler.scale)
+        self._scaler.update(finite)
         self._optimizers.zero_grad()
         return norm
 
     def _reduce_gradients(self, last: bool) -> None:
         """Shards are summed at each micro batch (whole gradients would not fit); replicas only once."""
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_gradient_sync(last or self._settings.reduce_each_microbatch)
-        self._model.set_requires_all_reduce(last)
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last or self._settings.reduce_each_microbatch)
+            self._model.set_requires_all_reduce(last)
 
     def _sum_over_processes(self, value: float) -> Tensor:
         # full, not tensor: the latter copies from the host and waits for the device to get there.

@@ -1,0 +1,160 @@
+"""Ours beside the references on one GPU, in one run: `make bench-h200` writes benchmarks/results/h200.json.
+
+References: the torchtitan-style loop of titan_style.py, and Hugging Face Transformers under torch.compile. Times are
+medians of steps after warm-up, measured with device events. The reference runs before and after ours, and its mean
+counts, because a GPU that has been working is a slower GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from titan_style import titan_step
+from torch import Tensor
+
+from keepstep.config.load import load_config
+from keepstep.config.schema import RunConfig
+from keepstep.core.files import write_json
+from keepstep.models.size import flops_per_token, mfu_llm_foundry, peak_flops
+from keepstep.train.bench import bench_step
+from keepstep.train.run import train
+
+RESULTS = Path(__file__).parent / "results" / "h200.json"
+
+
+def config(*words: str) -> RunConfig:
+    return load_config(None, [*words, "compute.compile=true"]).config
+
+
+def timed(step: Callable[[], Tensor], steps: int, warmup: int) -> dict[str, float]:
+    for _ in range(warmup):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    seconds = [a.elapsed_time(b) / 1000 for a, b in pairwise(marks)]
+    return {"step_s": statistics.median(seconds), "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def fresh() -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+
+
+def titan(run: RunConfig, steps: int) -> dict[str, float]:
+    fresh()
+    return timed(titan_step(run.model, run.global_batch), steps, warmup=4)
+
+
+def hugging_face(run: RunConfig, steps: int) -> dict[str, float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fresh()
+    shape = run.model
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn_size,
+                num_hidden_layers=shape.layers, num_attention_heads=shape.heads, tie_word_embeddings=shape.tied,
+                num_key_value_heads=shape.key_value_heads, max_position_embeddings=shape.seq_len, use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )  # fmt: skip
+    model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(0, shape.vocab, (run.global_batch, shape.seq_len), device="cuda")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return timed(step, steps, warmup=4)
+
+
+def ours(run: RunConfig, steps: int) -> dict[str, Any]:
+    fresh()
+    torch.cuda.reset_peak_memory_stats()
+    return bench_step(run, steps, warmup=4).as_dict()
+
+
+def final_loss(precision: str, steps: int, runs_dir: Path) -> float:
+    """Mean loss of the last 20 of `steps` real steps on the demo's text."""
+    fresh()
+    words = [
+        "model=llama-1b", "global_batch=2", "microbatch=2", f"max_duration={steps}ba", "optimizer.lr=3e-4",
+        "schedule.warmup=50ba", "data=demo", f"precision={precision}", f"name={precision}", f"runs_dir={runs_dir}",
+        "checkpoint.at_end=false", "evaluate.at_end=false", "observe.tensorboard=false",
+    ]  # fmt: skip
+    train(config(*words))
+    lines = [json.loads(line) for line in (runs_dir / precision / "metrics.jsonl").read_text().splitlines()]
+    return statistics.mean(line["loss"] for line in lines[-20:])
+
+
+def measure(steps: int, parity_steps: int, with_hugging_face: bool) -> dict[str, Any]:
+    llama_1b = config("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16")
+    mpt_1b = config("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16")
+    llama_8b = config("model=llama-8b", "global_batch=1", "microbatch=1", "precision=bf16", "compute.recompute=auto")
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": steps}
+    before = titan(llama_1b, steps)
+    result["llama1b_bf16"] = ours(llama_1b, steps)
+    result["llama1b_fp8"] = ours(replace(llama_1b, precision="fp8"), steps)
+    after = titan(llama_1b, steps)
+    result["llama1b_titan"] = {**after, "step_s": (before["step_s"] + after["step_s"]) / 2}
+    reference_s = result["llama1b_titan"]["step_s"]
+    result["llama1b_bf16_vs_titan"] = reference_s / result["llama1b_bf16"]["step_s"]
+    result["llama1b_fp8_vs_titan"] = reference_s / result["llama1b_fp8"]["step_s"]
+    tokens = llama_1b.global_batch * llama_1b.model.seq_len
+    peak = peak_flops(torch.cuda.get_device_name(), "bf16")
+    assert peak is not None
+    result["llama1b_titan"]["mfu"] = tokens / reference_s * flops_per_token(llama_1b.model, 4096) / peak
+    if with_hugging_face:
+        result["llama1b_hugging_face"] = hugging_face(llama_1b, steps)
+        result["llama1b_bf16_vs_hugging_face"] = (
+            result["llama1b_hugging_face"]["step_s"] / result["llama1b_bf16"]["step_s"]
+        )
+    result["mpt1b"] = ours(mpt_1b, steps)
+    result["mpt1b_mfu"] = mfu_llm_foundry(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
+    result["llama8b"] = ours(llama_8b, steps)
+    result["llama8b_mfu"] = result["llama8b"]["mfu"]
+    if parity_steps:
+        with tempfile.TemporaryDirectory() as folder:
+            losses = {name: final_loss(name, parity_steps, Path(folder)) for name in ("bf16", "fp8")}
+        result["parity"] = {"steps": parity_steps, **losses, "relative": abs(losses["fp8"] / losses["bf16"] - 1)}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--parity-steps", type=int, default=300)
+    parser.add_argument("--no-hugging-face", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    result = measure(args.steps, args.parity_steps, not args.no_hugging_face)
+    write_json(args.out, result)
+    for name in ("llama1b_bf16_vs_titan", "llama1b_fp8_vs_titan", "mpt1b_mfu", "llama8b_mfu", "parity"):
+        print(f"{name:<28}{result.get(name)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""AdamW for fp32 weights kept as a bf16 half and a half of 16 more bits: one pass over all tensors.
+
+Reads the gradient in whatever precision it came and applies the clipping factor on the way. Nothing is read or written
+twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _adamw_kernel(
+    high, low, gradient, first, second, factor, size, lr, decay, beta1, beta2, eps, correction1, correction2,
+    block: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = places < size
+    g = tl.load(gradient + places, mask=inside).to(tl.float32) * tl.load(factor)
+    upper = tl.load(high + places, mask=inside).to(tl.int16, bitcast=True).to(tl.int32)
+    w = ((upper << 16) + tl.load(low + places, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    m = tl.load(first + places, mask=inside)
+    v = tl.load(second + places, mask=inside)
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    w = w * (1 - lr * decay) - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    bits = w.to(tl.int32, bitcast=True)
+    upper = (bits + 0x8000) >> 16
+    tl.store(high + places, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    tl.store(low + places, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    tl.store(first + places, m, mask=inside)
+    tl.store(second + places, v, mask=inside)
+
+
+def adamw_(
+    halves: tuple[Tensor, Tensor],
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    factor: Tensor,
+    *,
+    lr: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """One update, in place. `factor` is a device scalar that multiplies the gradient."""
+    size = gradient.numel()
+    corrections = (1 - betas[0] ** step, 1 - betas[1] ** step)
+    _adamw_kernel[(triton.cdiv(size, _BLOCK),)](
+        *halves, gradient, *moments, factor, size, lr, decay, *betas, eps, *corrections, _BLOCK, num_warps=8
+    )

@@ -1,0 +1,175 @@
+"""One run as its files tell it, read piece by piece: the only way anything in keepstep looks at a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from keepstep.observe import cache
+from keepstep.observe.columns import Columns
+from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, read_from
+
+_T = TypeVar("_T")
+_TAIL_BYTES = 4 * 2**20
+_PIECE_BYTES = 2 * 2**20
+_GLANCE_BYTES = 2**18
+
+
+class History:
+    """What a run has written so far. `refresh()` reads only what is new; safe to share between threads."""
+
+    def __init__(self, folder: RunFolder, cache_dir: Path | None = None) -> None:
+        self.folder = folder
+        self.version = 0
+        """Changes whenever something new was read."""
+        self._cache_dir = cache_dir
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.train, self.valid = Columns(), Columns()
+        self.events: list[Record] = []
+        self.undone_steps = 0.0
+        self.undone_s = 0.0
+        self.sources: dict[str, Any] = {}
+        self._offsets = {"metrics": 0, "events": 0}
+        self._remembered: dict[Any, tuple[int, Any]] = {}
+        self._identity: tuple[int, int] | None = None
+
+    def refresh(self) -> bool:
+        """Read what was appended since; True when there was anything."""
+        with self._lock:
+            before = self.version
+            self._start_over_if_replaced()
+            if not self._offsets["metrics"]:
+                self._offsets["metrics"] = cache.load(self, self._cache_dir)
+                self.version += bool(self._offsets["metrics"])
+            read_bytes = self._read_metrics()
+            events, self._offsets["events"] = read_from(self.folder.events, self._offsets["events"])
+            self.events.extend(events)
+            self.version += bool(events)
+            if self._cache_dir and read_bytes > cache.WORTH_BYTES:
+                cache.store(self, cache.place(self.folder, self._cache_dir), self._offsets["metrics"])
+            return self.version != before
+
+    def keep_columns(self) -> None:
+        """Write the columns beside the metrics: what a run does for its viewers every so often."""
+        self.refresh()
+        with self._lock:
+            cache.store(self, self.folder.columns, self._offsets["metrics"])
+
+    def remember(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` gives, made once for what has been read so far."""
+        version, value = self._remembered.get(key, (-1, None))
+        if version != self.version:
+            version, value = self.version, make()
+            self._remembered[key] = (version, value)
+        made: _T = value
+        return made
+
+    def skip_to_last(self, limit_bytes: int) -> None:
+        """Leave out all but the last bytes of the metrics; before the first `refresh`."""
+        if self.folder.metrics.is_file():
+            self._offsets["metrics"] = max(0, self.folder.metrics.stat().st_size - limit_bytes)
+
+    def _start_over_if_replaced(self) -> None:
+        """A folder that was deleted and made anew, or a file cut short, is another history."""
+        try:
+            status = self.folder.metrics.stat()
+        except OSError:
+            return
+        identity = (status.st_dev, status.st_ino)
+        if self._identity not in (None, identity) or status.st_size < self._offsets["metrics"]:
+            version = self.version
+            self._reset()
+            self.version = version + 1
+        self._identity = identity
+
+    def _read_metrics(self) -> int:
+        start = self._offsets["metrics"]
+        while True:
+            at = self._offsets["metrics"]
+            lines, self._offsets["metrics"] = read_from(self.folder.metrics, at, _PIECE_BYTES)
+            if self._offsets["metrics"] == at:
+                return at - start
+            self._take(lines)
+            self.version += 1
+
+    def _take(self, lines: Sequence[Record]) -> None:
+        for table, rows in ((self.train, _of_kind(lines, False)), (self.valid, _of_kind(lines, True))):
+            if not rows:
+                continue
+            steps = np.array([row["step"] for row in rows], dtype=np.float64)
+            # Where the step does not rise the run resumed from before: what it undid goes, in this table's own time.
+            newest = table.last("step") if len(table) else -np.inf
+            breaks = [0, *(np.flatnonzero(np.diff(steps) <= 0) + 1).tolist(), len(rows)]
+            for first, end in pairwise(breaks):
+                if steps[first] <= newest:
+                    undone = table.rewind(float(steps[first]))
+                    if table is self.train:
+                        self.undone_steps += undone["steps"]
+                        self.undone_s += undone["seconds"]
+                table.append(rows[first:end])
+                newest = float(steps[end - 1])
+        self.sources = next((line["sources"] for line in reversed(lines) if "sources" in line), self.sources)
+
+    def newest_ranks(self) -> Record:
+        """The newest look at all ranks, or an empty record."""
+        lines = tail(self.folder.ranks)
+        return lines[-1] if lines else {}
+
+    def newest_samples(self, count: int = 20) -> list[Record]:
+        """The newest texts the model wrote, newest first."""
+        return tail(self.folder.samples)[: -count - 1 : -1]
+
+    def facts(self) -> Record:
+        """The run's facts: total steps, plan, environment, data."""
+        try:
+            value = json.loads(self.folder.facts.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def config_text(self) -> str:
+        """The configuration as written at the start."""
+        try:
+            return self.folder.config.read_text(errors="replace")
+        except OSError:
+            return ""
+
+
+def _of_kind(lines: Sequence[Record], valid: bool) -> list[Record]:
+    return [line for line in lines if isinstance(line.get("step"), int | float) and is_validation(line) is valid]
+
+
+def tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Record]:
+    """The last whole lines of a file, without reading the rest of it."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return []
+    if size <= limit_bytes:
+        return JsonLines(path).read()
+    # The first piece is the end of a line that began earlier: not an object, so it is skipped.
+    return read_from(path, size - limit_bytes)[0]
+
+
+def open_history(folder: RunFolder, cache_dir: Path | None = None) -> History:
+    """A history that has read everything there is."""
+    history = History(folder, cache_dir)
+    history.refresh()
+    return history
+
+
+def glance(folder: RunFolder, limit_bytes: int = _GLANCE_BYTES) -> History:
+    """A history of all events but of the newest metrics only: enough for a verdict, quick for a list of many runs."""
+    history = History(folder)
+    history.skip_to_last(limit_bytes)
+    history.refresh()
+    return history

@@ -1,0 +1,159 @@
+// State lives in the address (so a link shows the same view), data comes from the server every two seconds.
+const CHARTS = [
+  { key: "loss", title: "Loss", wide: true, format: (v) => digits(v), names: ["loss", "valid_loss"], logs: true },
+  { key: "grad_norm", title: "Gradient norm", format: (v) => digits(v, 3), names: ["grad_norm"], logs: true },
+  { key: "lr", title: "Learning rate", format: (v) => digits(v, 3), names: ["lr"] },
+  { key: "tokens_per_s", title: "Tokens per second", format: count, names: ["tokens_per_s"] },
+  { key: "mfu", title: "Model FLOPs utilisation", format: (v) => percent(v), names: ["mfu"], empty: "not measured on this device" },
+  { key: "split", title: "Where a step's time goes", unit: "", format: seconds, stack: true, names: ["data", "compute", "communication", "save"].map((p) => "split." + p) },
+  { key: "memory_gib", title: "Peak memory", unit: "GiB", format: (v) => digits(v, 3), names: ["memory_gib"] },
+];
+const state = { run: "", overlay: [], log: false, smooth: "0.9", range: null };
+const known = { runs: [], view: null, series: null, version: "", config: "", answered: Date.now() };
+const charts = CHARTS.map((spec) => new Chart(spec, { hover: (at, speaking) => charts.forEach((chart) => chart.hover(at, chart === speaking)), zoom: setRange }));
+byId("charts").append(...charts.map((chart) => chart.node));
+
+function readAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  state.run = given.get("run") || "";
+  state.overlay = (given.get("over") || "").split("/").filter(Boolean);
+  state.log = given.get("log") === "1";
+  state.smooth = given.get("smooth") || "0.9";
+  const range = (given.get("range") || "").split("~").map(Number);
+  state.range = range.length === 2 && range.every(Number.isFinite) && range[1] > range[0] ? range : null;
+}
+
+function writeAddress() {
+  const kept = new URLSearchParams();
+  if (state.run) kept.set("run", state.run);
+  if (state.overlay.length) kept.set("over", state.overlay.join("/"));
+  if (state.log) kept.set("log", "1");
+  if (state.smooth !== "0.9") kept.set("smooth", state.smooth);
+  if (state.range) kept.set("range", state.range.map((v) => Math.round(v)).join("~"));
+  history.replaceState(null, "", "#" + kept);
+}
+
+async function ask(path, values) {
+  const answer = await fetch(path + "?" + new URLSearchParams(values), { cache: "no-store" });
+  if (!answer.ok) throw new Error(await answer.text());
+  known.answered = Date.now();
+  return answer.json();
+}
+
+async function loadRuns() {
+  const answer = await ask("/api/runs", {});
+  known.runs = answer.runs;
+  byId("folder").textContent = answer.runs_dir;
+  if (!known.runs.some((run) => run.name === state.run)) state.run = known.runs.length ? known.runs[0].name : "";
+  drawRuns();
+}
+
+async function loadView() {
+  if (!state.run) { byId("verdict").replaceChildren(el("span", { class: "word", text: "no runs yet" }), el("p", { class: "why", text: "They appear here as soon as a run writes its first file." })); return; }
+  const asked = state.run;
+  const wide = Math.min(1200, Math.max(200, Math.round((charts[0].plot.clientWidth || 800) / 1.4)));
+  const values = { run: state.run, overlay: state.overlay.join("/"), points: wide, smooth: state.smooth, version: known.version };
+  if (state.range) [values.from, values.to] = state.range;
+  const answer = await ask("/api/view", values);
+  if (asked !== state.run) return;
+  known.view = answer.run; known.version = answer.version;
+  if (answer.series) { known.series = answer.series; drawCharts(); }
+  for (const draw of [drawVerdict, drawFigures, drawTimeline, drawGoodput, drawEvents, drawRanks, drawEvaluations, drawData, drawSamples]) draw(answer.run);
+  if (known.config !== state.run + "/" + byId("against").value) await loadConfig();
+  document.body.dataset.ready = "yes";
+}
+
+async function loadConfig() {
+  const against = byId("against").value;
+  known.config = state.run + "/" + against;
+  drawConfig(await ask("/api/config", { run: state.run, against }), against);
+}
+
+function drawCharts() {
+  const names = [state.run, ...state.overlay].filter((name) => known.series[name]);
+  const faults = known.view.events.filter((event) => event.kind === "fault" && isNumber(event.step)).map((event) => event.step);
+  for (const chart of charts) {
+    const spec = chart.spec, many = names.length > 1;
+    const series = spec.stack
+      ? spec.names.filter((name) => known.series[state.run][name]).map((name, i) => ({ name: PARTS[name.slice(6)], tone: ["t4", "t0", "t3", "t1"][spec.names.indexOf(name)], data: known.series[state.run][name] }))
+      : names.flatMap((run, i) => spec.names.filter((name) => known.series[run][name]).map((name) => {
+        const valid = name.startsWith("valid");
+        return { name: many ? run : valid ? "validation" : "training", tone: "t" + ((many ? i : valid ? 1 : 0) % 8), data: known.series[run][name], points: valid, quiet: many && valid };
+      }));
+    chart.log = Boolean(spec.logs && state.log);
+    chart.show(series, state.range, spec.key === "loss" && !many ? faults : []);
+  }
+}
+
+function drawRuns() {
+  byId("runs").replaceChildren(...known.runs.map((run) => {
+    const over = [state.run, ...state.overlay].indexOf(run.name), current = run.name === state.run;
+    const about = `${run.state}, ${run.total_steps ? percent(run.step / run.total_steps, 0) + ", " : ""}loss ${digits(run.loss)}`;
+    return el("li", { class: current ? "current" : "" },
+      el("button", { class: "open", type: "button", "aria-current": current ? "true" : null, onclick: () => choose(run.name) }, el("span", { class: "dot " + run.state }), el("span", { class: "name", text: run.name }), el("span", { class: "about", text: about })),
+      current ? null : el("label", { class: "over", title: "Lay over the current run", "--swatch": `var(--c${Math.max(0, over) % 8})` }, el("input", { type: "checkbox", checked: over > 0, "aria-label": `lay ${run.name} over`, onchange: () => overlay(run.name) })));
+  }));
+  const against = byId("against"), chosen = against.value;
+  against.replaceChildren(el("option", { value: "", text: "no other run" }), ...known.runs.filter((run) => run.name !== state.run).map((run) => el("option", { value: run.name, text: run.name, selected: run.name === chosen })));
+}
+
+function changed() { known.version = ""; writeAddress(); byId("log").setAttribute("aria-pressed", state.log); byId("smooth").value = state.smooth; byId("reset").hidden = !state.range; refresh(); }
+function choose(name) { if (!name) return; state.overlay = state.overlay.filter((other) => other !== name); state.run = name; state.range = null; drawRuns(); changed(); }
+function overlay(name) { state.overlay = state.overlay.includes(name) ? state.overlay.filter((other) => other !== name) : [...state.overlay, name]; drawRuns(); changed(); }
+function setRange(range) { state.range = range && range[1] - range[0] >= 2 ? [Math.max(0, Math.floor(range[0])), Math.ceil(range[1])] : null; changed(); }
+function setTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = theme;
+  byId("theme").textContent = theme;
+  try { localStorage.setItem("keepstep-theme", theme); } catch { /* private windows keep nothing */ }
+}
+
+const THEMES = ["auto", "light", "dark"], SMOOTHS = ["0", "0.6", "0.9", "0.98"];
+const following = (list, item) => list[(list.indexOf(item) + 1) % list.length];
+const neighbour = (by) => { const at = known.runs.findIndex((run) => run.name === state.run); return (known.runs[(at + by + known.runs.length) % known.runs.length] || {}).name; };
+const KEYS = {
+  j: () => choose(neighbour(1)), k: () => choose(neighbour(-1)), o: () => { const name = neighbour(1 + state.overlay.length); if (name && name !== state.run) overlay(name); },
+  l: () => { state.log = !state.log; changed(); }, s: () => { state.smooth = following(SMOOTHS, state.smooth); changed(); },
+  0: () => setRange(null), t: () => setTheme(following(THEMES, byId("theme").textContent)), p: () => print(), "?": () => byId("keys").showModal(),
+};
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) || byId("keys").open) return;
+  if (KEYS[event.key]) { event.preventDefault(); KEYS[event.key](); }
+});
+byId("log").addEventListener("click", KEYS.l);
+byId("reset").addEventListener("click", KEYS[0]);
+byId("theme").addEventListener("click", KEYS.t);
+byId("help").addEventListener("click", KEYS["?"]);
+byId("smooth").addEventListener("change", (event) => { state.smooth = event.target.value; changed(); });
+byId("against").addEventListener("change", loadConfig);
+byId("logs-open").addEventListener("toggle", async (event) => { if (event.target.open && state.run) drawLogs(await ask("/api/logs", { run: state.run })); });
+addEventListener("hashchange", () => { readAddress(); drawRuns(); changed(); });
+addEventListener("beforeprint", () => charts.forEach((chart) => chart.draw()));
+
+let working = false, again = false;
+async function refresh() {
+  if (working) { again = true; return; }
+  working = true;
+  try {
+    do { again = false; await loadView(); } while (again);
+    byId("offline").hidden = true;
+  } catch {
+    byId("offline").hidden = false;
+    byId("offline-age").textContent = seconds((Date.now() - known.answered) / 1000);
+  }
+  working = false;
+}
+async function begin() {
+  readAddress();
+  try { setTheme(localStorage.getItem("keepstep-theme") || "auto"); } catch { setTheme("auto"); }
+  await loadRuns().catch(() => {});
+  changed();
+  let ticks = 0;
+  setInterval(async () => {
+    ticks += 1;
+    // A hidden page asks five times less often.
+    if (document.hidden && ticks % 5) return;
+    if (ticks % 2 === 0) await loadRuns().catch(() => {});
+    refresh();
+  }, 2000);
+}
+begin();

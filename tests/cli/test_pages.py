@@ -1,0 +1,65 @@
+"""What README and the training page tell people to type, works as written."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, blocks, commands
+
+pytestmark = pytest.mark.slow
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program, *words = shlex.split(command)
+    assert program == "keepstep"
+    return subprocess.run(
+        [sys.executable, "-m", "keepstep", *words], cwd=folder, capture_output=True, text=True, timeout=600
+    )
+
+
+def shortened(command: str) -> str:
+    """The same command for fewer steps where the page leaves the length to the file."""
+    trains = command.startswith("keepstep train")
+    return f"{command} max_duration=10ba" if trains and "max_duration" not in command else command
+
+
+def test_the_training_page_works_from_top_to_bottom(tmp_path: Path) -> None:
+    for command in commands("docs/training.md"):
+        done = run(command, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert list((tmp_path / "runs" / "profiled" / "profile").glob("trace_*.json"))
+
+
+def test_the_readme_works_from_top_to_bottom(tmp_path: Path) -> None:
+    typed = commands("README.md")
+    assert typed[:2] == ["make demo", "make test"]
+    for command in typed[2:]:
+        done = run(shortened(command), tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    (example,) = blocks("README.md", "console")
+    command, *report = example.strip().splitlines()
+    refused = run(command.removeprefix("$ "), tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.strip().splitlines() == report
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
+    named = [line for page in ("README.md", "CONTRIBUTING.md") for line in commands(page) if line.startswith("make ")]
+    assert named
+    assert {line.split()[1] for line in named} <= targets
+
+
+def test_the_demo_trains_stops_resumes_and_beats_the_baseline(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep", "demo", "--steps", "120", "--runs-dir", str(tmp_path / "runs")],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "interrupted     at step" in done.stdout
+    assert "resumed at step" in done.stderr
+    assert (tmp_path / "runs" / "demo" / "loss.png").stat().st_size > 5000

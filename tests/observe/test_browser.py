@@ -1,0 +1,253 @@
+"""The live page in a real browser (`make test-browser`): needs Debian's chromium and the Python package playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_runs import Writer, write_long
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium package")]
+
+OPENS_WITHIN_S = 2.0
+DESK = {"width": 1360, "height": 900}
+PHONE = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield started
+        started.close()
+
+
+@contextmanager
+def served(runs: Path) -> Iterator[str]:
+    """`keepstep ui` as a user starts it; gives the address it prints."""
+    words = [sys.executable, "-m", "keepstep", "ui", str(runs), "--port", "0", "--no-cache"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        try:
+            server.stdout.readline()
+            yield server.stdout.readline().split()[1]
+        finally:
+            server.terminate()
+
+
+@contextmanager
+def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
+    context = browser.new_context(**{"viewport": DESK, **options})
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(address)
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    yield page
+    context.close()
+    assert errors == []
+
+
+def becomes_true(page: Any, expression: str, seconds: float = 15) -> None:
+    """Wait for an expression. Playwright's own waiting evaluates text in the page, which the page forbids."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"not within {seconds:g} s: {expression}"
+        page.wait_for_timeout(100)
+
+
+def keep_picture(page: Any, name: str) -> None:
+    """Screenshots for the docs, when asked for by KEEPSTEP_SCREENSHOTS=FOLDER."""
+    if folder := os.environ.get("KEEPSTEP_SCREENSHOTS"):
+        page.wait_for_timeout(300)
+        page.screenshot(path=Path(folder) / name)
+
+
+def example_runs(root: Path) -> Path:
+    for number, (name, lr) in enumerate([("llama-1b", 3e-4), ("llama-1b-lr6e-4", 6e-4), ("llama-1b-warm", 2e-4)]):
+        writer = Writer(root / name, steps=4000, seed=number, lr=lr, ranks=16, now=time.time() - 1246 - number * 3000)
+        writer.start()
+        writer.take(900)
+        writer.fault()
+        writer.recover(lost=100)
+        writer.take(1400 if number == 0 else 3200)
+        if number:
+            writer.finish()
+    return root
+
+
+def test_a_run_in_progress_moves_loses_a_worker_and_comes_back(browser: Any, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "live", steps=500, save_every=25, step_s=0.05, real_time=True)
+    writer.start()
+    writer.take(60)
+    verdict, wait = "#verdict[data-state={}]", {"timeout": 15_000}
+    with served(tmp_path) as address, opened(browser, address) as page:
+        page.wait_for_selector(verdict.format("healthy"), **wait)
+        loss = page.locator("[data-figure=loss]")
+        path = page.locator("[data-chart=loss] path.line")
+        before, drawn = loss.inner_text(), path.get_attribute("d")
+        writer.take(30)
+        becomes_true(page, f"document.querySelector('[data-figure=loss]').innerText !== {before!r}")
+        assert path.get_attribute("d") != drawn, "the curve moved"
+        assert page.locator(".tick.fault").count() == 0
+        writer.fault(rank=1)
+        page.wait_for_selector(verdict.format("recovering"), **wait)
+        assert "SIGKILL (rank 1)" in page.locator("#verdict").inner_text()
+        assert page.locator(".tick.fault").count() == 1
+        writer.recover(lost=15)
+        writer.take(20)
+        page.wait_for_selector(verdict.format("healthy"), **wait)
+        assert page.locator(".tick.restart").count() == 1
+        assert "1 restart" in page.locator("#figures").inner_text()
+        writer.take(1)
+        writer.finish()
+        page.wait_for_selector(verdict.format("finished"), **wait)
+
+
+def test_light_dark_phone_and_paper(browser: Any, tmp_path: Path) -> None:
+    with served(example_runs(tmp_path / "runs")) as address:
+        address += "#run=llama-1b"
+        with opened(browser, address) as page:
+            light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            keep_picture(page, "page-light.png")
+            page.emulate_media(media="print")
+            assert not page.locator(".controls").is_visible()
+            assert not page.locator("nav.runs").is_visible()
+            assert page.locator("[data-chart=loss] svg").is_visible()
+        with opened(browser, address, color_scheme="dark") as page:
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+            keep_picture(page, "page-dark.png")
+            page.click("#theme")
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") == light, "the choice wins"
+        with opened(browser, address, viewport=PHONE, device_scale_factor=2, has_touch=True) as page:
+            assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], "nothing to scroll sideways"
+            assert page.locator("#verdict").is_visible()
+            keep_picture(page, "page-phone.png")
+
+
+def test_everything_is_reached_by_keyboard(browser: Any, tmp_path: Path) -> None:
+    with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b") as page:
+        page.keyboard.press("l")
+        assert page.get_attribute("#log", "aria-pressed") == "true"
+        page.keyboard.press("o")
+        becomes_true(page, "document.querySelectorAll('[data-chart=loss] path.line').length === 2")
+        assert "over=" in page.evaluate("location.hash")
+        keep_picture(page, "page-overlay.png")
+        page.keyboard.press("j")
+        becomes_true(page, "document.querySelector('#verdict').innerText.includes('llama-1b-')")
+        page.focus("[data-chart=loss] .plot")
+        page.keyboard.press("ArrowLeft")
+        assert page.locator("[data-chart=loss] .tip").is_visible()
+        page.keyboard.press("+")
+        becomes_true(page, "location.hash.includes('range=')")
+        page.keyboard.press("0")
+        becomes_true(page, "!location.hash.includes('range=')")
+        page.keyboard.press("?")
+        assert page.locator("dialog#keys").is_visible()
+        page.keyboard.press("Escape")
+        assert not page.locator("dialog#keys").is_visible()
+
+
+def test_dragging_zooms_and_a_double_click_shows_all_again(browser: Any, tmp_path: Path) -> None:
+    with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b") as page:
+        box = page.locator("[data-chart=loss] .plot").bounding_box()
+        page.mouse.move(box["x"] + 300, box["y"] + 80)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 500, box["y"] + 80, steps=4)
+        page.mouse.up()
+        becomes_true(page, "location.hash.includes('range=')")
+        first, last = map(int, re.search(r"range=(\d+)(?:~|%7E)(\d+)", page.evaluate("location.hash")).groups())
+        assert 200 < first < last < 1500
+        page.wait_for_selector("#reset:visible")
+        page.locator("[data-chart=loss] .plot").dblclick()
+        becomes_true(page, "!location.hash.includes('range=')")
+
+
+def test_text_from_a_run_is_never_executed(browser: Any, tmp_path: Path) -> None:
+    bad = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
+    writer = Writer(tmp_path / "<b>bold<b>", ranks=2)
+    writer.start()
+    writer.take(40)
+    writer.event("warning", message=bad)
+    writer.event("fault", what=bad)
+    writer.samples.append({"step": 1, "prompt": bad, "text": bad})
+    writer.folder.config.write_text(f"name: {bad!r}\n")
+    writer.metrics.append({**writer.line(), "step": 41, "sources": {bad: {"samples": 1}}})
+    (writer.folder.logs / "trainer-00000.jsonl").write_text('{"time": 1, "role": "<b>", "traceback": "<b>x</b>"}\n')
+    with served(tmp_path) as address, opened(browser, address) as page:
+        page.click("#logs-open summary")
+        page.wait_for_selector(".traceback")
+        page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("main img, main script, #runs b").count() == 0
+        assert bad in page.locator("#samples").inner_text()
+        assert bad in page.locator("#events").inner_text()
+
+
+def test_when_the_server_goes_away_the_page_says_so(browser: Any, tmp_path: Path) -> None:
+    example_runs(tmp_path / "runs")
+    with opened_without_errors(browser) as page:
+        with served(tmp_path / "runs") as address:
+            page.goto(address)
+            page.wait_for_selector("body[data-ready]")
+        page.wait_for_selector("#offline:visible", timeout=15_000)
+        assert page.locator("#verdict").is_visible(), "what was known stays"
+
+
+@contextmanager
+def opened_without_errors(browser: Any) -> Iterator[Any]:
+    """A page whose failed requests are the point of the test."""
+    context = browser.new_context(viewport=DESK)
+    yield context.new_page()
+    context.close()
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and everything below it: what opening takes however busy the machine is otherwise."""
+    parents, spent = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+                spent[int(entry.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def ours(process: int) -> bool:
+        return process == os.getpid() or (process in parents and ours(parents[process]))
+
+    return sum(seconds for process, seconds in spent.items() if ours(process))
+
+
+def test_five_runs_of_100_000_steps_open_in_time_and_keep_their_spike(browser: Any, tmp_path: Path) -> None:
+    first = write_long(tmp_path / "run-0", 100_000, 1)
+    for number in range(1, 5):
+        shutil.copytree(first.root, tmp_path / f"run-{number}")
+    wall, cpu = [], []
+    for _ in range(3):
+        with served(tmp_path) as address:
+            started, spent = time.monotonic(), cpu_seconds()
+            with opened(browser, address + "#run=run-0&over=run-1/run-2/run-3/run-4") as page:
+                wall.append(time.monotonic() - started)
+                cpu.append(cpu_seconds() - spent)
+                assert page.locator("[data-chart=loss] path.line").count() == 5
+                axis = page.locator("[data-chart=loss] svg text").all_text_contents()
+                assert "100" in axis or "80" in axis, "the spike of 99 is in view"
+        if wall[-1] < OPENS_WITHIN_S:
+            break
+    print(f"opened in {min(wall):.2f} s, {min(cpu):.2f} s of CPU")
+    # Other work on this machine makes us wait, but does not make us compute: either number within the limit will do.
+    assert min(*wall, *cpu) < OPENS_WITHIN_S

@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+from make_runs import Writer
+
+from keepstep.observe.goodput import account
+from keepstep.observe.history import open_history
+
+
+def test_every_second_of_an_undisturbed_run_is_under_one_cause(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0)
+    writer.start()
+    writer.take(400)
+    writer.finish()
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, now=1e9)
+    assert goodput.wall_s == pytest.approx(writer.now - 1000)
+    assert goodput.seconds["startup"] == pytest.approx(12, abs=0.1)
+    assert goodput.seconds["checkpoint"] == pytest.approx(0.24)
+    assert goodput.seconds["evaluate"] == pytest.approx(6.2)
+    assert goodput.seconds["lost"] == goodput.seconds["down"] == 0
+    assert goodput.share == pytest.approx(197.4 / 218.2, abs=0.005)
+
+
+def test_a_fault_costs_lost_work_down_time_and_a_new_start(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.fault()
+    writer.recover(lost=40, down_s=30)
+    writer.take(60)
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, now=writer.now)
+    assert goodput.seconds["lost"] == pytest.approx(20, abs=0.6)
+    assert goodput.seconds["down"] == pytest.approx(30, abs=0.1)
+    assert goodput.seconds["startup"] == pytest.approx(21, abs=0.2)
+    assert goodput.wall_s == pytest.approx(writer.now - 1000)
+    assert [segment.cause for segment in goodput.segments] == [
+        "startup",
+        "training",
+        "lost",
+        "down",
+        "startup",
+        "training",
+    ]
+
+
+def test_a_start_and_the_resume_that_follows_it_are_one_attempt(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0)
+    writer.start()
+    writer.take(10)
+    writer.event("stop")
+    writer.now += 100
+    writer.event("start", ranks=8)
+    writer.now += 5
+    writer.event("resume", ranks=8)
+    writer.now += 5
+    writer.take(10)
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, now=writer.now)
+    assert goodput.seconds["down"] == pytest.approx(100)
+    assert goodput.seconds["startup"] == pytest.approx(22, abs=0.1)
+    assert goodput.seconds["lost"] == pytest.approx(0, abs=0.01)
+
+
+def test_a_run_killed_without_a_word_is_down_from_its_last_sign(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    seen = open_history(writer.folder)
+    silent = account(seen.events, seen.train, now=writer.now + 500)
+    assert silent.seconds["down"] == pytest.approx(500)
+    writer.now += 700
+    writer.event("start", ranks=8)
+    writer.event("resume", ranks=8)
+    writer.now += 10
+    writer.take(20)
+    seen.refresh()
+    goodput = account(seen.events, seen.train, now=writer.now)
+    assert goodput.seconds["down"] == pytest.approx(700)
+    assert goodput.wall_s == pytest.approx(writer.now - 1000)
+
+
+def test_an_attempt_that_never_stepped_is_all_startup(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0)
+    writer.start()
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, now=1030.0)
+    assert goodput.seconds["startup"] == pytest.approx(30)
+    assert goodput.share == 0
+
+
+def test_a_run_that_has_not_started_has_no_wall_clock(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    seen = open_history(writer.folder)
+    assert account(seen.events, seen.train, now=1.0).share == 0

@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_runs import Writer, write_long
+
+from keepstep.observe import cache, history, sinks
+from keepstep.observe.folder import JsonLines, RunFolder
+from keepstep.observe.history import History, glance, open_history
+
+
+def test_a_history_follows_a_growing_run_and_reads_only_what_is_new(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.start()
+    writer.take(5)
+    seen = open_history(writer.folder)
+    assert seen.train.last("step") == 5
+    assert not seen.refresh()
+    writer.take(3)
+    assert seen.refresh()
+    assert seen.train.column("step").tolist() == list(range(1, 9))
+    assert seen.events[0]["kind"] == "start"
+
+
+def test_after_a_resume_the_undone_steps_are_gone_and_counted(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.start()
+    writer.take(50)
+    seen = open_history(writer.folder)
+    writer.fault()
+    writer.recover(lost=20)
+    writer.take(5)
+    seen.refresh()
+    fresh = open_history(writer.folder)
+    for view in (seen, fresh):
+        assert view.train.column("step").tolist() == list(range(1, 36))
+        assert view.undone_steps == 20
+        assert view.undone_s == pytest.approx(10, rel=0.1)
+
+
+def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.take(300)
+    monkeypatch.setattr(history, "_PIECE_BYTES", 5000)
+    assert open_history(writer.folder).train.column("step").tolist() == list(range(1, 301))
+
+
+def test_a_replaced_run_is_a_new_history(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    JsonLines(path).append({"step": 9, "loss": 1.0})
+    seen = open_history(RunFolder(tmp_path / "run"))
+    path.unlink()
+    JsonLines(path).append({"step": 1, "loss": 7.0})
+    assert seen.refresh()
+    assert seen.train.column("loss").tolist() == [7.0]
+
+
+def test_the_cache_gives_the_same_history_and_then_follows_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "WORTH_BYTES", 100)
+    writer = Writer(tmp_path / "run")
+    writer.take(400)
+    plain = open_history(writer.folder, tmp_path / "cache")
+    writer.take(3)
+    reads: list[int] = []
+    original = history.read_from
+    monkeypatch.setattr(history, "read_from", lambda path, at=0, n=-1: reads.append(at) or original(path, at, n))
+    cached = open_history(writer.folder, tmp_path / "cache")
+    assert min(at for at in reads if at) > 10_000, "the first bytes came from the cache"
+    assert cached.train.column("step").tolist() == list(range(1, 404))
+    for name in plain.train.names:
+        np.testing.assert_array_equal(cached.train.column(name)[:400], plain.train.column(name))
+    assert cached.valid.column("valid_loss").tolist() == plain.valid.column("valid_loss").tolist()
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b'{"format": "other"}\n'])
+def test_a_damaged_cache_or_a_changed_file_is_read_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    monkeypatch.setattr(cache, "WORTH_BYTES", 100)
+    writer = Writer(tmp_path / "run")
+    writer.take(50)
+    open_history(writer.folder, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_bytes(damage)
+    assert len(open_history(writer.folder, tmp_path / "cache").train) == 50
+    lines = [json.loads(line) for line in writer.folder.metrics.read_text().splitlines()]
+    writer.folder.metrics.write_text("".join(json.dumps({**line, "loss": 1.0}) + "\n" for line in lines))
+    assert open_history(writer.folder, tmp_path / "cache").train.last("loss") == 1.0
+
+
+def test_a_long_run_leaves_its_columns_and_a_viewer_needs_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "COLUMNS_EVERY", 500)
+    folder = write_long(tmp_path / "run", 1740, 1)
+    assert folder.columns.is_file()
+    taken: list[int] = []
+    original = History._take
+    monkeypatch.setattr(History, "_take", lambda self, lines: taken.append(len(lines)) or original(self, lines))
+    seen = open_history(folder)
+    assert sum(taken) < 500
+    assert seen.train.column("step").tolist() == list(range(1, 1741))
+    assert seen.train.column("loss").max() == 99
+
+
+def test_a_glance_reads_the_end_only_but_all_events(tmp_path: Path) -> None:
+    folder = write_long(tmp_path / "run", 3000, 1)
+    seen = glance(folder, limit_bytes=20_000)
+    assert 10 < len(seen.train) < 200
+    assert seen.train.last("step") == 3000
+    assert seen.events[0]["kind"] == "start"
+
+
+def test_an_empty_folder_is_an_empty_history(tmp_path: Path) -> None:
+    seen = History(RunFolder(tmp_path))
+    assert not seen.refresh()
+    assert seen.newest_ranks() == {}
+    assert seen.newest_samples() == []
+    assert seen.facts() == {}
+    assert seen.config_text() == ""

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo test test-fast test-browser lint clean
+.PHONY: help demo toolcalls-demo test test-fast test-browser lint bench-data clean
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -40,5 +40,15 @@ lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+BENCH_READY := .venv-bench/.data-ready
+$(BENCH_READY): requirements/bench-data.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/bench-data.txt
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-foundry==0.22.0
+	@touch $@
+
+bench-data: $(READY) $(BENCH_READY)  ## preparation and loading beside the peers; writes benchmarks/results/data.json
+	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python
+
 clean:          ## remove the environment and everything made by runs
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-bench .cache runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ from keepstep.data.chat_generate import (
     split_words,
 )
 from keepstep.data.chat_loader import ChatRows, build_chat_loaders, is_chat
+from keepstep.data.chat_packing import pack
 from keepstep.data.chat_rows import calls_of
 from keepstep.data.loader import NO_LOSS, Batch, to_batch
-from keepstep.data.packing import pack
 from keepstep.evaluate.toolcalls import Task, compare
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
@@ -102,12 +103,19 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path: Path) -> 
 
 
 def test_what_names_conversations_and_what_does_not(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("")
-    assert is_chat("toolcalls")
-    assert is_chat(str(tmp_path / "a.jsonl"))
-    assert is_chat(str(tmp_path))
-    assert not is_chat("demo")
-    assert not is_chat("synthetic")
+    (tmp_path / "text.jsonl").write_text('{"text": "plain"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+
+    def asked(path: str, **chat: Any) -> bool:
+        return is_chat(DataConfig(path=path), ChatConfig(**chat))
+
+    assert asked("toolcalls")
+    assert asked(str(tmp_path / "chat.jsonl"))
+    assert asked(str(tmp_path))
+    assert not asked(str(tmp_path / "text.jsonl"))
+    assert asked(str(tmp_path / "text.jsonl"), format="alpaca")
+    assert not asked("demo")
+    assert not asked("synthetic")
 
 
 def test_generated_rows_are_a_function_of_seed_split_and_number() -> None:

@@ -17,7 +17,7 @@ from keepstep.core.errors import ConfigError, DataError
 from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
 from keepstep.data.loader import Loader, StepFeed, build_loaders, to_batch
 from keepstep.data.order import IndexArray
-from keepstep.data.rows import Rows, SyntheticRows, packed
+from keepstep.data.rows import PackedRows, Rows, SyntheticRows
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def prefix(tmp_path: Path) -> Path:
 
 def whole(prefix: Path, seq_len: int = 16, *, bounds: bool = False) -> Loader:
     reader = MegatronReader(prefix)
-    return Loader(packed([reader], [range(reader.documents)], seq_len, 1000, bounds=bounds), seed=7, shuffle=True)
+    return Loader(PackedRows([reader], [range(reader.documents)], seq_len, 1000, bounds=bounds), seed=7, shuffle=True)
 
 
 def test_rows_are_windows_of_the_stream_and_targets_are_one_ahead(prefix: Path) -> None:

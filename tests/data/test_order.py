@@ -54,3 +54,13 @@ def test_a_far_sample_costs_what_a_near_one_costs() -> None:
 
 def test_without_shuffling_the_order_on_disk_stays() -> None:
     assert sample_order(3, 6, 5, 1, shuffle=False).tolist() == [3, 4, 0, 1, 2, 3]
+
+
+@given(samples=st.integers(1, 3000), window=st.integers(1, 400), seed=seeds)
+@settings(deadline=None, max_examples=60)
+def test_windows_visit_every_sample_once_and_stay_together(samples: int, window: int, seed: int) -> None:
+    order = sample_order(samples * 3, samples, samples, seed, shuffle=True, window=window)
+    assert np.array_equal(np.sort(order), np.arange(samples))
+    if window < samples:
+        owners = order // window
+        assert np.count_nonzero(np.diff(owners)) == owners.max()

@@ -88,11 +88,11 @@ def test_the_best_weights_are_kept_and_patience_runs_out(tmp_path: Path) -> None
     best = BestWeights(tmp_path / "best", EvaluateConfig(keep_best=True, patience=2))
     for step, loss in enumerate([3.0, 2.0, 2.5], start=1):
         weight.fill_(step)
-        assert best.offer(step, loss, {"weight": weight}) == (step < 3)
+        assert best.offer(step, loss, lambda: {"weight": weight}) == (step < 3)
     assert not best.enough
     resumed = BestWeights(tmp_path / "best", EvaluateConfig(keep_best=True, patience=2))
-    assert not resumed.offer(4, 2.2, {"weight": weight})
-    assert not resumed.offer(5, 2.1, {"weight": weight})
+    assert not resumed.offer(4, 2.2, lambda: {"weight": weight})
+    assert not resumed.offer(5, 2.1, lambda: {"weight": weight})
     assert resumed.enough
     kept = torch.zeros(3)
     Checkpointer(tmp_path / "best", CheckpointConfig()).load_newest({"model": {"weight": kept}})

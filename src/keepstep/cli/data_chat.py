@@ -7,14 +7,27 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+from keepstep.cli.data_common import add_action
 from keepstep.core.errors import UsageError
 
 FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca")
 
 
-def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `data show`."""
+def add_actions(actions: Any) -> None:
+    """`show` and `chat`, among the actions of `keepstep data`."""
+    _add_show_arguments(
+        add_action(actions, "show", run_show, "show conversations as a model sees them, mask in colour")
+    )
+    _add_chat_arguments(
+        add_action(
+            actions, "chat", run_chat, "turn conversations of any known format into canonical rows, or make some"
+        )
+    )
+
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="conversations (.jsonl, .json, .parquet, a folder of them), or toolcalls")
     parser.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
     parser.add_argument("--first", type=int, default=1, help="number of the first row (default: 1)")
@@ -55,8 +68,7 @@ def wants_colour() -> bool:
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `data chat`."""
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="conversations in any known format, or toolcalls to generate them")
     parser.add_argument("--out", type=Path, required=True, help="canonical .jsonl to write")
     parser.add_argument("--valid-out", type=Path, help="write the held-out share here")

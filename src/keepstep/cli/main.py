@@ -30,6 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "watch": ("keepstep.cli.watch", "follow one run in the terminal"),
     "ui": ("keepstep.cli.ui", "the live page: every run of a folder in your browser"),
     "report": ("keepstep.cli.report", "one file about a run, ready to share: HTML or Markdown"),
+    "data": ("keepstep.cli.data", "prepare, check and look at training data"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
 
@@ -53,7 +54,9 @@ def _run_verb(verb: str, arguments: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"keepstep {verb}", description=summary[0].upper() + summary[1:] + ".")
     module.add_arguments(parser)
-    code: int = module.run(parser.parse_intermixed_args(list(arguments)))
+    # argparse cannot mix options and positionals where a verb has actions of its own.
+    parse = parser.parse_args if getattr(module, "HAS_ACTIONS", False) else parser.parse_intermixed_args
+    code: int = module.run(parse(list(arguments)))
     return code
 
 

@@ -39,7 +39,8 @@ ZERO_OR_MORE = frozenset({
     "seed",
     "model.kv_heads", "model.head_dim", "model.ffn_hidden", "model.max_positions",
     "model.clip_qkv", "model.sliding_window",
-    "data.prefetch", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
+    "data.prefetch", "data.shuffle_window", "data.gpt_samples", "data.stride",
+    "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "compute.loss_chunks", "compute.threads",
     "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune", "checkpoint.interval", "checkpoint.keep",
     "observe.rank_interval",
@@ -53,6 +54,8 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model.dropout": _BELOW_ONE,
     "data.valid_share": _BELOW_ONE,
     "lora.dropout": _BELOW_ONE,
+    "data.test_share": _BELOW_ONE,
+    "data.cache_limit": (lambda size: size.bytes >= 1 << 20, "must be at least 1MiB"),
     "optimizer.betas": (
         lambda betas: all(0 <= beta < 1 for beta in betas),
         "must be two numbers, each at least 0 and below 1",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keepstep.core.units import Duration
+from keepstep.core.units import ByteSize, Duration
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,47 @@ class DataConfig:
     """Where tokens come from and in which order."""
 
     path: str = "demo"
-    """Training data: a folder or prefix that `keepstep data build` wrote; `demo` is the text of this machine's Python
-    standard library, prepared at first use; `synthetic` makes tokens up, for benchmarks; a .jsonl, .json or .parquet
-    file (or a folder of them) holds conversations; `toolcalls` generates conversations that call tools."""
+    """Training data: a folder or prefix that `keepstep data build` wrote, here or at an s3://, az://, gs:// or https://
+    address; raw .jsonl, .parquet or .txt files, tokenised at first use; conversations in .jsonl, .json or .parquet,
+    rendered at first use; `toolcalls` generates conversations that call tools; `demo` is the text of this machine's
+    Python standard library; `synthetic` makes tokens up, for benchmarks."""
+    blend: Mapping[str, float] = field(default_factory=dict)
+    """Several data sets and their weights, for example `{web: 0.7, code: 0.3}`; takes the place of `path`."""
     valid_path: str = ""
     """Validation data; empty takes `valid_share` from the end of the training data."""
     valid_share: float = 0.01
     """Share of documents held out when there is no `valid_path`."""
+    test_path: str = ""
+    """Test data; empty takes `test_share` from behind the validation share."""
+    test_share: float = 0.0
+    """Share of documents held out for a last test, from the very end."""
     tokenizer: str = ""
     """Path of a tokenizer.json; empty means the one stored beside the data."""
     shuffle: bool = True
     """Visit samples in a seeded random order, a new one each epoch; off keeps the order on disk."""
+    shuffle_window: int = 0
+    """Shuffle among about this many neighbouring rows instead of all: for remote data larger than the cache."""
+    order: Literal["keepstep", "gpt"] = "keepstep"
+    """gpt is Megatron's GPTDataset order, bit for bit."""
+    gpt_samples: int = 0
+    """order gpt: samples the Megatron run asked for (its order depends on it); 0 means one epoch."""
+    strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
+    """Documents to rows. pack cuts one endless stream; overflow gives a document as many rows as it needs; trunc keeps
+    its first row; best_fit puts whole documents together and cuts only those longer than a row."""
+    stride: int = 0
+    """overflow: tokens between the starts of a document's rows; 0 means seq_len, that is no overlap."""
+    separate_documents: bool = False
+    """pack: attention and loss stay inside documents. The other strategies always do."""
+    column: str = "tokens"
+    """MDS: the column that holds the tokens."""
+    text_field: str = "text"
+    """Raw text: the JSON field or column that holds it."""
+    eos: str = ""
+    """Raw text: the token put after each document, by its text, for example `<|endoftext|>`."""
+    cache_dir: str = ""
+    """Where copies of remote files are kept; empty means `.data` below `runs_dir`. Use a local disk."""
+    cache_limit: ByteSize = ByteSize(64 << 30)
+    """Most bytes of remote files kept on a node."""
     prefetch: int = 4
     """Micro batches read ahead of the step that needs them."""
 

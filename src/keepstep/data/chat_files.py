@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.core.errors import DataError
-from keepstep.data.chat_import import RowFormat, convert
+from keepstep.data.chat_import import RowFormat, convert, detect
 from keepstep.data.chat_rows import BadRow, Conversation
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
@@ -51,6 +51,17 @@ def conversation_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(item for item in path.iterdir() if item.name.endswith(SUFFIXES) and item.is_file())
     return [path] if path.name.endswith(SUFFIXES) and path.is_file() else []
+
+
+def holds_conversations(path: Path) -> bool:
+    """Whether the first row looks like a conversation of a known format, and not like plain text."""
+    for file in conversation_files(path):
+        for row in _raw_rows(file):
+            try:
+                return isinstance(row, dict) and bool(detect(row))
+            except BadRow:
+                return False
+    return False
 
 
 def read_conversations(path: Path, form: FormatName = "auto") -> Iterator[NumberedRow | Reject]:

@@ -20,16 +20,22 @@ from keepstep.config.schema import ChatConfig, DataConfig
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_json
 from keepstep.data import tokenize
-from keepstep.data.chat_files import NumberedRow, Reject, conversation_files, held_out, read_conversations
+from keepstep.data.chat_files import (
+    NumberedRow,
+    Reject,
+    conversation_files,
+    held_out,
+    holds_conversations,
+    read_conversations,
+)
 from keepstep.data.chat_generate import Split, generate_rows
 from keepstep.data.chat_masks import encode
+from keepstep.data.chat_packing import pack
 from keepstep.data.chat_rows import BadRow
 from keepstep.data.chat_template import ChatTemplate, find_template
 from keepstep.data.corpus import FACTS, prepare_folder, read_facts
-from keepstep.data.formats.megatron import find_prefixes
 from keepstep.data.loader import Loader, Loaders
 from keepstep.data.order import IndexArray
-from keepstep.data.packing import pack
 from keepstep.data.rows import Rows
 
 GENERATED = "toolcalls"
@@ -38,12 +44,13 @@ _VERSION = 1
 _VALID_ROWS = 512
 
 
-def is_chat(path: str) -> bool:
-    """Whether `data.path` names conversations rather than a stream of tokens."""
-    if path == GENERATED:
+def is_chat(data: DataConfig, chat: ChatConfig) -> bool:
+    """Whether `data.path` names conversations rather than text or tokens: by name, by format, or by its first row."""
+    if data.path == GENERATED:
         return True
-    where = Path(path)
-    return bool(conversation_files(where)) and not (where.is_dir() and find_prefixes(where))
+    if data.blend or not conversation_files(Path(data.path)):
+        return False
+    return chat.format != "auto" or holds_conversations(Path(data.path))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from keepstep.core.errors import DataError
 from keepstep.core.files import sync_folder, write_json
 from keepstep.core.units import format_bytes
@@ -71,18 +69,21 @@ def _build_demo(folder: Path, vocab: int) -> None:
     print(f"demo data: training a tokenizer on {len(files)} files, {format_bytes(size_bytes)}", file=sys.stderr)
     path = folder / "tokenizer.json"
     size = tokenize.train_bpe(read_texts(files), vocab, path)
-    tokenizer = tokenize.load(path)
-    eos = tokenizer.token_to_id(tokenize.END_OF_TEXT)
+    encoder = tokenize.Encoder(path)
+    eos = encoder.special(tokenize.END_OF_TEXT)
     print(f"demo data: encoding with {size:,} tokens", file=sys.stderr)
+    encoder.prove(list(read_texts(files[:40])))
     seen = 0
     with (
         MegatronWriter(folder / "train", token_dtype(size)) as train,
         MegatronWriter(folder / "valid", token_dtype(size)) as valid,
     ):
-        for tokens, lengths in tokenize.encode_documents(tokenizer, read_texts(files), eos=eos):
-            for document in np.split(tokens, np.cumsum(lengths)[:-1]):
-                seen += 1
-                (valid if seen % HOLD_OUT_EVERY == 0 else train).add(document)
+        for text in read_texts(files):
+            ids, lengths = encoder.encode([text])
+            seen += 1
+            (valid if seen % HOLD_OUT_EVERY == 0 else train).add(
+                tokenize.add_ends(ids, lengths, None, eos, token_dtype(size))[0]
+            )
     train_tokens, valid_tokens = MegatronReader(folder / "train").tokens, MegatronReader(folder / "valid").tokens
     facts: dict[str, Any] = {
         "documents": train.documents,

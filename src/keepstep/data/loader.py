@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
-from keepstep.data.formats.megatron import MegatronReader, find_prefixes, is_prefix
+from keepstep.data.blend import Blend
+from keepstep.data.opening import Cut, DataSet, open_data
 from keepstep.data.order import sample_order
-from keepstep.data.rows import Rows, RowSource, SyntheticRows, packed, split_documents
+from keepstep.data.rows import NO_LOSS, Rows, RowSource, SyntheticRows, split_documents
 
-NO_LOSS = -100
-"""Target that takes no part in the loss."""
+_ORDER_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class Batch:
 class Loader:
     """Rows by global sample index; epochs follow one another without end."""
 
-    def __init__(self, source: RowSource, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, source: RowSource, *, seed: int, shuffle: bool, window: int = 0) -> None:
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
+        self._window = window
+        self._block = (-1, np.empty(0, np.int64))
 
     @property
     def samples_per_epoch(self) -> int:
@@ -52,15 +54,67 @@ class Loader:
 
     def rows(self, first_sample: int, count: int) -> Batch:
         """The samples [first_sample, first_sample + count) of the endless stream."""
-        order = sample_order(first_sample, count, self._source.count, self._seed, self._shuffle)
-        return to_batch(self._source.read(order), first_sample)
+        return to_batch(self._source.read(self._order(first_sample, count)), first_sample)
+
+    def _order(self, first: int, count: int) -> NDArray[np.int64]:
+        """Which rows these samples are. A block is worked out at once: looking up one costs nearly as much as all."""
+        number, start = divmod(first, _ORDER_BLOCK)
+        if start + count > _ORDER_BLOCK:
+            return sample_order(first, count, self._source.count, self._seed, self._shuffle, self._window)
+        known, order = self._block
+        if known != number:
+            order = sample_order(
+                number * _ORDER_BLOCK, _ORDER_BLOCK, self._source.count, self._seed, self._shuffle, self._window
+            )
+            self._block = (number, order)
+        return order[start : start + count]
+
+
+class BlendedLoader(Loader):
+    """Several loaders mixed by weight; each goes through its own epochs at its own pace."""
+
+    def __init__(self, loaders: Sequence[Loader], weights: Sequence[float]) -> None:
+        self._loaders = loaders
+        self._blend = Blend(weights)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Rows of all data sets together, each counted once."""
+        return sum(loader.samples_per_epoch for loader in self._loaders)
+
+    def rows(self, first_sample: int, count: int) -> Batch:
+        """Each data set's share of the range, put back in the blend's order."""
+        chosen = self._blend.chosen(first_sample, count)
+        starts = self._blend.taken(first_sample)
+        batches = []
+        places = []
+        for number in np.unique(chosen).tolist():
+            here = np.flatnonzero(chosen == number)
+            batches.append(self._loaders[number].rows(int(starts[number]), len(here)))
+            places.append(here)
+        back = np.argsort(np.concatenate(places))
+        return Batch(
+            np.concatenate([batch.inputs for batch in batches])[back],
+            np.concatenate([batch.targets for batch in batches])[back],
+            _joined([batch.positions for batch in batches], back),
+            _joined([batch.documents for batch in batches], back),
+            first_sample,
+        )
+
+
+def _joined(parts: list[NDArray[np.int64] | None], back: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known)[back] if len(known) == len(parts) else None
 
 
 def to_batch(rows: Rows, first_sample: int) -> Batch:
-    """Shift rows into inputs and targets; with document numbers, no target reaches into the next document."""
+    """Shift rows into inputs and targets; no target is padding or, with document numbers, in the next document."""
     inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
     if rows.loss is not None:
         targets = np.where(rows.loss[:, 1:], targets, NO_LOSS)
+    if rows.filled is not None:
+        padding = np.arange(1, rows.tokens.shape[1]) >= rows.filled[:, None]
+        targets = np.where(padding, NO_LOSS, targets)
     if rows.documents is None:
         return Batch(inputs, targets, None, None, first_sample)
     documents = rows.documents[:, :-1]
@@ -157,81 +211,105 @@ class StepFeed:
 
 @dataclass(frozen=True)
 class Loaders:
-    """What a run reads: training data, validation data (in one fixed order) and what is known about them."""
+    """What a run reads: training data, held-out data (in one fixed order) and what is known about them."""
 
     train: Loader
     valid: Loader | None
     tokenizer: Path | None
     facts: dict[str, Any] = field(default_factory=dict)
+    test: Loader | None = None
 
 
 def build_loaders(config: DataConfig, seq_len: int, vocab: int, seed: int, cache_dir: Path) -> Loaders:
-    """Open the data of a run; `demo` is prepared in `cache_dir` at first use."""
-    train: RowSource
-    valid: RowSource
-    match config.path:
-        case "synthetic":
-            rows = SyntheticRows(seq_len, vocab, seed)
-            train, valid, tokenizer, facts = rows, _SecondHalf(rows), None, {"kind": "synthetic"}
-        case "demo":
-            train, valid, tokenizer, facts = _open_demo(seq_len, vocab, cache_dir)
-        case _:
-            train, valid, tokenizer, facts = _open_files(config, seq_len, vocab)
-    if not train.count:
-        raise DataError(
-            f"{config.path} holds no whole row of {seq_len} + 1 tokens", "give more data or a smaller model.seq_len"
+    """Open the data of a run; `demo` and raw text are prepared in `cache_dir` at first use."""
+    cut = Cut(config, seq_len, vocab, seed)
+    if config.blend:
+        opened = [_open(path, cut, cache_dir) for path in config.blend]
+        weights = list(config.blend.values())
+        return Loaders(
+            BlendedLoader([one.train for one in opened], weights),
+            _blended([one.valid for one in opened], weights),
+            opened[0].tokenizer,
+            {"kind": "blend", "parts": [one.facts for one in opened]},
+            _blended([one.test for one in opened], weights),
         )
+    return _open(config.path, cut, cache_dir)
+
+
+def _blended(parts: Sequence[Loader | None], weights: Sequence[float]) -> Loader | None:
+    """A blend of those parts that have rows."""
+    known = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part is not None]
+    return BlendedLoader([part for part, _ in known], [weight for _, weight in known]) if known else None
+
+
+def _open(path: str, cut: Cut, cache_dir: Path) -> Loaders:
+    config = cut.config
+    match path:
+        case "synthetic":
+            rows = SyntheticRows(cut.seq_len, cut.vocab, cut.seed)
+            sources: list[RowSource | None] = [rows, _SecondHalf(rows), None]
+            tokenizer, facts = None, {"kind": "synthetic"}
+        case "demo":
+            from keepstep.data.corpus import prepare_demo, read_facts
+
+            folder = prepare_demo(cache_dir, cut.vocab)
+            sources = [_whole(open_data(str(folder / name), config, cache_dir), cut) for name in ("train", "valid")]
+            tokenizer, facts = folder / "tokenizer.json", {"kind": "demo", "path": str(folder), **read_facts(folder)}
+        case _:
+            data = open_data(path, config, cache_dir)
+            sources = _split(data, cut, cache_dir)
+            tokenizer, facts = data.tokenizer, {"kind": data.kind, "path": path, **data.facts}
+    train, valid, test = [*sources, None][:3]
+    if train is None or not train.count:
+        raise DataError(
+            f"{path} holds no whole row of {cut.seq_len} + 1 tokens", "give more data or a smaller model.seq_len"
+        )
+    # Synthetic rows have no order worth shuffling; GPTDataset's rows are shuffled already.
+    shuffle = config.shuffle and path != "synthetic" and config.order != "gpt"
     return Loaders(
-        # Synthetic rows have no order worth shuffling.
-        Loader(train, seed=seed, shuffle=config.shuffle and config.path != "synthetic"),
-        # One fixed shuffle for every run: the first rows stand for all, and are the same rows each time.
-        Loader(valid, seed=0, shuffle=True) if valid.count else None,
-        tokenizer,
+        Loader(train, seed=cut.seed, shuffle=shuffle, window=config.shuffle_window),
+        _held_out(valid),
+        _tokenizer(config, tokenizer),
         facts,
+        _held_out(test),
     )
 
 
-_Opened = tuple[RowSource, RowSource, Path | None, dict[str, Any]]
+def _split(data: DataSet, cut: Cut, cache_dir: Path) -> list[RowSource | None]:
+    """Training, validation and test rows, by share of the documents or from files of their own."""
+    config = cut.config
+    files = [config.valid_path, config.test_path]
+    shares = [
+        0.0 if file else share for file, share in zip(files, (config.valid_share, config.test_share), strict=True)
+    ]
+    ranges = split_documents(data.counts, shares)
+    # Held-out rows are read in a fixed order of their own, whatever order training follows.
+    plain = replace(cut, config=replace(config, order="keepstep"))
+    found: list[RowSource | None] = [data.rows(ranges[0], cut)]
+    for file, share, documents in zip(files, shares, ranges[1:], strict=True):
+        if file:
+            found.append(_whole(open_data(file, config, cache_dir), plain))
+        else:
+            found.append(data.rows(documents, plain) if share > 0 else None)
+    return found
 
 
-def _open_demo(seq_len: int, vocab: int, cache_dir: Path) -> _Opened:
-    from keepstep.data.corpus import prepare_demo, read_facts
-
-    folder = prepare_demo(cache_dir, vocab)
-    readers = [MegatronReader(folder / name) for name in ("train", "valid")]
-    train, valid = (packed([reader], [range(reader.documents)], seq_len, vocab) for reader in readers)
-    return train, valid, folder / "tokenizer.json", {"kind": "demo", "path": str(folder), **read_facts(folder)}
+def _whole(data: DataSet, cut: Cut) -> RowSource:
+    return data.rows([range(count) for count in data.counts], cut)
 
 
-def _open_files(config: DataConfig, seq_len: int, vocab: int) -> _Opened:
-    path = Path(config.path)
-    readers = open_readers(path)
-    ranges, held_out = split_documents(readers, 0.0 if config.valid_path else config.valid_share)
-    valid_readers = readers
-    if config.valid_path:
-        valid_readers = open_readers(Path(config.valid_path))
-        held_out = [range(reader.documents) for reader in valid_readers]
-    facts = {
-        "kind": "megatron",
-        "path": config.path,
-        "documents": sum(map(len, ranges)),
-        "tokens": sum(len(reader.tokens) for reader in readers),
-    }
-    train = packed(readers, ranges, seq_len, vocab)
-    valid = packed(valid_readers, held_out, seq_len, vocab)
-    return train, valid, _tokenizer_of(config, path), facts
+def _held_out(source: RowSource | None) -> Loader | None:
+    # One fixed shuffle for every run: the first rows stand for all, and are the same rows each time.
+    return Loader(source, seed=0, shuffle=True) if source is not None and source.count else None
 
 
-def _tokenizer_of(config: DataConfig, path: Path) -> Path | None:
-    """The tokenizer.json that was named, or else the one in the data's folder."""
-    if config.tokenizer:
-        if not Path(config.tokenizer).is_file():
-            raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is missing", "give a tokenizer.json")
-        return Path(config.tokenizer)
-    for folder in (path, path.parent):
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
-    return None
+def _tokenizer(config: DataConfig, beside: Path | None) -> Path | None:
+    """The tokenizer.json that was named, or else the one stored with the data."""
+    if not config.tokenizer:
+        return beside
+    if not Path(config.tokenizer).is_file():
+        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is missing", "give a tokenizer.json")
+    return Path(config.tokenizer)
 
 
 class _SecondHalf:
@@ -244,16 +322,3 @@ class _SecondHalf:
     def read(self, indices: NDArray[np.int64]) -> Rows:
         """Read from the second half."""
         return self._source.read(indices + self.count)
-
-
-def open_readers(path: Path) -> Sequence[MegatronReader]:
-    """Every .bin/.idx pair that `path` names: one prefix, or all in a folder."""
-    prefixes = [path] if is_prefix(path) else find_prefixes(path) if path.is_dir() else []
-    if path.suffix in (".bin", ".idx") and is_prefix(path.with_suffix("")):
-        prefixes = [path.with_suffix("")]
-    if not prefixes:
-        raise DataError(
-            f"data.path is {str(path)!r}, but no data is there",
-            "give a folder or prefix that keepstep data build wrote, or demo, or synthetic",
-        )
-    return [MegatronReader(prefix) for prefix in prefixes]

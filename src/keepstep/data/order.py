@@ -54,14 +54,40 @@ def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[np.uint64]) 
     return (left << shift) | right
 
 
-def sample_order(first: int, count: int, samples: int, seed: int, shuffle: bool) -> IndexArray:
-    """The samples that global indices [first, first + count) name; each epoch visits every sample once."""
+def sample_order(first: int, count: int, samples: int, seed: int, shuffle: bool, window: int = 0) -> IndexArray:
+    """The samples that global indices [first, first + count) name; each epoch visits every sample once.
+
+    With a window, samples are shuffled only among about that many neighbours on disk, and the windows among themselves:
+    for data that is fetched, where every jump may cost a file.
+    """
     order = np.empty(count, dtype=np.int64)
     done = 0
     while done < count:
         epoch, start = divmod(first + done, samples)
         here = min(count - done, samples - start)
         indices = np.arange(start, start + here, dtype=np.int64)
-        order[done : done + here] = permute(indices, samples, seed, epoch) if shuffle else indices
+        if shuffle and 0 < window < samples:
+            indices = _permute_windows(indices, samples, window, seed, epoch)
+        elif shuffle:
+            indices = permute(indices, samples, seed, epoch)
+        order[done : done + here] = indices
         done += here
     return order
+
+
+def _permute_windows(indices: IndexArray, samples: int, window: int, seed: int, epoch: int) -> IndexArray:
+    """Windows in random order, and random order inside each; the last window may be short."""
+    windows = -(-samples // window)
+    short = samples - (windows - 1) * window
+    places = permute(np.arange(windows, dtype=np.int64), windows, seed, epoch)
+    # Where each window of the new order starts: all are full but the one that was last on disk.
+    sizes = np.where(places == windows - 1, short, window)
+    starts = np.cumsum(sizes) - sizes
+    slot = np.searchsorted(starts, indices, side="right") - 1
+    result = np.empty_like(indices)
+    for number in np.unique(slot).tolist():
+        inside = slot == number
+        chosen = int(places[number])
+        local = permute(indices[inside] - starts[number], int(sizes[number]), seed ^ mix(chosen + 1), epoch)
+        result[inside] = chosen * window + local
+    return result

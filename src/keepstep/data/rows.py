@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +14,36 @@ from keepstep.core.errors import DataError
 from keepstep.data.formats.megatron import MegatronReader
 from keepstep.data.order import IndexArray, mix, mix_array
 
+NO_LOSS = -100
+"""Target that takes no part in the loss."""
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they were read: `length` + 1 tokens each, so that inputs and targets are two views of one array."""
+    """Rows as they were read: `length` + 1 tokens each, so that inputs and targets are two views of one array.
+
+    The last token of a row is only ever a target, so a source may put NO_LOSS there.
+    """
 
     tokens: NDArray[np.int64]
     documents: NDArray[np.int64] | None = None
     """Number of the document each token belongs to, counted inside the row; None when nobody asked."""
     loss: NDArray[np.bool_] | None = None
     """Tokens that may be learnt; None when all of them are."""
+    filled: NDArray[np.int64] | None = None
+    """Tokens of each row that are text and not padding; None when all are."""
+
+
+def check_vocab(tokens: NDArray[np.int64], vocab: int, name: str) -> None:
+    """Refuse tokens that the model has no row for: on a GPU they would be a crash far from here."""
+    # Seen as unsigned, a negative number is huge: one pass finds both kinds.
+    if not tokens.size or int(tokens.view(np.uint64).max()) < vocab:
+        return
+    wrong = tokens[(tokens >= vocab) | (tokens < 0)]
+    raise DataError(
+        f"{name} holds token {int(wrong[0])}, but model.vocab is {vocab}",
+        f"set model.vocab to at least {int(tokens.max()) + 1}, or use the tokenizer the data was made with",
+    )
 
 
 class RowSource(Protocol):
@@ -37,78 +58,41 @@ class RowSource(Protocol):
 
 
 class PackedRows:
-    """Rows cut from one stream of tokens: row i starts at token i × length and shares its last token with row i + 1."""
+    """Rows cut from the streams of .bin files: row i of a file starts at its token i × length and shares its last token
+    with row i + 1. Rows never cross files; the files' rows are numbered through."""
 
-    def __init__(self, reader: MegatronReader, documents: range, length: int, vocab: int, *, bounds: bool) -> None:
-        self._reader = reader
-        self._first = reader.document_start(documents.start)
-        self._last = reader.document_start(documents.stop)
+    def __init__(
+        self, readers: Sequence[MegatronReader], ranges: Sequence[range], length: int, vocab: int, *, bounds: bool
+    ) -> None:
+        self._readers = readers
         self._length = length
         self._vocab = vocab
         self._bounds = bounds
-        self._can_exceed_vocab = int(np.iinfo(reader.dtype).max) >= vocab or np.iinfo(reader.dtype).min < 0
-        self.count = max(0, (self._last - self._first - 1) // length)
-        stream = reader.tokens[self._first : self._last]
-        step = stream.strides[0] if stream.size else reader.dtype.itemsize
-        # Overlapping windows, one a row: a batch is then a single gather from the mapped file.
-        self._windows = np.lib.stride_tricks.as_strided(
-            stream, shape=(self.count, length + 1), strides=(step * length, step), writeable=False
+        self._first = [reader.document_start(part.start) for reader, part in zip(readers, ranges, strict=True)]
+        last = [reader.document_start(part.stop) for reader, part in zip(readers, ranges, strict=True)]
+        counts = [max(0, (end - start - 1) // length) for start, end in zip(self._first, last, strict=True)]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._starts: IndexArray = self._ends - np.array(counts, dtype=np.int64)
+        self._can_exceed_vocab = any(
+            int(np.iinfo(reader.dtype).max) >= vocab or np.iinfo(reader.dtype).min < 0 for reader in readers
         )
+        self.count = int(self._ends[-1]) if counts else 0
 
     def read(self, indices: IndexArray) -> Rows:
-        """Gather rows from the file."""
-        found = np.asarray(self._windows[indices])
-        if self._can_exceed_vocab and found.size:
-            largest, smallest = int(found.max()), int(found.min())
-            if largest >= self._vocab or smallest < 0:
-                raise DataError(
-                    f"{self._reader.prefix} holds token {largest if largest >= self._vocab else smallest}, "
-                    f"but model.vocab is {self._vocab}",
-                    f"set model.vocab to at least {largest + 1}, or use the tokenizer the data was made with",
-                )
-        return Rows(found.astype(np.int64), self._number_documents(indices) if self._bounds else None)
-
-    def _number_documents(self, indices: IndexArray) -> NDArray[np.int64]:
-        numbers = np.zeros((len(indices), self._length + 1), dtype=np.int64)
-        for row, index in enumerate(indices.tolist()):
-            begin = self._first + index * self._length
-            starts = self._reader.starts_between(begin + 1, begin + self._length + 1)
-            numbers[row, starts - begin] = 1
-        np.cumsum(numbers, axis=1, out=numbers)
-        return numbers
-
-
-class ChainedRows:
-    """Sources one after the other, numbered through."""
-
-    def __init__(self, sources: Sequence[RowSource]) -> None:
-        self._sources = sources
-        self._ends = np.cumsum([source.count for source in sources], dtype=np.int64)
-        self.count = int(self._ends[-1]) if sources else 0
-
-    def read(self, indices: IndexArray) -> Rows:
-        """Ask each source for its share and put the answers back in order."""
-        owner = np.searchsorted(self._ends, indices, side="right")
-        parts: list[tuple[NDArray[np.int64], Rows]] = []
-        for number in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == number)
-            start = int(self._ends[number]) - self._sources[number].count
-            parts.append((places, self._sources[number].read(indices[places] - start)))
-        return _join(parts, len(indices))
-
-
-def _join(parts: list[tuple[NDArray[np.int64], Rows]], count: int) -> Rows:
-    if len(parts) == 1:
-        return parts[0][1]
-    width = parts[0][1].tokens.shape[1]
-    tokens = np.empty((count, width), dtype=np.int64)
-    documents: NDArray[np.int64] | None = None
-    for places, rows in parts:
-        tokens[places] = rows.tokens
-        if rows.documents is not None:
-            documents = np.zeros((count, width), dtype=np.int64) if documents is None else documents
-            documents[places] = rows.documents
-    return Rows(tokens, documents)
+        """Copy rows out of the mapped files."""
+        owners = np.searchsorted(self._ends, indices, side="right")
+        begins = (indices - self._starts[np.minimum(owners, len(self._starts) - 1)]) * self._length
+        width = self._length + 1
+        tokens = np.empty((len(indices), width), dtype=np.int64)
+        documents = np.zeros_like(tokens) if self._bounds else None
+        for row, (owner, begin) in enumerate(zip(owners.tolist(), begins.tolist(), strict=True)):
+            start = self._first[owner] + begin
+            tokens[row] = self._readers[owner].tokens[start : start + width]
+            if documents is not None:
+                documents[row, self._readers[owner].starts_between(start + 1, start + width) - start] = 1
+        if self._can_exceed_vocab:
+            check_vocab(tokens, self._vocab, str(self._readers[0].prefix))
+        return Rows(tokens, None if documents is None else np.cumsum(documents, axis=1))
 
 
 class SyntheticRows:
@@ -140,27 +124,20 @@ class SyntheticRows:
         return Rows((start + (places_signed - last_jump) * self._stride) % self._states)
 
 
-def split_documents(readers: Sequence[MegatronReader], share: float) -> tuple[list[range], list[range]]:
-    """Ranges of documents for training and, from the end, for validation; at least one document when share > 0."""
-    total = sum(reader.documents for reader in readers)
-    held_out = min(total, max(1, round(total * share))) if share > 0 else 0
-    train: list[range] = []
-    valid: list[range] = []
-    for reader in reversed(readers):
-        here = min(held_out, reader.documents)
-        held_out -= here
-        train.insert(0, range(reader.documents - here))
-        valid.insert(0, range(reader.documents - here, reader.documents))
-    return train, valid
+def split_documents(counts: Sequence[int], shares: Sequence[float]) -> list[list[range]]:
+    """Documents of files for training, then one part for each share, cut from the end in that order.
 
-
-def packed(
-    readers: Sequence[MegatronReader], ranges: Sequence[range], length: int, vocab: int, *, bounds: bool = False
-) -> RowSource:
-    """Packed rows over these documents of these files; files without a whole row are left out."""
-    parts: list[Any] = [
-        PackedRows(reader, documents, length, vocab, bounds=bounds)
-        for reader, documents in zip(readers, ranges, strict=True)
+    A share above 0 gets at least one document. The answer has one list of ranges, one range a file, for each part.
+    """
+    total = sum(counts)
+    sizes = [max(1, round(total * share)) if share > 0 else 0 for share in shares]
+    bounds = [max(0, total - sum(sizes[number:])) for number in range(len(sizes))]
+    bounds = [0, *bounds, total]
+    starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    return [
+        [
+            range(min(max(low - start, 0), count), min(max(high - start, 0), count))
+            for start, count in zip(starts, counts, strict=False)
+        ]
+        for low, high in pairwise(bounds)
     ]
-    parts = [part for part in parts if part.count]
-    return parts[0] if len(parts) == 1 else ChainedRows(parts)

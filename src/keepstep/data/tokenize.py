@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +62,88 @@ def special_id(tokenizer: Any, text: str, path: Path) -> int:
     return number
 
 
-def encode_documents(
-    tokenizer: Any, texts: Iterable[str], *, eos: int | None, batch: int = 256
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """Encode in batches: all ids of a batch one after the other, and each document's length, eos counted."""
-    end = [] if eos is None else [eos]
-    for group in _batches(texts, batch):
-        encodings = tokenizer.encode_batch_fast(group, add_special_tokens=False)
-        ids = [[*encoding.ids, *end] for encoding in encodings]
-        lengths = np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
-        yield np.fromiter((one for document in ids for one in document), np.int32, int(lengths.sum())), lengths
+class Encoder:
+    """Ids exactly as Hugging Face tokenizers gives them, by the fastest way that was proven to agree.
+
+    fastokens is tried where it is installed: it must load the same file and agree on every sample it is shown.
+    """
+
+    def __init__(self, path: Path, *, fast: bool = True) -> None:
+        self.path = path
+        self._exact = load(path)
+        self._fast = _load_fast(path) if fast else None
+        self.proven = False
+        """Whether `prove` has been asked at least once."""
+        self.notice = "" if self._fast is not None or not fast else "fastokens cannot be used with this tokenizer"
+
+    @functools.cached_property
+    def vocab(self) -> int:
+        """Ids are below this."""
+        known: dict[str, int] = self._exact.get_vocab(with_added_tokens=True)
+        return max(known.values(), default=-1) + 1
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the fast path is in use."""
+        return self._fast is not None
+
+    def special(self, text: str) -> int:
+        """The id of one special token, by its text."""
+        return special_id(self._exact, text, self.path)
+
+    def prove(self, texts: Sequence[str]) -> bool:
+        """Hold both ways against each other on `texts`; the fast one goes for good when a single id differs."""
+        self.proven = True
+        if self._fast is None or not texts:
+            return True
+        fast_ids, fast_lengths = self._encode_fast(texts)
+        ids, lengths = self._encode_exact(texts)
+        if np.array_equal(fast_ids, ids) and np.array_equal(fast_lengths, lengths):
+            return True
+        self._fast = None
+        self.notice = "fastokens gave other ids than tokenizers on a sample"
+        return False
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids of the texts one after the other, and how many each text has."""
+        return self._encode_exact(texts) if self._fast is None else self._encode_fast(texts)
+
+    def _encode_fast(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        ids, offsets = self._fast.encode_batch_flat(list(texts))  # type: ignore[union-attr]
+        ends = np.frombuffer(offsets, np.uint64).astype(np.int64)
+        return np.frombuffer(ids, np.uint32), ends[1:] - ends[:-1]
+
+    def _encode_exact(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        found = self._exact.encode_batch_fast(list(texts), add_special_tokens=False)
+        parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+        lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        return np.concatenate(parts) if parts else np.empty(0, np.uint32), lengths
 
 
-def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    group: list[str] = []
-    for text in texts:
-        group.append(text)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
+def _load_fast(path: Path) -> Any | None:
+    try:
+        import fastokens
+
+        return fastokens.Tokenizer.from_file(str(path))
+    except Exception:  # not installed, or a tokenizer.json of a kind it refuses: the exact way always works
+        return None
+
+
+def add_ends(
+    ids: NDArray[np.uint32], lengths: NDArray[np.int64], bos: int | None, eos: int | None, dtype: np.dtype[Any]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Put bos before and eos after each document, and cast to the type on disk."""
+    before = [] if bos is None else [np.array([bos], np.uint32)]
+    after = [] if eos is None else [np.array([eos], np.uint32)]
+    if not before and not after:
+        return ids.astype(dtype), lengths
+    ends = np.cumsum(lengths).tolist()
+    parts: list[NDArray[np.uint32]] = []
+    start = 0
+    for end in ends:
+        parts += before
+        parts.append(ids[start:end])
+        parts += after
+        start = end
+    joined = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
+    return joined, lengths + (len(before) + len(after))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class BestWeights:
         """Whether validation has not improved for as long as the configuration waits."""
         return 0 < self._config.patience <= self._without
 
-    def offer(self, step: int, loss: float, weights: dict[str, Any]) -> bool:
+    def offer(self, step: int, loss: float, weights: Callable[[], dict[str, Any]]) -> bool:
         """Keep these weights if none were better; True when they were kept. Collective."""
         if not loss < self._lowest:
             self._without += 1
@@ -37,5 +38,5 @@ class BestWeights:
         self._lowest, self._without = loss, 0
         if self._checkpointer is None:
             return False
-        self._checkpointer.save(step, {"model": weights, "loss": loss}, {})
+        self._checkpointer.save(step, {"model": weights(), "loss": loss}, {})
         return True

@@ -61,7 +61,7 @@ def train(config: RunConfig) -> None:
 def open_data(config: RunConfig) -> Loaders:
     """The run's rows: a stream of tokens, or conversations with a loss on what the assistant says."""
     data, cache_dir = config.data, Path(config.runs_dir) / ".data"
-    if not is_chat(data.path):
+    if not is_chat(data, config.chat):
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
     start = config.finetune.start_from
     tokenizer = find_tokenizer(Path(start)) if start else None
@@ -154,7 +154,7 @@ class _Run:
         self.state.model.train()
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
-        if self.best.offer(self.clock.step, result.loss, self.state.weights()):
+        if self.best.offer(self.clock.step, result.loss, self.state.weights):
             self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
     def _resume(self) -> None:

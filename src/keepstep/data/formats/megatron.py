@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -132,31 +133,66 @@ def index_bytes(lengths: NDArray[np.int32], code: int) -> bytes:
     return header + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
 
 
+@dataclass(frozen=True)
+class RemoteStream:
+    """A .bin file that is fetched when it is needed: its size is known, `map` brings its bytes."""
+
+    size_bytes: int
+    map: Callable[[], NDArray[np.uint8]]
+
+
 class MegatronReader:
     """A pair, memory-mapped: `tokens` is the whole stream, documents are found through the index."""
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, *, index: Path | None = None, remote: RemoteStream | None = None) -> None:
         self.prefix = prefix
-        index, stream = idx_path(prefix), bin_path(prefix)
-        for path in (index, stream):
+        index, stream = index or idx_path(prefix), bin_path(prefix)
+        for path in (index,) if remote else (index, stream):
             if not path.is_file():
                 raise DataError(f"{path} is missing", "a data set is a .bin and an .idx file of the same name")
         code, sequences, documents = _read_header(index)
         self.dtype = DTYPES[code]
-        size_bytes = stream.stat().st_size
+        size_bytes = remote.size_bytes if remote else stream.stat().st_size
         if size_bytes % self.dtype.itemsize:
             raise _damaged(stream, f"holds {size_bytes} bytes, not a whole number of {self.dtype.name} tokens")
+        self.token_count = size_bytes // self.dtype.itemsize
+        self._remote = remote
         raw = np.memmap(index, dtype=np.uint8, mode="r") if sequences else np.zeros(HEADER.size + 8, np.uint8)
         cuts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences])
         self.lengths: NDArray[np.int32] = raw[cuts[0] : cuts[1]].view("<i4")
         self._pointers: NDArray[np.int64] = raw[cuts[1] : cuts[2]].view("<i8")
         self._documents: NDArray[np.int64] = raw[cuts[2] : cuts[2] + 8 * documents].view("<i8")
-        self.tokens: NDArray[Any] = (
-            np.memmap(stream, dtype=self.dtype, mode="r") if size_bytes else np.empty(0, self.dtype)
-        )
+        self._local: NDArray[Any] | None = None
+        if not remote:
+            # A plain array over the mapping: the memmap class makes every slice several times slower.
+            self._local = (
+                np.memmap(stream, dtype=self.dtype, mode="r").view(np.ndarray)
+                if size_bytes
+                else np.empty(0, self.dtype)
+            )
         self.sequences = sequences
         self.documents = documents - 1
         self._check_ends(index, stream)
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """The whole stream; a remote one is fetched now if it is not here."""
+        if self._local is not None:
+            return self._local
+        assert self._remote is not None
+        raw = self._remote.map()
+        if len(raw) != self._remote.size_bytes:
+            raise _damaged(bin_path(self.prefix), f"holds {len(raw):,} bytes instead of {self._remote.size_bytes:,}")
+        return raw.view(self.dtype)
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of every document."""
+        if self.documents == self.sequences:
+            return np.asarray(self.lengths, dtype=np.int64)
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        if np.any(self._documents < 0) or np.any(self._documents > self.sequences):
+            raise _damaged(idx_path(self.prefix), "has documents outside its sequences")
+        return np.diff(ends[self._documents])
 
     def _check_ends(self, index: Path, stream: Path) -> None:
         # The ends are enough to notice a truncated or foreign file; what lies between is checked when it is read.
@@ -164,17 +200,17 @@ class MegatronReader:
             raise _damaged(index, "does not number its documents from the first to the last sequence")
         size = self.dtype.itemsize
         claimed = int(self._pointers[-1]) // size + int(self.lengths[-1]) if self.sequences else 0
-        if claimed != len(self.tokens):
-            raise _damaged(stream, f"holds {len(self.tokens):,} tokens, but its index ends at {claimed:,}")
+        if claimed != self.token_count:
+            raise _damaged(stream, f"holds {self.token_count:,} tokens, but its index ends at {claimed:,}")
 
     def _offset(self, sequence: int) -> int:
         """Where a sequence starts in `tokens`, checked."""
         pointer, length = int(self._pointers[sequence]), int(self.lengths[sequence])
         start, rest = divmod(pointer, self.dtype.itemsize)
-        if rest or start < 0 or length < 0 or start + length > len(self.tokens):
+        if rest or start < 0 or length < 0 or start + length > self.token_count:
             raise _damaged(
                 idx_path(self.prefix),
-                f"puts sequence {sequence} at byte {pointer} with {length} tokens, outside its {len(self.tokens):,}",
+                f"puts sequence {sequence} at byte {pointer} with {length} tokens, outside its {self.token_count:,}",
             )
         return start
 
@@ -190,7 +226,7 @@ class MegatronReader:
         sequence = int(self._documents[document])
         if not 0 <= sequence <= self.sequences:
             raise _damaged(idx_path(self.prefix), f"starts document {document} at sequence {sequence}")
-        return self._offset(sequence) if sequence < self.sequences else len(self.tokens)
+        return self._offset(sequence) if sequence < self.sequences else self.token_count
 
     def document(self, number: int) -> NDArray[Any]:
         """All tokens of one document, as a view of the file."""

@@ -1,0 +1,304 @@
+"""Preparation and loading beside the peers, on the same corpus and machine, in one run.
+
+    python benchmarks/data.py --peers .venv-bench/bin/python
+
+Ours is timed as a whole process, start and imports included; the peers are timed inside theirs, after their imports.
+Writes benchmarks/results/data.json and prints the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SEQ_LEN = 2048
+EOS = "<|endoftext|>"
+SUFFIXES = {".py", ".md", ".rst", ".txt", ".h", ".hpp", ".pyi", ".cuh"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, default=Path(".venv-bench/bin/python"), help="a Python with the peers")
+    parser.add_argument("--work", type=Path, default=Path(".cache/bench-data"), help="scratch folder")
+    parser.add_argument("--megabytes", type=int, default=200, help="size of the corpus")
+    parser.add_argument(
+        "--peer-megabytes", type=int, default=0, help="prepare only this much with the peers; 0 for all"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="a tokenizer.json; default: a BPE of 32,768 trained on the corpus"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each loading measurement")
+    parser.add_argument("--only", choices=("prep", "load", "scale"), help="one part alone")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "data.json")
+    args = parser.parse_args()
+    work = args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    corpus = make_corpus(work / f"corpus-{args.megabytes}.jsonl", args.megabytes * 1_000_000)
+    tokenizer = args.tokenizer or make_tokenizer(corpus, work / "tokenizer.json")
+    results: dict[str, Any] = {
+        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        "corpus": {"bytes": corpus.stat().st_size, "documents": sum(1 for _ in corpus.open("rb"))},
+    }
+    peer_corpus = first_part(corpus, args.peer_megabytes * 1_000_000) if args.peer_megabytes else corpus
+    results["corpus"]["peer_bytes"] = peer_corpus.stat().st_size
+    bench = Bench(args.peers.absolute(), (corpus, peer_corpus), tokenizer.resolve(), work, args.seconds)
+    if args.only in (None, "prep"):
+        results.update(bench.preparation())
+    if args.only in (None, "load"):
+        results.update(bench.loading())
+    if args.only in (None, "scale"):
+        results.update(bench.scale())
+    if args.only is None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(json.dumps(results, indent=2))
+
+
+def make_corpus(path: Path, size_bytes: int) -> Path:
+    """Text files of this machine's Python installations, each once, in the order of their paths."""
+    if path.is_file():
+        return path
+    places = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/include", "/usr/share/doc"]
+    seen: set[bytes] = set()
+    written = 0
+    aside = path.with_suffix(".part")
+    with aside.open("wb") as file:
+        for place in places:
+            for source in sorted(Path(place).rglob("*")):
+                if source.suffix not in SUFFIXES or not source.is_file():
+                    continue
+                try:
+                    text = source.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+                digest = hashlib.sha256(text.encode()).digest()
+                if text.strip() and digest not in seen:
+                    seen.add(digest)
+                    written += file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+                if written >= size_bytes:
+                    break
+            if written >= size_bytes:
+                break
+    aside.replace(path)
+    return path
+
+
+def first_part(corpus: Path, size_bytes: int) -> Path:
+    """The first lines of the corpus, for peers that would take too long over all of it."""
+    path = corpus.with_name(f"{corpus.stem}-first-{size_bytes}.jsonl")
+    with corpus.open("rb") as source, path.open("wb") as target:
+        for line in source:
+            if target.tell() >= size_bytes:
+                break
+            target.write(line)
+    return path
+
+
+def _cpu_s(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
+
+
+def make_tokenizer(corpus: Path, path: Path) -> Path:
+    """A BPE over every twentieth document."""
+    from keepstep.data.tokenize import train_bpe
+
+    if not path.is_file():
+        with corpus.open() as lines:
+            train_bpe((json.loads(line)["text"] for number, line in enumerate(lines) if number % 20 == 0), 32_768, path)
+    return path
+
+
+class Bench:
+    """One run of all comparisons."""
+
+    def __init__(self, peers: Path, corpora: tuple[Path, Path], tokenizer: Path, work: Path, seconds: float) -> None:
+        self.peers, self.tokenizer, self.work, self.seconds = peers, tokenizer, work, seconds
+        self.corpus, self.peer_corpus = corpora
+
+    def preparation(self) -> dict[str, Any]:
+        """MB of input a second, ours and theirs."""
+        ours_bin = self._ours("bin", "--format", "megatron")
+        ours_mds = self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN))
+        foundry = self._peer("prep-llm-foundry", "peer-mds")
+        megatron = self._peer("prep-megatron", "peer-bin")
+        datasets = self._peer("prep-datasets", "peer-datasets")
+        if self.peer_corpus != self.corpus:
+            self._ours("bin-part", "--format", "megatron", corpus=self.peer_corpus, repeat=1)
+        mine = self.work / ("bin" if self.peer_corpus == self.corpus else "bin-part")
+        same = self._same_stream(mine, self.work / "peer-bin" / "set_text_document.bin")
+        return {
+            "prep": {
+                "ours_megatron": ours_bin,
+                "ours_mds": ours_mds,
+                "llm_foundry": foundry,
+                "megatron": megatron,
+                "hf_datasets_map": datasets,
+                "tokens_equal_megatron": same,
+            },
+            "prep_ratio_llm_foundry": ours_mds["mb_per_s"] / foundry["mb_per_s"],
+            "prep_ratio_megatron": ours_bin["mb_per_s"] / megatron["mb_per_s"],
+            "prep_ratio_hf_datasets": ours_bin["mb_per_s"] / datasets["mb_per_s"],
+            # Work for a second of processor time, which a busy machine does not change.
+            "prep_cpu_ratio_llm_foundry": ours_mds["mb_per_cpu_s"] / foundry["mb_per_cpu_s"],
+            "prep_cpu_ratio_megatron": ours_bin["mb_per_cpu_s"] / megatron["mb_per_cpu_s"],
+        }
+
+    def _ours(self, name: str, *options: str, corpus: Path | None = None, repeat: int = 3) -> dict[str, Any]:
+        out, corpus = self.work / name, corpus or self.corpus
+        megabytes = corpus.stat().st_size / 1e6
+        command = [sys.executable, "-m", "keepstep", "data", "build", str(corpus), "--out", str(out)]
+        command += ["--tokenizer", str(self.tokenizer), "--eos", EOS, "--workers", "2", "--json", *options]
+        best: dict[str, Any] = {}
+        for _ in range(repeat):
+            shutil.rmtree(out, ignore_errors=True)
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            start_s = time.perf_counter()
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            seconds = time.perf_counter() - start_s
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if not best or seconds < best["seconds"]:
+                cpu_s = _cpu_s(after) - _cpu_s(before)
+                best = {
+                    "seconds": seconds,
+                    "mb_per_s": megabytes / seconds,
+                    "cpu_s": cpu_s,
+                    "mb_per_cpu_s": megabytes / cpu_s,
+                    # The largest process; parent and two workers together stay below three times this.
+                    "peak_process_mib": after.ru_maxrss / 1024,
+                    "tokens": json.loads(done.stdout)["tokens"],
+                }
+        return best
+
+    def _peer(self, action: str, out: str, *more: str) -> dict[str, Any]:
+        print(f"peer: {action}", file=sys.stderr)
+        command = [str(self.peers), str(HERE / "data_peers.py"), action, "--out", str(self.work / out)]
+        command += ["--corpus", str(self.peer_corpus), "--tokenizer", str(self.tokenizer), "--eos", EOS, *more]
+        before_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN))
+        found = self._run_peer(command)
+        if "seconds" in found:
+            megabytes = self.peer_corpus.stat().st_size / 1e6
+            cpu_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN)) - before_s
+            found |= {"mb_per_s": megabytes / found["seconds"], "cpu_s": cpu_s, "mb_per_cpu_s": megabytes / cpu_s}
+        shutil.rmtree(self.work / f"{out}.cache", ignore_errors=True)
+        return found
+
+    def _run_peer(self, command: list[str]) -> dict[str, Any]:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    @staticmethod
+    def _same_stream(ours: Path, theirs: Path) -> bool:
+        """Whether our parts, one after the other, are byte for byte what the peer wrote."""
+        digest = hashlib.sha256()
+        for part in sorted(ours.glob("*.bin")):
+            digest.update(part.read_bytes())
+        return digest.digest() == hashlib.sha256(theirs.read_bytes()).digest()
+
+    def loading(self) -> dict[str, Any]:
+        """Shuffled samples of 2,048 tokens a second, in one process."""
+        if not (self.work / "mds" / "index.json").is_file():
+            self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN))
+            self._ours("bin", "--format", "megatron")
+        merged = self.work / "merged" / "set_text_document"
+        shutil.rmtree(merged.parent, ignore_errors=True)
+        command = [sys.executable, "-m", "keepstep", "data", "merge", str(self.work / "bin"), "--out", str(merged)]
+        subprocess.run(command, check=True, capture_output=True)
+        self._peer("prep-litdata", "litdata", "--data", str(merged.with_name(merged.name + ".bin")))
+        ours_mds, ours_bin = self._our_pace(self.work / "mds"), self._our_pace(merged)
+        streaming = self._load_peer("load-streaming", self.work / "mds")
+        gpt = self._load_peer("load-gptdataset", merged)
+        litdata = self._load_peer("load-litdata", self.work / "litdata")
+        return {
+            "load": {
+                "ours_mds": ours_mds,
+                "ours_bin": ours_bin,
+                "streaming": streaming,
+                "gptdataset": gpt,
+                "litdata": litdata,
+            },
+            "load_ratio_streaming": ours_mds["samples_per_s"] / streaming["samples_per_s"],
+            "load_ratio_gptdataset": ours_bin["samples_per_s"] / gpt["samples_per_s"],
+            "load_ratio_litdata": ours_bin["samples_per_s"] / litdata["samples_per_s"],
+        }
+
+    def _load_peer(self, action: str, data: Path) -> dict[str, Any]:
+        print(f"peer: {action}", file=sys.stderr)
+        command = [str(self.peers), str(HERE / "data_peers.py"), action, "--data", str(data)]
+        return self._run_peer([*command, "--seconds", str(self.seconds)])
+
+    def _our_pace(self, data: Path) -> dict[str, Any]:
+        return self._probe(str(data), "pace", str(self.seconds))
+
+    def _probe(self, data: str, action: str, value: str = "") -> dict[str, Any]:
+        command = [sys.executable, str(HERE / "data_probe.py"), action, data, value]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def scale(self) -> dict[str, Any]:
+        """First batch, a far resume, and opening 10^12 tokens in both formats."""
+        small = self.work / "mds"
+        return {
+            "start": self._probe(str(small), "start", "0"),
+            "resume_at_1e9": self._probe(str(small), "start", str(10**9)),
+            "open_1t_megatron": self._probe(str(make_huge_pair(self.work / "huge")), "start", str(10**9)),
+            "open_1t_mds": self._probe(str(make_huge_mds(small, self.work / "huge-mds")), "start", "0"),
+        }
+
+
+def make_huge_pair(folder: Path) -> Path:
+    """10^12 tokens in 10^9 documents, as files with holes: they claim 2 TB and hold a few bytes."""
+    folder.mkdir(exist_ok=True)
+    documents, tokens = 10**9, 10**12
+    stream, index = folder / "set.bin", folder / "set.idx"
+    with stream.open("wb") as file:
+        file.truncate(2 * tokens)
+    with index.open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
+        # Every document is empty but the last, which is enough for the ends to agree.
+        file.truncate(34 + 20 * documents + 8)
+        file.seek(34 + 4 * (documents - 1))
+        file.write(struct.pack("<i", 1000))
+        file.seek(34 + 12 * documents - 8)
+        file.write(struct.pack("<q", 2 * (tokens - 1000)))
+        file.seek(34 + 20 * documents)
+        file.write(struct.pack("<q", documents))
+        # The last percent of the documents starts late, so that a held-out share is a share.
+        file.seek(34 + 4 * documents + 8 * (documents - documents // 100))
+        file.write(struct.pack("<q", 2 * (tokens - tokens // 100)))
+        file.seek(34 + 12 * documents + 8 * (documents - documents // 100))
+        file.write(struct.pack("<q", documents - documents // 100))
+    return folder / "set"
+
+
+def make_huge_mds(small: Path, folder: Path) -> Path:
+    """An index of 10^12 tokens whose shards are all the same small one."""
+    folder.mkdir(exist_ok=True)
+    index = json.loads((small / "index.json").read_text())
+    entry = index["shards"][0]
+    shutil.copy(small / entry["raw_data"]["basename"], folder / entry["raw_data"]["basename"])
+    count = 10**12 // SEQ_LEN // entry["samples"] + 1
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [entry] * count}))
+    return folder
+
+
+if __name__ == "__main__":
+    main()

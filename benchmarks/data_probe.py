@@ -1,0 +1,51 @@
+"""Our own loader under a watch, in a process of its own: `pace FOLDER SECONDS` or `start FOLDER SAMPLE`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+BATCH = 64
+SEQ_LEN = 2048
+
+
+def main() -> None:
+    action, path, value = sys.argv[1:4]
+    start_s = time.perf_counter()
+    from keepstep.config.schema import DataConfig
+    from keepstep.data.loader import build_loaders
+
+    import_s = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    loader = build_loaders(DataConfig(path=path), SEQ_LEN, 70_000, 1234, Path(path).parent / "cache").train
+    opened_s = time.perf_counter() - start_s
+    first = int(value) if action == "start" else 0
+    start_s = time.perf_counter()
+    loader.rows(first, 8)
+    found = {"import_s": import_s, "open_s": opened_s, "first_batch_s": time.perf_counter() - start_s}
+    if action == "pace":
+        found["samples_per_s"] = pace(loader, float(value))
+    found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps(found))
+
+
+def pace(loader: object, seconds: float) -> float:
+    """Samples a second, inputs and targets as int64, in batches."""
+    rows = loader.rows  # type: ignore[attr-defined]
+    at = 0
+    for _ in range(20):
+        rows(at, BATCH)
+        at += BATCH
+    count, start_s = 0, time.perf_counter()
+    while time.perf_counter() - start_s < seconds:
+        rows(at, BATCH)
+        at += BATCH
+        count += BATCH
+    return count / (time.perf_counter() - start_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Actions of `keepstep data` that look at text and tokens: inspect, train-tokenizer, dedup."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from keepstep.cli.data_common import add_action, size
+from keepstep.core.errors import EXIT_DONE, UsageError
+
+
+def add_actions(actions: Any) -> None:
+    """Add the sub-parsers."""
+    _add_inspect(actions)
+    _add_train_tokenizer(actions)
+    _add_dedup(actions)
+
+
+def _add_inspect(actions: Any) -> None:
+    parser = add_action(actions, "inspect", inspect, "counts, lengths, duplicates and decoded samples of a data set")
+    parser.add_argument("path", help="a folder or prefix, here or at an address")
+    parser.add_argument("--tokenizer", type=Path, help="to decode samples; default: the one beside the data")
+    parser.add_argument("--column", default="tokens", help="MDS: the column with the tokens")
+    parser.add_argument("--samples", type=int, default=3, help="documents to show")
+    parser.add_argument("--show", type=int, nargs="*", default=None, metavar="N", help="show these documents whole")
+    parser.add_argument("--plot", type=Path, help="write the histogram of lengths as a .png or .svg")
+    parser.add_argument("--cache", type=Path, default=Path("runs/.data"), help="for copies of remote files")
+    parser.add_argument("--json", action="store_true")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Print what is in a data set."""
+    from keepstep.data.inspect import histogram, plot_lengths
+    from keepstep.data.inspect import inspect as look
+
+    found = look(args.path, args.cache, args.column)
+    if args.plot:
+        plot_lengths(found.lengths, args.plot)
+    if args.json:
+        print(json.dumps({key: value for key, value in vars(found).items() if key != "lengths"}))
+        return EXIT_DONE
+    print(f"format     {found.kind}")
+    print(f"documents  {found.documents:,}")
+    print(f"tokens     {found.tokens:,}")
+    print(f"lengths    mean {found.mean:.0f}, median {found.median:.0f}, 95% ≤ {found.p95:.0f}, most {found.longest:,}")
+    print(f"ids        {found.vocab_used:,} in use, the largest is {found.largest_id}")
+    print(f"duplicates {found.duplicates:,} among {found.documents_hashed:,} documents looked at")
+    print("\n".join(histogram(found.lengths)))
+    _print_samples(args, found.documents)
+    if args.plot:
+        print(f"plot       {args.plot}")
+    print(f"next: keepstep train run.yaml data.path={args.path}")
+    return EXIT_DONE
+
+
+def _print_samples(args: argparse.Namespace, documents: int) -> None:
+    from keepstep.data.inspect import decoded_samples, open_documents
+
+    tokenizer = args.tokenizer or open_documents(args.path, args.cache, args.column)[0].tokenizer
+    if tokenizer is None or not documents:
+        return
+    spread = [documents * number // max(1, args.samples) for number in range(args.samples)]
+    numbers, tokens = (spread, 60) if args.show is None else (args.show, 1 << 30)
+    for number, text in zip(numbers, decoded_samples(args.path, tokenizer, args.cache, numbers, tokens), strict=True):
+        shown = text if args.show is not None else text.replace("\n", "⏎")[:200]
+        print(f"--- document {number}\n{shown}")
+
+
+def _add_train_tokenizer(actions: Any) -> None:
+    parser = add_action(actions, "train-tokenizer", train_tokenizer, "train a byte-level BPE on raw text")
+    parser.add_argument("inputs", nargs="+", help="as for build")
+    parser.add_argument("--out", required=True, type=Path, help="the tokenizer.json to write")
+    parser.add_argument("--vocab", type=int, default=32768, help="tokens, special ones included")
+    parser.add_argument("--special", nargs="*", default=["<|endoftext|>"], help="special tokens")
+    parser.add_argument("--field", default="text")
+    parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--max-bytes", type=size, default=1 << 30, help="stop reading after this much text")
+
+
+def train_tokenizer(args: argparse.Namespace) -> int:
+    """Train and write a tokenizer."""
+    from keepstep.data.records import RecordOptions, texts_of
+    from keepstep.data.tokenize import train_bpe
+
+    texts = texts_of(args.inputs, RecordOptions(args.field, lines=args.lines), max_chars=args.max_bytes)
+    size = train_bpe(texts, args.vocab, args.out, special=args.special)
+    print(f"tokens    {size:,}")
+    print(f"next: keepstep data build … --tokenizer {args.out} --eos '{args.special[0] if args.special else ''}'")
+    return EXIT_DONE
+
+
+def _add_dedup(actions: Any) -> None:
+    parser = add_action(actions, "dedup", dedup, "drop exact and near duplicates from raw text")
+    parser.add_argument("inputs", nargs="+", help="as for build")
+    parser.add_argument("--out", required=True, type=Path, help="the .jsonl to write; a report lands beside it")
+    parser.add_argument("--near", type=float, default=0.8, help="shared shingles of a duplicate; 1 for exact only")
+    parser.add_argument("--field", default="text")
+    parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--json", action="store_true")
+
+
+def dedup(args: argparse.Namespace) -> int:
+    """Write what stays and say what went."""
+    from keepstep.data.dedup import deduplicate
+    from keepstep.data.records import RecordOptions
+
+    if not 0 < args.near <= 1:
+        raise UsageError(f"--near is {args.near}, but it is a share above 0 and at most 1", "0.8 is usual")
+    report = deduplicate(
+        args.inputs, args.out, threshold=args.near, options=RecordOptions(args.field, lines=args.lines)
+    )
+    if args.json:
+        print(json.dumps(vars(report)))
+        return EXIT_DONE
+    print(f"documents {report.documents:,}")
+    print(f"exact     {report.exact_duplicates:,} dropped")
+    print(f"near      {report.near_duplicates:,} dropped")
+    print(f"kept      {report.kept:,} in {args.out}")
+    print(f"next: keepstep data build {args.out} …")
+    return EXIT_DONE

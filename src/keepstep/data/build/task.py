@@ -1,0 +1,281 @@
+"""One task of a build: read, filter, tokenise, write aside, publish, mark. Doing it twice gives the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core.errors import DataError
+from keepstep.core.files import sync_folder, write_json
+from keepstep.data.build.plan import STATE, BuildOptions, marker_path
+from keepstep.data.filters import keep
+from keepstep.data.formats.mds import TokenShardWriter
+from keepstep.data.formats.megatron import DTYPES, MegatronWriter, bin_path, idx_path, token_dtype
+from keepstep.data.records import BLOCK_BYTES, Rejects, read_documents
+from keepstep.data.sources import Piece
+from keepstep.data.tokenize import Encoder, add_ends
+
+FIRST_PROOF_CHARS = 1 << 18
+PROOF_CHARS = 1 << 14
+_RECORDS_BEFORE_JUDGING = 1000
+
+Report = Callable[[int, int], None]
+"""Called with bytes of text read and tokens written since the last call."""
+
+
+class _Output(Protocol):
+    @property
+    def documents(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+
+    def write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
+        """Append documents; False when the build's limit is reached."""
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files; what the marker has to know about them."""
+
+    def abort(self) -> None:
+        """Close what is open; the folder is about to go."""
+
+
+def run_task(
+    folder: Path, task: int, pieces: list[Piece], options: BuildOptions, encoder: Encoder, report: Report
+) -> None:
+    """Do a task and mark it done; all its files are whole before the marker exists."""
+    aside = folder / STATE / f"aside-{task:05d}.{socket.gethostname()}.{os.getpid()}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        marker = _work(aside, task, pieces, options, encoder, report)
+        for file in marker["files"]:
+            (aside / file["name"]).replace(folder / file["name"])
+        sync_folder(folder)
+        write_json(marker_path(folder, task), marker)
+    except FileNotFoundError:
+        # Another worker did the same task, finished the build and cleared what it did not need.
+        if not marker_path(folder, task).exists():
+            raise
+    except OSError as error:
+        raise DataError(
+            f"task {task} cannot be written to {folder}: {error.strerror or error}",
+            "make room or mend the disk, then start the same command again: finished tasks are kept",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _work(
+    aside: Path, task: int, pieces: list[Piece], options: BuildOptions, encoder: Encoder, report: Report
+) -> dict[str, Any]:
+    dtype = _dtype(options, encoder.vocab)
+    output: _Output = (
+        _MegatronOutput(aside, task, options, dtype)
+        if options.format == "megatron"
+        else _MdsOutput(aside, task, options, dtype)
+    )
+    job = _Job(task, pieces, options, encoder, output, dtype)
+    try:
+        job.run(report)
+        found = output.finish()
+    except BaseException:
+        output.abort()
+        raise
+    return {
+        "task": task,
+        "documents": output.documents,
+        "tokens": output.tokens,
+        "samples": output.samples,
+        "text_chars": job.text_chars,
+        "rejects": dict(sorted(job.rejects.counts.items())),
+        "reject_samples": job.rejects.samples,
+        "dropped": dict(sorted(job.dropped.items())),
+        **found,
+    }
+
+
+@dataclass
+class _Job:
+    """What one task carries through its loop."""
+
+    task: int
+    pieces: list[Piece]
+    options: BuildOptions
+    encoder: Encoder
+    output: _Output
+    dtype: np.dtype[Any]
+    rejects: Rejects = field(default_factory=Rejects)
+    dropped: Counter[str] = field(default_factory=Counter)
+    text_chars: int = 0
+
+    def run(self, report: Report) -> None:
+        """Read, tokenise and write everything."""
+        options, encoder = self.options, self.encoder
+        bos = encoder.special(options.bos) if options.bos else None
+        eos = encoder.special(options.eos) if options.eos else None
+        proof_chars = PROOF_CHARS if encoder.proven else FIRST_PROOF_CHARS
+        for texts in _batches(self.pieces, options, self.rejects, self.dropped):
+            if proof_chars:
+                encoder.prove(_sample(texts, proof_chars))
+                proof_chars = 0
+            ids, lengths = encoder.encode(texts)
+            chars = sum(map(len, texts))
+            self.text_chars += chars
+            wants_more = self.output.write(*add_ends(ids, lengths, bos, eos, self.dtype))
+            report(chars, len(ids))
+            _judge(self.task, self.rejects, self.output.documents, options.max_reject_share, at_end=False)
+            if not wants_more:
+                break
+        _judge(self.task, self.rejects, self.output.documents, options.max_reject_share, at_end=True)
+
+
+def _batches(
+    pieces: list[Piece], options: BuildOptions, rejects: Rejects, dropped: Counter[str]
+) -> Iterator[list[str]]:
+    """Documents of all pieces, many small ones together and never much more than a block of text."""
+    waiting: list[str] = []
+    size = 0
+    for piece in pieces:
+        for texts in read_documents(piece, options.records, rejects):
+            kept = keep(texts, options.filters, dropped) if options.filters.any else texts
+            waiting += kept
+            size += sum(map(len, kept))
+            if size >= BLOCK_BYTES // 2:
+                yield waiting
+                waiting, size = [], 0
+    if waiting:
+        yield waiting
+
+
+def _sample(texts: list[str], chars: int) -> list[str]:
+    """Documents from the start of a batch, the last one cut, so that a proof costs the same everywhere."""
+    sample = []
+    for text in texts:
+        sample.append(text[:chars])
+        chars -= len(text)
+        if chars <= 0:
+            break
+    return sample
+
+
+def _judge(task: int, rejects: Rejects, taken: int, share: float, *, at_end: bool) -> None:
+    seen = rejects.total + taken
+    if rejects.total > share * seen and (at_end or seen >= _RECORDS_BEFORE_JUDGING):
+        first = rejects.samples[0]
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejects.counts.most_common())
+        raise DataError(
+            f"task {task} rejected {rejects.total:,} of {seen:,} records ({reasons}); "
+            f"the first is in {first['file']} at {first['place']}: {first['sample'][:80]!r}",
+            "mend the input, name another --field, or allow more with --max-reject-share",
+        )
+
+
+def _dtype(options: BuildOptions, vocab: int) -> np.dtype[Any]:
+    if options.dtype == "uint16" and vocab > 1 << 16:
+        raise DataError(f"--dtype uint16 cannot hold the tokenizer's {vocab:,} ids", "use int32")
+    match options.dtype:
+        case "uint16":
+            return DTYPES[8]
+        case "int32":
+            return DTYPES[4]
+        case "auto":
+            return token_dtype(vocab) if options.format == "megatron" else DTYPES[4]
+
+
+class _MegatronOutput:
+    def __init__(self, folder: Path, task: int, options: BuildOptions, dtype: np.dtype[Any]) -> None:
+        self._digest = hashlib.sha256()
+        self._limit = options.limit
+        self._writer = MegatronWriter(folder / f"{options.name}-{task:05d}_text_document", dtype)
+
+    @property
+    def documents(self) -> int:
+        return self._writer.documents
+
+    @property
+    def samples(self) -> int:
+        return self._writer.documents
+
+    @property
+    def tokens(self) -> int:
+        return self._writer.tokens
+
+    def write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
+        if self._limit and self.documents + len(lengths) > self._limit:
+            lengths = lengths[: self._limit - self.documents]
+            tokens = tokens[: int(lengths.sum())]
+        self._writer.add_many(tokens, lengths.astype(np.int32))
+        self._digest.update(tokens.data)
+        return not self._limit or self.documents < self._limit
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+    def finish(self) -> dict[str, Any]:
+        self._writer.close()
+        stream, index = bin_path(self._writer.prefix), idx_path(self._writer.prefix)
+        raw = index.read_bytes()
+        return {
+            "files": [
+                {"name": stream.name, "bytes": stream.stat().st_size, "sha256": self._digest.hexdigest()},
+                {"name": index.name, "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()},
+            ]
+        }
+
+
+class _MdsOutput:
+    def __init__(self, folder: Path, task: int, options: BuildOptions, dtype: np.dtype[Any]) -> None:
+        self._writer = TokenShardWriter(folder, f"shard.{task:05d}", dtype)
+        self._concat = options.concat
+        self._limit = options.limit
+        self._rest: NDArray[Any] = np.empty(0, dtype)
+        self.documents = 0
+        self.tokens = 0
+
+    @property
+    def samples(self) -> int:
+        return self._writer.samples
+
+    def write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
+        room = self._limit - self.samples if self._limit else -1
+        if self._concat:
+            joined = np.concatenate([self._rest, tokens])
+            rows = len(joined) // self._concat
+            rows = min(rows, room) if room >= 0 else rows
+            self._writer.add_rows(joined[: rows * self._concat].reshape(rows, self._concat))
+            self._rest = joined[rows * self._concat :]
+            self.tokens += rows * self._concat
+            self.documents += len(lengths)
+        else:
+            ends = np.cumsum(lengths).tolist()
+            for start, end in zip([0, *ends], ends, strict=False):
+                if end > start and room != 0:
+                    self._writer.add(tokens[start:end])
+                    self.tokens += end - start
+                    self.documents += 1
+                    room -= 1
+        return not self._limit or self.samples < self._limit
+
+    def abort(self) -> None:
+        """Shards are written whole: nothing is open."""
+
+    def finish(self) -> dict[str, Any]:
+        self._writer.flush()
+        entries = self._writer.entries
+        files = [
+            {"name": raw["basename"], "bytes": raw["bytes"], "sha256": raw["hashes"]["sha256"]}
+            for raw in (entry["raw_data"] for entry in entries)
+        ]
+        return {"files": files, "shards": entries}

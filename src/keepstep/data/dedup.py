@@ -1,0 +1,113 @@
+"""Exact and near-duplicate removal over raw text, before it is tokenised.
+
+Every document gets a fingerprint (exact) and a MinHash signature of its word shingles (near). Documents that agree in a
+whole band of the signature are candidates; those whose signatures agree above the threshold are duplicates. The first
+in input order stays. What is kept is written as JSONL with a report beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core.files import write_json
+from keepstep.data.order import mix_array
+from keepstep.data.records import RecordOptions, Rejects, texts_of
+
+HASHES = 128
+BANDS = 32
+_WORDS = re.compile(r"\w+")
+_SPACES = re.compile(r"\s+")
+_SEEDS = mix_array(np.arange(1, HASHES + 1, dtype=np.uint64))
+
+
+@dataclass(frozen=True)
+class DedupReport:
+    """What went and what stayed."""
+
+    documents: int
+    exact_duplicates: int
+    near_duplicates: int
+    kept: int
+    rejected: int
+    threshold: float
+
+
+def fingerprint(text: str) -> bytes:
+    """Equal for texts that differ only in case and white space."""
+    return hashlib.blake2b(_SPACES.sub(" ", text).strip().lower().encode(), digest_size=16).digest()
+
+
+def signature(text: str, shingle: int = 5) -> NDArray[np.uint64]:
+    """MinHash over shingles of words: two signatures agree in about the share their shingles do."""
+    words = [word.lower() for word in _WORDS.findall(text)]
+    count = max(1, len(words) - shingle + 1)
+    raw = {" ".join(words[start : start + shingle]) for start in range(count)}
+    hashes = np.frombuffer(
+        b"".join(hashlib.blake2b(one.encode(), digest_size=8).digest() for one in sorted(raw)), np.uint64
+    )
+    lowest = np.full(HASHES, np.iinfo(np.uint64).max, dtype=np.uint64)
+    for first in range(0, len(hashes), 4096):
+        block = mix_array(hashes[first : first + 4096, None] ^ _SEEDS)
+        np.minimum(lowest, block.min(axis=0), out=lowest)
+    return lowest
+
+
+def similarity(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> float:
+    """Estimated share of shingles two documents have in common."""
+    return float(np.mean(first == second))
+
+
+class Deduplicator:
+    """Says of one document after the other whether it was seen before."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._exact: set[bytes] = set()
+        self._bands: list[dict[bytes, list[int]]] = [defaultdict(list) for _ in range(BANDS)]
+        self._signatures: list[NDArray[np.uint64]] = []
+
+    def look(self, text: str) -> str:
+        """`exact`, `near`, or nothing for a document that is new."""
+        key = fingerprint(text)
+        if key in self._exact:
+            return "exact"
+        self._exact.add(key)
+        if self._threshold >= 1:
+            return ""
+        mine = signature(text)
+        bands = [part.tobytes() for part in np.split(mine, BANDS)]
+        candidates = {number for band, table in zip(bands, self._bands, strict=True) for number in table.get(band, ())}
+        if any(similarity(mine, self._signatures[number]) >= self._threshold for number in sorted(candidates)):
+            return "near"
+        for band, table in zip(bands, self._bands, strict=True):
+            table[band].append(len(self._signatures))
+        self._signatures.append(mine)
+        return ""
+
+
+def deduplicate(inputs: Sequence[str], out: Path, *, threshold: float, options: RecordOptions) -> DedupReport:
+    """Write the documents that stay to `out` (JSONL), and the report to `out`.report.json."""
+    watch = Deduplicator(threshold)
+    rejects = Rejects()
+    counts = {"": 0, "exact": 0, "near": 0}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.part")
+    with aside.open("w", encoding="utf-8") as file:
+        for text in texts_of(inputs, options, rejects):
+            found = watch.look(text)
+            counts[found] += 1
+            if not found:
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    aside.replace(out)
+    report = DedupReport(sum(counts.values()), counts["exact"], counts["near"], counts[""], rejects.total, threshold)
+    write_json(out.with_name(out.name + ".report.json"), asdict(report))
+    return report

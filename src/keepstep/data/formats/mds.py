@@ -1,0 +1,298 @@
+"""MDS shards as mosaicml-streaming reads and writes them.
+
+A shard is: uint32 count, uint32 offsets[count + 1], the column config as JSON, the samples. Readers map shards and
+check every offset of a shard once, when it is first touched; names that lead out of the folder are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core.errors import DataError
+from keepstep.core.files import write_atomic
+
+SIZE_LIMIT = 1 << 26
+INDEX = "index.json"
+_LARGEST_INDEX_BYTES = 1 << 30
+_SHAPE_TYPES: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8"))
+_TOKEN_TYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+}
+
+
+class TokenShardWriter:
+    """Writes samples of one `tokens` column into shards; the caller keeps the entries and writes the index."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], column: str = "tokens") -> None:
+        self._folder = folder
+        self._name = name
+        self._dtype = dtype.newbyteorder("<")
+        self._config = _config(column, f"ndarray:{dtype.name}")
+        self._config_bytes = json.dumps(self._config, sort_keys=True).encode()
+        self._parts: list[bytes] = []
+        self._sizes: list[NDArray[np.int64]] = []
+        self._bytes = 8 + len(self._config_bytes)
+        self.entries: list[dict[str, Any]] = []
+        self.samples = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add_rows(self, rows: NDArray[Any]) -> None:
+        """Append equal samples, one a row of a two-dimensional array."""
+        head = _array_head(rows.shape[1])
+        size = 4 + len(head) + rows.shape[1] * self._dtype.itemsize
+        done = 0
+        while done < len(rows):
+            room = max(1 if not self._sizes else 0, (SIZE_LIMIT - self._bytes) // (size + 4))
+            if room == 0:
+                self.flush()
+                continue
+            here = rows[done : done + room]
+            block = np.empty((len(here), size), dtype=np.uint8)
+            block[:, :4] = np.frombuffer(np.uint32(size - 4).tobytes(), np.uint8)
+            block[:, 4 : 4 + len(head)] = np.frombuffer(head, np.uint8)
+            block[:, 4 + len(head) :] = np.ascontiguousarray(here, dtype=self._dtype).view(np.uint8)
+            self._append(block.tobytes(), np.full(len(here), size, dtype=np.int64))
+            done += len(here)
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Append one sample of any length but zero, which the format cannot hold."""
+        body = _array_head(len(tokens)) + np.ascontiguousarray(tokens, dtype=self._dtype).tobytes()
+        sample = np.uint32(len(body)).tobytes() + body
+        if self._sizes and self._bytes + len(sample) + 4 > SIZE_LIMIT:
+            self.flush()
+        self._append(sample, np.array([len(sample)], dtype=np.int64))
+
+    def _append(self, raw: bytes, sizes: NDArray[np.int64]) -> None:
+        self._parts.append(raw)
+        self._sizes.append(sizes)
+        self._bytes += len(raw) + 4 * len(sizes)
+        self.samples += len(sizes)
+
+    def flush(self) -> None:
+        """Write the shard that is being filled, if there is one."""
+        if not self._sizes:
+            return
+        sizes = np.concatenate(self._sizes)
+        base = 4 + 4 * (len(sizes) + 1) + len(self._config_bytes)
+        offsets = np.concatenate([[0], np.cumsum(sizes)]) + base
+        basename = f"{self._name}.{len(self.entries):05d}.mds"
+        digest = hashlib.sha256()
+        with (self._folder / basename).open("wb") as file:
+            for part in (
+                np.uint32(len(sizes)).tobytes(),
+                offsets.astype("<u4").tobytes(),
+                self._config_bytes,
+                *self._parts,
+            ):
+                digest.update(part)
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        raw_data = {"basename": basename, "bytes": int(offsets[-1]), "hashes": {"sha256": digest.hexdigest()}}
+        self.entries.append({**self._config, "raw_data": raw_data, "samples": len(sizes), "zip_data": None})
+        self._parts, self._sizes, self._bytes = [], [], 8 + len(self._config_bytes)
+
+
+def _config(column: str, encoding: str) -> dict[str, Any]:
+    return {
+        "column_encodings": [encoding],
+        "column_names": [column],
+        "column_sizes": [None],
+        "compression": None,
+        "format": "mds",
+        "hashes": ["sha256"],
+        "size_limit": SIZE_LIMIT,
+        "version": 2,
+    }
+
+
+def _array_head(length: int) -> bytes:
+    """Rank and shape of a one-dimensional array, in the smallest type that holds the length."""
+    code = next(code for code, dtype in enumerate(_SHAPE_TYPES) if length < 1 << 8 * dtype.itemsize)
+    return bytes([(1 << 2) | code]) + np.array([length], _SHAPE_TYPES[code]).tobytes()
+
+
+def write_index(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
+    """Write index.json, which is what makes a folder of shards a data set."""
+    write_atomic(folder / INDEX, json.dumps({"shards": list(entries), "version": 2}, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard as the index describes it, checked."""
+
+    basename: str
+    bytes: int
+    samples: int
+    column_names: tuple[str, ...]
+    column_encodings: tuple[str, ...]
+    column_sizes: tuple[int | None, ...]
+    hashes: dict[str, str]
+    compression: str
+    zip_basename: str
+    zip_bytes: int
+    zip_hashes: dict[str, str]
+
+
+def parse_index(raw: bytes, where: str) -> list[ShardEntry]:
+    """The shards of an index.json; anything odd in it is an error that names the shard."""
+    if len(raw) > _LARGEST_INDEX_BYTES:
+        raise DataError(f"{where} is {len(raw):,} bytes long", "no index is that large: the file is damaged")
+    try:
+        index = json.loads(raw)
+        shards = index["shards"]
+        if index["version"] != 2 or not isinstance(shards, list):
+            raise ValueError("not version 2")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{where} is not an MDS index: {error}", "the file is damaged: build or copy it again"
+        ) from error
+    return [_parse_entry(entry, f"{where} shard {number}") for number, entry in enumerate(shards)]
+
+
+def _parse_entry(entry: Any, where: str) -> ShardEntry:
+    try:
+        if entry["format"] != "mds" or entry["version"] != 2:
+            raise ValueError(f"format {entry['format']} version {entry['version']}")
+        raw, zipped = entry["raw_data"], entry.get("zip_data") or {"basename": "", "bytes": 0, "hashes": {}}
+        parsed = ShardEntry(
+            _safe_name(raw["basename"]),
+            int(raw["bytes"]),
+            int(entry["samples"]),
+            tuple(map(str, entry["column_names"])),
+            tuple(map(str, entry["column_encodings"])),
+            tuple(None if size is None else int(size) for size in entry["column_sizes"]),
+            {str(name): str(value) for name, value in (raw.get("hashes") or {}).items()},
+            str(entry.get("compression") or ""),
+            _safe_name(zipped["basename"]) if zipped["basename"] else "",
+            int(zipped["bytes"]),
+            {str(name): str(value) for name, value in (zipped.get("hashes") or {}).items()},
+        )
+        if not 0 <= parsed.samples < 1 << 32 or not 0 <= parsed.bytes < 1 << 32 or parsed.zip_bytes < 0:
+            raise ValueError(f"{parsed.samples} samples in {parsed.bytes} bytes")
+        if not len(parsed.column_names) == len(parsed.column_encodings) == len(parsed.column_sizes):
+            raise ValueError("its column lists differ in length")
+        if any(size is not None and size < 0 for size in parsed.column_sizes):
+            raise ValueError("a column of negative size")
+        if parsed.compression and not parsed.zip_basename:
+            raise ValueError("compressed, but without zip_data")
+        return parsed
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{where} is malformed: {error}", "the index is damaged: build or copy it again") from error
+
+
+def _safe_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
+        raise ValueError(f"its file name {name!r} leads out of the folder")
+    return name
+
+
+class TokenShard:
+    """One open shard: sample i's tokens as a view of the mapped file."""
+
+    def __init__(self, path: Path, entry: ShardEntry, column: str) -> None:
+        self._path = path
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} is missing", "copy the shard again, or run keepstep data verify") from error
+        if size_bytes != entry.bytes:
+            raise self._damaged(f"is {size_bytes:,} bytes long, its index says {entry.bytes:,}")
+        self._raw: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        self._column, self._dtype, self._shaped = _find_column(entry, column, path)
+        self._sizes = entry.column_sizes
+        head = 4 + 4 * (entry.samples + 1)
+        if size_bytes < head or int(self._raw[:4].view("<u4")[0]) != entry.samples:
+            raise self._damaged(f"does not hold the {entry.samples:,} samples its index says")
+        self._offsets = self._raw[4:head].view("<u4").astype(np.int64)
+        if self._offsets[0] < head or self._offsets[-1] > size_bytes or np.any(np.diff(self._offsets) < 0):
+            raise self._damaged("has sample offsets outside the file")
+        sizes = np.diff(self._offsets)
+        alike = len(sizes) > 0 and len(self._sizes) == 1 and bool(np.all(sizes == sizes[0]))
+        self.width = len(self.tokens(0)) if alike else 0
+        """Tokens of every sample when all are equal and alone in their shard, else 0."""
+
+    def _damaged(self, what: str) -> DataError:
+        return DataError(f"{self._path} {what}", "the shard is damaged: copy it again, or run keepstep data verify")
+
+    @functools.cached_property
+    def table(self) -> NDArray[Any]:
+        """A shard of equal samples as one view of the file, one sample a row; their sizes were checked, so the first
+        one's head speaks for all."""
+        step = int(self._offsets[1] - self._offsets[0])
+        start = int(self._offsets[1]) - self.width * self._dtype.itemsize
+        shape, strides = (len(self._offsets) - 1, self.width), (step, self._dtype.itemsize)
+        return np.ndarray(shape, self._dtype, self._raw.data, start, strides)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every sample."""
+        samples = len(self._offsets) - 1
+        if self.width:
+            return np.full(samples, self.width, dtype=np.int64)
+        return np.fromiter((len(self.tokens(sample)) for sample in range(samples)), np.int64, samples)
+
+    def tokens(self, sample: int) -> NDArray[Any]:
+        """The tokens of one sample."""
+        body = self._raw[int(self._offsets[sample]) : int(self._offsets[sample + 1])]
+        cursor = 4 * sum(size is None for size in self._sizes)
+        heads, used = body[:cursor].tobytes(), 0
+        for number, size in enumerate(self._sizes):
+            if size is None:
+                length = int.from_bytes(heads[used : used + 4], "little")
+                used += 4
+            else:
+                length = size
+            if cursor + length > len(body):
+                raise self._damaged(f"has a column that ends behind sample {sample}")
+            if number == self._column:
+                return self._decode(body[cursor : cursor + length], sample)
+            cursor += length
+        raise AssertionError("the column was found when the shard was opened")
+
+    def _decode(self, data: NDArray[np.uint8], sample: int) -> NDArray[Any]:
+        if self._shaped:
+            if not len(data):
+                raise self._damaged(f"has an empty array in sample {sample}")
+            rank, code = int(data[0]) >> 2, int(data[0]) & 3
+            skip = 1 + rank * _SHAPE_TYPES[code].itemsize
+            if rank != 1 or skip > len(data):
+                raise self._damaged(f"has an array of rank {rank} in sample {sample}, tokens have rank 1")
+            count = int.from_bytes(data[1:skip].tobytes(), "little")
+            if count * self._dtype.itemsize != len(data) - skip:
+                raise self._damaged(f"claims {count:,} tokens in sample {sample} but holds other bytes")
+            data = data[skip:]
+        if len(data) % self._dtype.itemsize:
+            raise self._damaged(f"holds no whole number of {self._dtype.name} in sample {sample}")
+        return np.frombuffer(data.data, dtype=self._dtype)
+
+
+def _find_column(entry: ShardEntry, column: str, path: Path) -> tuple[int, np.dtype[Any], bool]:
+    """The column's number, its token type, and whether each sample carries its own shape."""
+    if column not in entry.column_names:
+        raise DataError(f"{path} has no column {column!r}", f"its columns are {', '.join(entry.column_names)}")
+    number = entry.column_names.index(column)
+    encoding = entry.column_encodings[number]
+    match encoding.split(":"):
+        case ["ndarray", name] if name in _TOKEN_TYPES:
+            return number, _TOKEN_TYPES[name], True
+        case ["ndarray", name, shape] if name in _TOKEN_TYPES and shape.isdigit():
+            return number, _TOKEN_TYPES[name], False
+        case ["bytes"]:
+            # Older llm-foundry stored raw int64 bytes.
+            return number, _TOKEN_TYPES["int64"], False
+    raise DataError(
+        f"{path} stores {column!r} as {encoding}, which are no tokens",
+        "tokens are ndarray:int32, ndarray:uint16 or bytes",
+    )

@@ -1,0 +1,97 @@
+"""GPTDataset's order, bit for bit, for runs that must see what a Megatron run saw.
+
+Unlike our own order it depends on how many samples a run asks for, and it holds its indices in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core.errors import DataError
+from keepstep.data.formats.megatron import MegatronReader
+from keepstep.data.order import IndexArray
+from keepstep.data.rows import Rows
+
+_LAST_EPOCH_SHARE = 0.8
+"""A last epoch that gives less than this share of its samples is shuffled apart."""
+
+
+class GptRows:
+    """Rows in GPTDataset's order: row i is its sample i, so nothing may be shuffled on top."""
+
+    def __init__(
+        self, reader: MegatronReader, documents: range, length: int, samples: int, seed: int, vocab: int
+    ) -> None:
+        self._reader = reader
+        self._length = length
+        self._vocab = vocab
+        # The same generator draws documents first and samples second; the order of the draws is the format.
+        generator = np.random.RandomState(seed)
+        sizes = np.asarray(reader.lengths[documents.start : documents.stop], dtype=np.int64)
+        tokens = int(sizes.sum())
+        if tokens <= length:
+            raise DataError(f"{reader.prefix} holds {tokens:,} tokens, fewer than one row of {length} + 1")
+        wanted = samples or (tokens - 1) // length
+        epochs = max(1, -(-(wanted * length + 1) // tokens))
+        apart = _last_epoch_apart(epochs, tokens, length, wanted)
+        order = _document_order(documents, epochs, generator, apart=apart)
+        self._documents = order
+        self._ends = np.cumsum(reader.lengths[order], dtype=np.int64)
+        total = (epochs * tokens - 1) // length
+        first_part = ((epochs - 1) * tokens - 1) // length if apart else total
+        self._samples = _sample_order(first_part, total, generator)
+        self.count = total
+
+    def read(self, indices: IndexArray) -> Rows:
+        """Join the pieces of documents that make each sample."""
+        tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        for row, sample in enumerate(self._samples[indices].tolist()):
+            self._fill(tokens[row], sample * self._length)
+        if tokens.size and int(tokens.max()) >= self._vocab:
+            raise DataError(
+                f"{self._reader.prefix} holds token {int(tokens.max())}, but model.vocab is {self._vocab}",
+                f"set model.vocab to at least {int(tokens.max()) + 1}",
+            )
+        return Rows(tokens)
+
+    def _fill(self, row: NDArray[np.int64], first_token: int) -> None:
+        place = int(np.searchsorted(self._ends, first_token, side="right"))
+        done = 0
+        while done < len(row):
+            document = self._reader.sequence(int(self._documents[place]))
+            skip = first_token + done - (int(self._ends[place]) - len(document))
+            part = document[skip : skip + len(row) - done]
+            row[done : done + len(part)] = part
+            done += len(part)
+            place += 1
+
+
+def _last_epoch_apart(epochs: int, tokens: int, length: int, wanted: int) -> bool:
+    if epochs == 1:
+        return False
+    from_last = wanted - ((epochs - 1) * tokens - 1) // length
+    return from_last < int(_LAST_EPOCH_SHARE * ((tokens - 1) // length))
+
+
+def _document_order(documents: range, epochs: int, generator: Any, *, apart: bool) -> NDArray[np.int32]:
+    once = np.arange(documents.start, documents.stop, dtype=np.int32)
+    parts = []
+    for count in (epochs - 1, 1) if apart else (epochs,):
+        part = np.tile(once, count)
+        generator.shuffle(part)
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _sample_order(first_part: int, total: int, generator: Any) -> NDArray[Any]:
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    parts = []
+    for start, stop in ((0, first_part), (first_part, total)):
+        if stop > start or start == 0:
+            part = np.arange(start, stop, dtype=dtype)
+            generator.shuffle(part)
+            parts.append(part)
+    return np.concatenate(parts)

@@ -1,0 +1,282 @@
+"""From a path to rows: what kind of data lies there, near or far, and how it is cut into rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.config.schema import DataConfig
+from keepstep.core.errors import ConfigError, DataError
+from keepstep.data import unpack
+from keepstep.data.formats import mds
+from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_prefixes, is_prefix
+from keepstep.data.gpt_order import GptRows
+from keepstep.data.packing import BestFitRows, DocumentStore, OverflowRows, StreamRows, TruncRows
+from keepstep.data.remote import NodeCache, RemoteFile, Retry, filesystem, is_remote, read_remote, with_retry
+from keepstep.data.rows import PackedRows, RowSource
+from keepstep.data.sources import kind_of
+from keepstep.data.stores import MdsDocuments, MdsRecordRows, MdsStore, MegatronDocuments
+
+_REMOTE_OPEN_SHARDS = 8
+"""Remote shards mapped at once: a mapped file keeps its disk space even after it left the cache."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How documents become rows."""
+
+    config: DataConfig
+    seq_len: int
+    vocab: int
+    seed: int
+
+
+class DataSet(Protocol):
+    """Opened data: documents in files, and rows over ranges of them."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the format."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json stored with the data."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Documents of each file."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known without reading everything."""
+
+    def rows(self, ranges: Sequence[range], cut: Cut) -> RowSource:
+        """Rows over these documents."""
+
+
+def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
+    """Open a folder, a prefix, an address or raw text files."""
+    if is_remote(path) and not path.startswith("hf://"):
+        return _open_remote(path, config, NodeCache(_cache_folder(config, cache_dir), config.cache_limit.bytes))
+    if path.startswith("hf://") or any(kind_of(one) for one in path.split(",")):
+        return _open_raw(path, config, cache_dir)
+    local = Path(path)
+    if (local / mds.INDEX).is_file():
+        return _open_mds(local, config, _cache_folder(config, cache_dir))
+    prefixes = [local] if is_prefix(local) else find_prefixes(local) if local.is_dir() else []
+    if local.suffix in (".bin", ".idx") and is_prefix(local.with_suffix("")):
+        prefixes = [local.with_suffix("")]
+    if prefixes:
+        return MegatronSet([MegatronReader(prefix) for prefix in prefixes], _beside(local))
+    if local.is_dir() and (local / ".keepstep" / "plan.json").is_file():
+        raise DataError(f"{path} is a build that has not finished", "start its keepstep data build command again")
+    raise DataError(
+        f"data.path is {path!r}, but no data is there",
+        "give a folder or prefix that keepstep data build wrote, or demo, or synthetic",
+    )
+
+
+def _cache_folder(config: DataConfig, cache_dir: Path) -> Path:
+    return Path(config.cache_dir) if config.cache_dir else cache_dir / "remote"
+
+
+def _beside(path: Path) -> Path | None:
+    """The tokenizer.json stored in the data's folder, where there is one."""
+    for folder in (path, path.parent):
+        if (folder / "tokenizer.json").is_file():
+            return folder / "tokenizer.json"
+    return None
+
+
+def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
+    """Text files: tokenised at first use, into the cache, and the same for everyone who asks."""
+    import hashlib
+    import os
+
+    from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
+    from keepstep.data.build.run import build
+    from keepstep.data.records import RecordOptions
+
+    if not config.tokenizer:
+        raise ConfigError(f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json")
+    options = BuildOptions(
+        inputs=tuple(path.split(",")),
+        tokenizer_sha256=sha256_file(Path(config.tokenizer)),
+        records=RecordOptions(config.text_field),
+        eos=config.eos,
+    )
+    plan = make_plan(options)
+    folder = cache_dir / f"text-{hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]}"
+    # Whoever else builds the same folder at this moment writes the same bytes.
+    build(folder, plan, Path(config.tokenizer), workers=len(os.sched_getaffinity(0)))
+    return MegatronSet([MegatronReader(prefix) for prefix in find_prefixes(folder)], folder / "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class MegatronSet:
+    """One or more .bin/.idx pairs."""
+
+    readers: Sequence[MegatronReader]
+    tokenizer: Path | None
+    kind: str = "megatron"
+
+    @property
+    def counts(self) -> list[int]:
+        """Documents of each pair."""
+        return [reader.documents for reader in self.readers]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Documents and tokens."""
+        return {"documents": sum(self.counts), "tokens": sum(reader.token_count for reader in self.readers)}
+
+    def rows(self, ranges: Sequence[range], cut: Cut) -> RowSource:
+        """Rows over these documents."""
+        if cut.config.order == "gpt":
+            if len(self.readers) != 1:
+                raise ConfigError(
+                    f"data.order is gpt, but the data is {len(self.readers)} files", "keepstep data merge joins them"
+                )
+            return GptRows(self.readers[0], ranges[0], cut.seq_len, cut.config.gpt_samples, cut.seed, cut.vocab)
+        if cut.config.strategy == "pack":
+            return PackedRows(self.readers, ranges, cut.seq_len, cut.vocab, bounds=cut.config.separate_documents)
+        return segment_rows(MegatronDocuments(self.readers, ranges), cut)
+
+
+def segment_rows(store: DocumentStore, cut: Cut) -> RowSource:
+    """Rows by the strategies that look at single documents."""
+    match cut.config.strategy:
+        case "trunc":
+            return TruncRows(store, cut.seq_len, cut.vocab)
+        case "overflow":
+            return OverflowRows(store, cut.seq_len, cut.vocab, cut.config.stride or cut.seq_len)
+        case "best_fit":
+            return BestFitRows(store, cut.seq_len, cut.vocab)
+        case "pack":
+            return StreamRows(store, cut.seq_len, cut.vocab, bounds=cut.config.separate_documents)
+
+
+@dataclass(frozen=True)
+class MdsSet:
+    """MDS shards under one index."""
+
+    store: MdsStore
+    tokenizer: Path | None
+    kind: str = "mds"
+
+    @property
+    def counts(self) -> list[int]:
+        """All samples, as if in one file: an index numbers them through."""
+        return [self.store.samples]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Samples and shards."""
+        return {"documents": self.store.samples, "shards": len(self.store.entries)}
+
+    def rows(self, ranges: Sequence[range], cut: Cut) -> RowSource:
+        """Rows over these samples; samples that are rows already stay what they are."""
+        if cut.config.order == "gpt":
+            raise ConfigError("data.order gpt needs .bin/.idx data, this is MDS")
+        if cut.config.strategy == "pack" and self.store.width() in (cut.seq_len, cut.seq_len + 1):
+            if cut.config.separate_documents:
+                raise ConfigError(
+                    "data.separate_documents needs to know where documents end, which joined MDS samples do not tell",
+                    "build .bin/.idx, or MDS without --concat",
+                )
+            return MdsRecordRows(self.store, ranges[0], cut.seq_len, cut.vocab)
+        return segment_rows(MdsDocuments(self.store, ranges[0]), cut)
+
+
+def _open_mds(folder: Path, config: DataConfig, cache: Path) -> MdsSet:
+    entries = mds.parse_index((folder / mds.INDEX).read_bytes(), str(folder / mds.INDEX))
+
+    def fetch(entry: mds.ShardEntry) -> Path:
+        whole = folder / entry.basename
+        if whole.is_file() or not entry.compression:
+            return whole
+        return unpack.unpack_shard(folder / entry.zip_basename, entry, cache / "unpacked")
+
+    return MdsSet(MdsStore(str(folder), entries, fetch, config.column, open_limit=0), _beside(folder))
+
+
+def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
+    address = address.rstrip("/")
+    names = _list_remote(address)
+    tokenizer = cache.get(RemoteFile(f"{address}/tokenizer.json")) if "tokenizer.json" in names else None
+    if mds.INDEX in names:
+        raw = read_remote(f"{address}/{mds.INDEX}")
+        entries = mds.parse_index(raw, f"{address}/{mds.INDEX}")
+        fetch = functools.partial(_fetch_shard, address, cache)
+        return MdsSet(MdsStore(address, entries, fetch, config.column, _REMOTE_OPEN_SHARDS), tokenizer)
+    stems = sorted(name[:-4] for name in names if name.endswith(".idx") and f"{name[:-4]}.bin" in names)
+    if not stems:
+        raise DataError(f"{address} holds neither an MDS index nor .bin/.idx files", "check the address")
+    hashes = _known_hashes(address) if "dataset.json" in names else {}
+    maps = _Maps(cache)
+
+    def open_one(stem: str) -> MegatronReader:
+        index = cache.get(RemoteFile(f"{address}/{stem}.idx", names[f"{stem}.idx"], hashes.get(f"{stem}.idx", {})))
+        stream = RemoteFile(f"{address}/{stem}.bin", names[f"{stem}.bin"], hashes.get(f"{stem}.bin", {}))
+        remote = RemoteStream(names[f"{stem}.bin"], functools.partial(maps.get, stream))
+        return MegatronReader(Path(stem), index=index, remote=remote)
+
+    with ThreadPoolExecutor(8) as pool:
+        return MegatronSet(list(pool.map(open_one, stems)), tokenizer)
+
+
+def _fetch_shard(address: str, cache: NodeCache, entry: mds.ShardEntry) -> Path:
+    if not entry.compression:
+        return cache.get(RemoteFile(f"{address}/{entry.basename}", entry.bytes, entry.hashes))
+    zipped = cache.get(RemoteFile(f"{address}/{entry.zip_basename}", entry.zip_bytes, entry.zip_hashes))
+    return unpack.unpack_shard(zipped, entry, cache.folder / "unpacked")
+
+
+def _list_remote(address: str) -> dict[str, int]:
+    """Names and sizes directly below an address; over plain HTTP, which has no listing, the index alone is tried."""
+
+    def look() -> dict[str, int]:
+        system, path = filesystem(address)
+        system.invalidate_cache()
+        if address.startswith(("http://", "https://")):
+            return {mds.INDEX: -1} if system.exists(f"{path}/{mds.INDEX}") else {}
+        found = system.ls(path, detail=True)
+        return {entry["name"].rstrip("/").rpartition("/")[2]: int(entry.get("size") or 0) for entry in found}
+
+    names: dict[str, int] = with_retry(address, look, Retry())
+    return names
+
+
+def _known_hashes(address: str) -> dict[str, dict[str, str]]:
+    facts = json.loads(read_remote(f"{address}/dataset.json"))
+    return {file["name"]: {"sha256": file["sha256"]} for file in facts.get("files", [])}
+
+
+@dataclass
+class _Maps:
+    """Remote files mapped into memory, the latest few."""
+
+    cache: NodeCache
+    _open: OrderedDict[str, NDArray[np.uint8]] = field(default_factory=OrderedDict)
+
+    def get(self, file: RemoteFile) -> NDArray[np.uint8]:
+        """The bytes of a file, fetched when it is not here."""
+        found = self._open.get(file.address)
+        if found is None:
+            path = self.cache.get(file)
+            found = np.memmap(path, dtype=np.uint8, mode="r")
+            self._open[file.address] = found
+            while len(self._open) > _REMOTE_OPEN_SHARDS:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(file.address)
+        return found

@@ -1,0 +1,338 @@
+"""Documents out of raw files, in batches, with every bad record counted and none believed.
+
+Memory is bounded by the batch and by the largest document allowed, whatever a file claims: a line without an end, or a
+small file that unpacks to terabytes, is skipped in pieces and counted as a giant.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from keepstep.core.errors import DataError
+from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
+
+BLOCK_BYTES = 1 << 22
+"""Raw bytes read, and about the text handed on, at a time."""
+SAMPLES_KEPT = 20
+"""Rejected records written down for each task."""
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """How a record becomes a document."""
+
+    text_field: str = "text"
+    """Field of a JSON object or column of a table; dots go into nested objects."""
+    max_document_bytes: int = 1 << 26
+    """Larger documents are rejected: they are dumps, not text."""
+    lines: bool = False
+    """Plain text: each line is a document, not each file."""
+
+
+@dataclass
+class Rejects:
+    """What was not taken, by reason, with a few samples to look at."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, reason: str, path: str, place: int, sample: bytes | str) -> None:
+        """Count one record; `place` is its byte, row or line number."""
+        self.counts[reason] += 1
+        if len(self.samples) < SAMPLES_KEPT:
+            text = sample[:200].decode(errors="replace") if isinstance(sample, bytes) else sample[:200]
+            self.samples.append({"reason": reason, "file": path, "place": place, "sample": text})
+
+    @property
+    def total(self) -> int:
+        """Records rejected."""
+        return self.counts.total()
+
+
+class _Stream(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def read_documents(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+    """The documents of one piece, a batch at a time."""
+    match piece.kind:
+        case "jsonl":
+            yield from _read_jsonl(piece, options, rejects)
+        case "parquet":
+            yield from _read_parquet(piece, options, rejects)
+        case "text":
+            yield from _read_text(piece, options, rejects)
+
+
+def texts_of(
+    inputs: Sequence[str], options: RecordOptions, rejects: Rejects | None = None, max_chars: int = 1 << 62
+) -> Iterator[str]:
+    """Every document of these inputs in order, until `max_chars` are read."""
+    for pieces in cut_tasks(find_files(inputs), 1 << 30):
+        for piece in pieces:
+            for texts in read_documents(piece, options, rejects or Rejects()):
+                for text in texts:
+                    yield text
+                    max_chars -= len(text)
+                    if max_chars <= 0:
+                        return
+
+
+def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+    import orjson
+
+    loads, path, name = orjson.loads, piece.path, options.text_field
+    nested, largest = "." in name, options.max_document_bytes
+    for place, lines in _blocks(piece, options.max_document_bytes, rejects):
+        texts: list[str] = []
+        for number, line in enumerate(lines):
+            if not line:
+                continue
+            if len(line) > largest:
+                rejects.add("giant document", path, place + number, line)
+                continue
+            try:
+                record = loads(line)
+                text = record[name] if not nested else _descend(record, name)
+            except orjson.JSONDecodeError:
+                if line.strip():
+                    rejects.add(_why_not_json(line), path, place + number, line)
+                continue
+            except (KeyError, TypeError, IndexError):
+                rejects.add("missing field", path, place + number, line)
+                continue
+            if type(text) is not str:
+                rejects.add("field is not text", path, place + number, line)
+            elif text:
+                texts.append(text)
+            else:
+                rejects.add("empty", path, place + number, line)
+        if texts:
+            yield texts
+
+
+def _why_not_json(line: bytes) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return "bad UTF-8"
+    return "broken JSON"
+
+
+def _descend(record: Any, name: str) -> Any:
+    for part in name.split("."):
+        record = record[part]
+    return record
+
+
+def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects) -> Iterator[tuple[int, list[bytes]]]:
+    """Whole lines in blocks, each with a number for messages: the line inside the piece.
+
+    A piece owns the lines that start inside it, so neighbouring pieces share none and lose none.
+    """
+    stream, remaining = _open_at(piece)
+    with stream as file:
+        rest = b""
+        skipping = False
+        if piece.start:
+            # The byte before ours tells whether a line starts exactly where we do.
+            skipping = file.read(1) != b"\n"
+        number = 0
+        while True:
+            want = BLOCK_BYTES if remaining is None else min(BLOCK_BYTES, remaining)
+            block = _read(file, want, piece.path) if want else b""
+            if remaining is not None:
+                remaining -= len(block)
+            if skipping:
+                end = block.find(b"\n")
+                if end < 0:
+                    if not block:
+                        return
+                    continue
+                block, skipping = block[end + 1 :], False
+            if not block and (remaining is None or remaining <= 0):
+                break
+            lines = (rest + block).split(b"\n")
+            rest = lines.pop()
+            if len(rest) > max_line_bytes:
+                rejects.add("giant document", piece.path, number + len(lines), rest)
+                rest, skipping = b"", True
+            yield number, lines
+            number += len(lines)
+        if rest:
+            yield number, [_finish_line(file, rest, piece, max_line_bytes, rejects, number)]
+
+
+def _finish_line(file: Any, rest: bytes, piece: Piece, max_line_bytes: int, rejects: Rejects, number: int) -> bytes:
+    """The end of the last line, which may lie in the next piece."""
+    parts, size = [rest], len(rest)
+    while piece.stop >= 0 and not piece.compression:
+        block = _read(file, 1 << 16, piece.path)
+        end = block.find(b"\n")
+        parts.append(block if end < 0 else block[:end])
+        size += len(parts[-1])
+        if size > max_line_bytes:
+            rejects.add("giant document", piece.path, number, rest)
+            return b""
+        if end >= 0 or not block:
+            break
+    return b"".join(parts)
+
+
+def _open_at(piece: Piece) -> tuple[Any, int | None]:
+    """The stream at the piece's first byte (one before it, unless it starts the file) and how many bytes are ours."""
+    file = open_binary(piece.path)
+    if piece.compression == ".gz":
+        return _Inflating(file, zlib.decompressobj(wbits=31), piece.path), None
+    if piece.compression == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError("reading .zst needs zstandard", "pip install zstandard") from error
+        # The window bounds the memory a frame may ask for.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        return decompressor.stream_reader(file, read_across_frames=True, closefd=True), None
+    if piece.start:
+        file.seek(piece.start - 1)
+    return file, piece.stop - piece.start
+
+
+def open_decompressed(path: str) -> Any:
+    """A file's unpacked bytes as a stream, whatever its name says it is packed with."""
+    compression = next((suffix for suffix in (".gz", ".zst") if path.endswith(suffix)), "")
+    return _Checked(_open_at(Piece(path, "jsonl", compression, 0, -1))[0], path)
+
+
+class _Checked:
+    """A stream whose faults are our errors."""
+
+    def __init__(self, stream: Any, path: str) -> None:
+        self._stream = stream
+        self._path = path
+
+    def __enter__(self) -> _Checked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.__exit__(None, None, None)
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes; none at the end."""
+        return _read(self._stream, size, self._path)
+
+
+class _Inflating:
+    """gzip as a stream of bounded reads; members may follow one another, and a cut-off file is an error."""
+
+    def __init__(self, file: _Stream, inflate: Any, path: str) -> None:
+        self._file = file
+        self._inflate = inflate
+        self._path = path
+        self._input = b""
+
+    def __enter__(self) -> _Inflating:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()  # type: ignore[attr-defined]
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes; none at the end."""
+        while True:
+            if not self._input:
+                self._input = self._file.read(1 << 18)
+            if self._inflate.eof:
+                if not self._input:
+                    return b""
+                self._inflate = zlib.decompressobj(wbits=31)
+            elif not self._input:
+                raise DataError(f"{self._path} ends in the middle", "the file is truncated: copy it again")
+            found: bytes = self._inflate.decompress(self._input, size)
+            self._input = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+            if found:
+                return found
+
+
+def _read(file: _Stream, size: int, path: str) -> bytes:
+    try:
+        return file.read(size)
+    except DataError:
+        raise
+    except Exception as error:  # zlib, zstandard and remote systems each raise their own
+        raise DataError(f"{path} cannot be unpacked: {error}", "the file is damaged: copy it again") from error
+
+
+def _read_parquet(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+    file = open_parquet(piece.path)
+    name = options.text_field
+    if name not in file.schema_arrow.names:
+        raise DataError(f"{piece.path} has no column {name!r}", f"--field one of {', '.join(file.schema_arrow.names)}")
+    stop = file.metadata.num_row_groups if piece.stop < 0 else piece.stop
+    row = 0
+    try:
+        for batch in file.iter_batches(batch_size=1024, row_groups=list(range(piece.start, stop)), columns=[name]):
+            values = batch.column(0).to_pylist()
+            texts = []
+            for number, text in enumerate(values):
+                reason = _why_not_text(text, options.max_document_bytes)
+                if reason:
+                    rejects.add(reason, piece.path, row + number, str(text))
+                else:
+                    texts.append(text)
+            row += len(values)
+            if texts:
+                yield texts
+    except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
+        raise DataError(f"{piece.path} cannot be read: {error}", "the file is damaged: copy it again") from error
+
+
+def _why_not_text(text: Any, max_bytes: int) -> str:
+    if text is None:
+        return "missing field"
+    if type(text) is not str:
+        return "field is not text"
+    if not text:
+        return "empty"
+    return "giant document" if len(text) > max_bytes else ""
+
+
+def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+    if options.lines:
+        for place, lines in _blocks(piece, options.max_document_bytes, rejects):
+            texts = []
+            for number, line in enumerate(lines):
+                if len(line) > options.max_document_bytes:
+                    rejects.add("giant document", piece.path, place + number, line)
+                    continue
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError:
+                    rejects.add("bad UTF-8", piece.path, place + number, line)
+                    continue
+                if text.strip():
+                    texts.append(text)
+            if texts:
+                yield texts
+        return
+    stream, _ = _open_at(piece)
+    with stream as file:
+        parts: list[bytes] = []
+        while block := _read(file, BLOCK_BYTES, piece.path):
+            parts.append(block)
+            if sum(map(len, parts)) > options.max_document_bytes:
+                rejects.add("giant document", piece.path, 0, parts[0])
+                return
+    raw = b"".join(parts)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        rejects.add("bad UTF-8", piece.path, 0, raw)
+        return
+    if text.strip():
+        yield [text]
+    else:
+        rejects.add("empty", piece.path, 0, raw)

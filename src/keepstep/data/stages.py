@@ -1,0 +1,195 @@
+"""Download → extract → concatenate → tokenise as one pipeline that can stop anywhere and go on.
+
+Each stage works file by file, writes aside and renames, and is marked only when all its files are whole; the next one
+refuses to start before that. Shares (`i/n`) may run on many machines: whoever finishes last writes the mark.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from keepstep.core.errors import DataError, UsageError
+from keepstep.core.files import write_json
+from keepstep.data.build.run import Share
+from keepstep.data.hub import Pace, fetch
+from keepstep.data.records import BLOCK_BYTES, open_decompressed
+from keepstep.data.remote import NodeCache, RemoteFile, is_remote
+from keepstep.data.sources import SourceFile, find_files
+
+Stage = Literal["download", "extract", "concatenate", "tokenise"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+SLIMPAJAMA = "hf://datasets/cerebras/SlimPajama-627B/train/chunk*/example_train_chunk*_shard*.jsonl.zst"
+SLIMPAJAMA_FILES = 72
+
+C4_SPLITS: dict[str, tuple[str, int]] = {
+    "train": ("hf://datasets/allenai/c4/en/c4-train.*.json.gz", 0),
+    "train_small": ("hf://datasets/allenai/c4/en/c4-train.*.json.gz", 100_000),
+    "val": ("hf://datasets/allenai/c4/en/c4-validation.*.json.gz", 0),
+    "val_small": ("hf://datasets/allenai/c4/en/c4-validation.*.json.gz", 10_000),
+    "val_xsmall": ("hf://datasets/allenai/c4/en/c4-validation.*.json.gz", 3_000),
+    "val_xxsmall": ("hf://datasets/allenai/c4/en/c4-validation.*.json.gz", 100),
+}
+"""Files and output samples of C4's named splits."""
+
+
+def c4_split(name: str) -> tuple[str, int]:
+    """Inputs and limit of `c4:NAME`."""
+    if name not in C4_SPLITS:
+        raise UsageError(f"C4 has no split {name!r}", f"its splits are {', '.join(C4_SPLITS)}")
+    return C4_SPLITS[name]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One run of the stages before tokenising."""
+
+    out: Path
+    inputs: tuple[str, ...]
+    sample: int
+    """Files to take, evenly spread over all; 0 takes every file."""
+    into: int
+    """Files to concatenate into, exactly."""
+    share: Share
+    workers: int
+    pace: Pace
+
+    def folder(self, stage: Stage) -> Path:
+        """Where a stage writes."""
+        return self.out / f"{STAGES.index(stage) + 1}-{stage}"
+
+    def is_done(self, stage: Stage) -> bool:
+        """Whether a stage is marked."""
+        return (self.folder(stage) / "done.json").is_file()
+
+    def run(self, stage: Stage) -> bool:
+        """Do our share of a stage; True when the stage as a whole is done."""
+        if self.is_done(stage):
+            return True
+        before = STAGES.index(stage) - 1
+        if before >= 0 and not self.is_done(STAGES[before]):
+            raise DataError(
+                f"{stage} cannot start: {STAGES[before]} is not whole",
+                f"run every share of --stage {STAGES[before]} first",
+            )
+        self.folder(stage).mkdir(parents=True, exist_ok=True)
+        match stage:
+            case "download":
+                return self._each(stage, {self._name(file): self._downloader(file) for file in self._files()})
+            case "extract":
+                sources = self._outputs("download")
+                return self._each(stage, {_unpacked_name(path.name): _extractor(path) for path in sources})
+            case "concatenate":
+                return self._each(stage, self._groups(self._outputs("extract")))
+            case "tokenise":
+                raise AssertionError("tokenising is a build")
+
+    def _files(self) -> list[SourceFile]:
+        files = find_files(self.inputs)
+        if 0 < self.sample < len(files):
+            return [files[len(files) * number // self.sample] for number in range(self.sample)]
+        return files
+
+    @staticmethod
+    def _name(file: SourceFile) -> str:
+        """A flat name that keeps files of different folders apart."""
+        return "_".join(file.path.split("://")[-1].strip("/").split("/")[-3:])
+
+    def _downloader(self, file: SourceFile) -> Callable[[Path], None]:
+        def act(target: Path) -> None:
+            if file.path.startswith("hf://"):
+                found = Path(fetch(file.path, target.with_name(target.name + ".hub"), pace=self.pace))
+                found.replace(target)
+                shutil.rmtree(target.with_name(target.name + ".hub"), ignore_errors=True)
+            elif is_remote(file.path):
+                cache = NodeCache(target.with_name(target.name + ".cache"), max(1 << 20, 2 * file.size_bytes))
+                cache.get(RemoteFile(file.path, file.size_bytes)).replace(target)
+                self.pace.spend(file.size_bytes)
+                shutil.rmtree(cache.folder, ignore_errors=True)
+            else:
+                shutil.copyfile(file.path, target)
+            if file.size_bytes and target.stat().st_size != file.size_bytes:
+                raise DataError(
+                    f"{file.path} came with {target.stat().st_size:,} bytes instead of {file.size_bytes:,}",
+                    "start the same command again",
+                )
+
+        return act
+
+    def _outputs(self, stage: Stage) -> list[Path]:
+        return [path for path in sorted(self.folder(stage).iterdir()) if _is_output(path)]
+
+    def _groups(self, sources: Sequence[Path]) -> dict[str, Callable[[Path], None]]:
+        if len(sources) < self.into:
+            raise DataError(
+                f"{len(sources)} files cannot become {self.into}", f"take more files, or --into {len(sources)}"
+            )
+        bounds = [len(sources) * number // self.into for number in range(self.into + 1)]
+        return {
+            f"part-{number:05d}.jsonl": _concatenator(sources[bounds[number] : bounds[number + 1]])
+            for number in range(self.into)
+        }
+
+    def _each(self, stage: Stage, work: dict[str, Callable[[Path], None]]) -> bool:
+        folder = self.folder(stage)
+        names = sorted(work)
+        mine = names[self.share.number :: self.share.of]
+
+        def act(name: str) -> None:
+            if (folder / name).exists():
+                return
+            aside = folder / f".{name}.{os.getpid()}.part"
+            try:
+                work[name](aside)
+                aside.replace(folder / name)
+            finally:
+                aside.unlink(missing_ok=True)
+
+        with ThreadPoolExecutor(max(1, self.workers)) as pool:
+            list(pool.map(act, mine))
+        if not all((folder / name).exists() for name in names):
+            return False
+        for leftover in folder.glob(".*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+        sizes = {name: (folder / name).stat().st_size for name in names}
+        write_json(folder / "done.json", {"files": len(names), "bytes": sum(sizes.values())})
+        return True
+
+
+def _is_output(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".") and path.name != "done.json"
+
+
+def _unpacked_name(name: str) -> str:
+    return name.removesuffix(".zst").removesuffix(".gz")
+
+
+def _extractor(source: Path) -> Callable[[Path], None]:
+    def act(target: Path) -> None:
+        with open_decompressed(str(source)) as stream, target.open("wb") as file:
+            while block := stream.read(BLOCK_BYTES):
+                file.write(block)
+
+    return act
+
+
+def _concatenator(sources: Sequence[Path]) -> Callable[[Path], None]:
+    def act(target: Path) -> None:
+        with target.open("wb") as file:
+            for source in sources:
+                last = b"\n"
+                with source.open("rb") as stream:
+                    while block := stream.read(BLOCK_BYTES):
+                        file.write(block)
+                        last = block[-1:]
+                if last != b"\n":
+                    # Two records must not become one where a file lacks its last line end.
+                    file.write(b"\n")
+
+    return act

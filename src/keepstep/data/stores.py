@@ -1,0 +1,173 @@
+"""Data sets as documents that can be read by number, whether their files are here or far away."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core.errors import DataError
+from keepstep.data.formats.mds import ShardEntry, TokenShard
+from keepstep.data.formats.megatron import MegatronReader
+from keepstep.data.order import IndexArray
+from keepstep.data.rows import NO_LOSS, Rows, check_vocab
+
+
+class MegatronDocuments:
+    """Ranges of documents of several .bin/.idx pairs, numbered through."""
+
+    def __init__(self, readers: Sequence[MegatronReader], ranges: Sequence[range]) -> None:
+        self._readers = readers
+        self._ranges = ranges
+        self.name = str(readers[0].prefix)
+        self._ends = np.cumsum([len(documents) for documents in ranges])
+        self.lengths: NDArray[np.int64] = np.concatenate(
+            [
+                reader.document_lengths()[documents.start : documents.stop]
+                for reader, documents in zip(readers, ranges, strict=True)
+            ]
+        )
+
+    def part(self, document: int, offset: int, count: int) -> NDArray[Any]:
+        """Tokens of one document."""
+        file = int(np.searchsorted(self._ends, document, side="right"))
+        number = document - (int(self._ends[file - 1]) if file else 0) + self._ranges[file].start
+        found = self._readers[file].document(number)[offset : offset + count]
+        if len(found) != count:
+            raise DataError(f"{self._readers[file].prefix} ends document {number} early", "build or copy it again")
+        return found
+
+
+class MdsStore:
+    """The shards of an MDS data set, opened when they are first read, at most `open_limit` at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        entries: Sequence[ShardEntry],
+        fetch: Callable[[ShardEntry], Path],
+        column: str,
+        open_limit: int,
+    ) -> None:
+        self.name = name
+        self.entries = entries
+        self._fetch = fetch
+        self._column = column
+        self.open_limit = open_limit
+        self._open: OrderedDict[int, TokenShard] = OrderedDict()
+        self._lock = threading.Lock()
+        self.ends: NDArray[np.int64] = np.cumsum([entry.samples for entry in entries], dtype=np.int64)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all shards."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def shard(self, number: int) -> TokenShard:
+        """An open shard."""
+        with self._lock:
+            found = self._open.get(number)
+            if found is not None:
+                if self.open_limit:
+                    self._open.move_to_end(number)
+                return found
+        shard = TokenShard(self._fetch(self.entries[number]), self.entries[number], self._column)
+        with self._lock:
+            self._open[number] = shard
+            while self.open_limit and len(self._open) > self.open_limit:
+                self._open.popitem(last=False)
+        return shard
+
+    def fetch_together(self, numbers: Sequence[int]) -> None:
+        """Bring the files of several remote shards at the same time, not one after the other."""
+        with self._lock:
+            absent = [number for number in numbers if number not in self._open]
+        if len(absent) > 1:
+            with ThreadPoolExecutor(min(8, len(absent))) as pool:
+                list(pool.map(lambda number: self._fetch(self.entries[number]), absent))
+
+    def width(self) -> int:
+        """Tokens of each sample when the first shard's are all equal, else 0; later shards are held to it when read."""
+        for number, entry in enumerate(self.entries):
+            if entry.samples:
+                return self.shard(number).width
+        return 0
+
+
+class MdsRecordRows:
+    """One row a sample, for data that was cut to the model's row length when it was built."""
+
+    def __init__(self, store: MdsStore, samples: range, length: int, vocab: int) -> None:
+        self._store = store
+        self._first = samples.start
+        self._length = length
+        self._vocab = vocab
+        self._width = store.width()
+        self._starts: IndexArray = store.ends - np.array([entry.samples for entry in store.entries], dtype=np.int64)
+        self.count = len(samples)
+
+    def read(self, indices: IndexArray) -> Rows:
+        """Copy samples out of the mapped shards."""
+        places = indices + self._first
+        owners = np.searchsorted(self._store.ends, places, side="right")
+        inside = places - self._starts[np.minimum(owners, len(self._starts) - 1)]
+        tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        text = tokens[:, : self._width]
+        if self._store.open_limit:
+            self._store.fetch_together(np.unique(owners).tolist())
+        tables: dict[int, NDArray[Any]] = {}
+        for row, (owner, sample) in enumerate(zip(owners.tolist(), inside.tolist(), strict=True)):
+            table = tables.get(owner)
+            if table is None:
+                table = tables[owner] = self._table(owner)
+            text[row] = table[sample]
+        tokens[:, self._width :] = 0
+        check_vocab(tokens, self._vocab, self._store.name)
+        tokens[:, self._width :] = NO_LOSS
+        return Rows(tokens)
+
+    def _table(self, number: int) -> NDArray[Any]:
+        shard = self._store.shard(number)
+        if shard.width != self._width:
+            raise DataError(
+                f"{self._store.name} {self._store.entries[number].basename} holds samples of other lengths than "
+                f"{self._width}",
+                "build the data again with one --concat",
+            )
+        return shard.table
+
+
+class MdsDocuments:
+    """A range of samples of an MDS data set as documents of any length."""
+
+    def __init__(self, store: MdsStore, samples: range) -> None:
+        self._store = store
+        self._first = samples.start
+        self.name = store.name
+        width = store.width()
+        if width and store.open_limit:
+            # Far away, looking into every shard would fetch them all; what differs is noticed when it is read.
+            self.lengths: NDArray[np.int64] = np.full(len(samples), width, dtype=np.int64)
+        else:
+            sizes = [store.shard(number).lengths() for number in range(len(store.entries))]
+            self.lengths = np.concatenate([*sizes, np.empty(0, np.int64)])[samples.start : samples.stop]
+
+    def part(self, document: int, offset: int, count: int) -> NDArray[Any]:
+        """Tokens of one sample."""
+        place = document + self._first
+        number = int(np.searchsorted(self._store.ends, place, side="right"))
+        start = int(self._store.ends[number]) - self._store.entries[number].samples
+        found = self._store.shard(number).tokens(place - start)
+        if len(found) != self.lengths[document]:
+            raise DataError(
+                f"{self._store.name} {self._store.entries[number].basename} has a sample of another length "
+                "than the rest",
+                "build the data again",
+            )
+        return found[offset : offset + count]

@@ -1,0 +1,271 @@
+"""A build: the same bytes for any number of workers, shares and kills; damage is found and named."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from keepstep.cli.main import main
+from keepstep.core.errors import DataError
+from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
+from keepstep.data.build.run import Share, build
+from keepstep.data.build.verify import verify
+from keepstep.data.formats import mds
+from keepstep.data.formats.megatron import MegatronReader, find_prefixes
+from keepstep.data.records import RecordOptions
+from keepstep.data.tokenize import Encoder, load
+
+SMALL_TASK = 40_000
+
+
+def options(corpus: Path | str, tokenizer: Path, **changes: object) -> BuildOptions:
+    values: dict[str, object] = {"eos": "<|endoftext|>", "task_bytes": SMALL_TASK, **changes}
+    return BuildOptions(inputs=(str(corpus),), tokenizer_sha256=sha256_file(tokenizer), **values)  # type: ignore[arg-type]
+
+
+def run(folder: Path, chosen: BuildOptions, tokenizer: Path, workers: int = 1, share: Share | None = None) -> None:
+    build(folder, make_plan(chosen), tokenizer, workers=workers, share=share or Share())
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def expected_documents(tokenizer: Path, texts: list[str]) -> list[list[int]]:
+    known = load(tokenizer)
+    return [[*known.encode(text, add_special_tokens=False).ids, known.token_to_id("<|endoftext|>")] for text in texts]
+
+
+def test_documents_are_what_hugging_face_tokenizers_gives(
+    tmp_path: Path, corpus: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
+    readers = [MegatronReader(prefix) for prefix in find_prefixes(tmp_path / "out")]
+    assert len(readers) > 5
+    found = [reader.document(number).tolist() for reader in readers for number in range(reader.documents)]
+    assert found == expected_documents(tokenizer, texts)
+
+
+def test_mds_joins_documents_and_cuts_every_n_tokens(
+    tmp_path: Path, corpus: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    run(tmp_path / "out", options(corpus, tokenizer, format="mds", concat=64, task_bytes=0), tokenizer)
+    entries = mds.parse_index((tmp_path / "out" / "index.json").read_bytes(), "index")
+    stream = [one for document in expected_documents(tokenizer, texts) for one in document]
+    found = []
+    for entry in entries:
+        shard = mds.TokenShard(tmp_path / "out" / entry.basename, entry, "tokens")
+        found += shard.table.ravel().tolist()
+    assert found == stream[: len(stream) // 64 * 64]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"format": "mds", "concat": 32}, {"format": "mds"}], ids=["bin", "joined", "mds"]
+)
+def test_workers_and_shares_change_nothing(
+    tmp_path: Path, corpus: Path, tokenizer: Path, changes: dict[str, object]
+) -> None:
+    chosen = options(corpus, tokenizer, **changes)
+    run(tmp_path / "one", chosen, tokenizer)
+    run(tmp_path / "three", chosen, tokenizer, workers=3)
+    for number in (2, 0, 1):
+        run(tmp_path / "shares", chosen, tokenizer, share=Share(number, 3))
+    assert contents(tmp_path / "one") == contents(tmp_path / "three") == contents(tmp_path / "shares")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_any_moment_and_started_again_the_bytes_are_the_same(
+    tmp_path: Path, corpus: Path, tokenizer: Path, workers: int
+) -> None:
+    run(tmp_path / "whole", options(corpus, tokenizer), tokenizer)
+    command = [sys.executable, "-m", "keepstep", "data", "build", str(corpus), "--out", str(tmp_path / "killed")]
+    command += ["--tokenizer", str(tokenizer), "--eos", "<|endoftext|>", "--task-bytes", f"{SMALL_TASK}B"]
+    command += ["--workers", str(workers)]
+    generator = random.Random(workers)
+    for _ in range(6):
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        time.sleep(generator.uniform(0.2, 0.9))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, check=True, capture_output=True)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
+    with pytest.raises(DataError, match=r"options\.eos was '<\|endoftext\|>', now it is ''"):
+        run(tmp_path / "out", options(corpus, tokenizer, eos=""), tokenizer)
+
+
+def test_a_flipped_byte_and_a_cut_file_are_found_and_mended(
+    tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run(out, options(corpus, tokenizer), tokenizer)
+    before = contents(out)
+    assert verify(out)[1] == []
+    flipped = out / "part-00002_text_document.bin"
+    raw = bytearray(flipped.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    flipped.write_bytes(raw)
+    (out / "part-00004_text_document.idx").write_bytes(b"MMIDIDX")
+    (out / "part-00005_text_document.bin").unlink()
+    assert main(["data", "verify", str(out)]) == 4
+    printed = capsys.readouterr().out
+    assert "task 2  part-00002_text_document.bin has other bytes" in printed
+    assert "task 4  part-00004_text_document.idx is 7 bytes long" in printed
+    assert "redoes task 2, 4, 5" in printed
+    assert main(["data", "verify", str(out), "--mend"]) == 4
+    run(out, options(corpus, tokenizer), tokenizer)
+    assert contents(out) == before
+
+
+def test_bad_records_are_counted_and_sampled_and_stop_only_above_the_threshold(
+    tmp_path: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    lines = [json.dumps({"text": text}).encode() for text in texts]
+    bad = [
+        b"{broken",
+        b'{"other": 1}',
+        b'{"text": 5}',
+        b'\xff\xfe{"text"',
+        b'{"text": ""}',
+        b'{"text": "%s"}' % (b"x" * 9000),
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join([*lines[:200], *bad, *lines[200:]]) + b"\n")
+    records = RecordOptions(max_document_bytes=8000)
+    run(tmp_path / "out", options(path, tokenizer, max_reject_share=0.5, records=records), tokenizer)
+    facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert facts["documents"] == len(texts)
+    assert facts["rejects"] == {
+        "bad UTF-8": 1,
+        "broken JSON": 1,
+        "empty": 1,
+        "field is not text": 1,
+        "giant document": 1,
+        "missing field": 1,
+    }
+    samples = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    assert {sample["reason"] for sample in samples} == set(facts["rejects"])
+    with pytest.raises(DataError, match="rejected 6 of") as caught:
+        run(
+            tmp_path / "strict",
+            options(path, tokenizer, max_reject_share=0.001, task_bytes=0, records=records),
+            tokenizer,
+        )
+    assert "--max-reject-share" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet", "txt"])
+def test_every_kind_of_input_gives_the_same_documents(
+    tmp_path: Path, tokenizer: Path, texts: list[str], kind: str
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    match kind:
+        case "jsonl.gz":
+            (source / "a.jsonl.gz").write_bytes(gzip.compress(raw[:50_000]) + gzip.compress(raw[50_000:]))
+        case "jsonl.zst":
+            (source / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
+        case "parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            table = pyarrow.table({"text": texts, "number": range(len(texts))})
+            parquet.write_table(table, source / "a.parquet", row_group_size=64)
+        case "txt":
+            for number, text in enumerate(texts):
+                (source / f"{number:04d}.txt").write_text(text, newline="")
+    run(tmp_path / "out", options(source, tokenizer), tokenizer)
+    readers = [MegatronReader(prefix) for prefix in find_prefixes(tmp_path / "out")]
+    found = [reader.document(number).tolist() for reader in readers for number in range(reader.documents)]
+    assert found == expected_documents(tokenizer, texts)
+
+
+def test_a_bomb_is_rejected_without_being_unpacked_into_memory(tmp_path: Path, tokenizer: Path) -> None:
+    import tracemalloc
+
+    block = zstandard.compress(b" " * (64 << 20))
+    path = tmp_path / "bomb.jsonl.zst"
+    path.write_bytes(
+        zstandard.compress(b'{"text": "good"}\n') + block * 8 + zstandard.compress(b'\n{"text": "good"}\n')
+    )
+    tracemalloc.start()
+    chosen = options(path, tokenizer, max_reject_share=0.5, records=RecordOptions(max_document_bytes=1 << 22))
+    run(tmp_path / "out", chosen, tokenizer)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert facts["rejects"] == {"giant document": 1}
+    assert facts["documents"] == 2
+    assert peak < 60 << 20
+
+
+def test_a_truncated_gzip_is_named(tmp_path: Path, tokenizer: Path, texts: list[str]) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps({"text": texts[0]}).encode() * 50)[:-40])
+    with pytest.raises(DataError, match=r"in\.jsonl\.gz (ends in the middle|cannot be unpacked)"):
+        run(tmp_path / "out", options(path, tokenizer), tokenizer)
+
+
+def test_a_limit_cuts_the_output_exactly(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    run(tmp_path / "rows", options(corpus, tokenizer, format="mds", concat=32, limit=100), tokenizer)
+    run(tmp_path / "documents", options(corpus, tokenizer, limit=33), tokenizer)
+    assert json.loads((tmp_path / "rows" / "dataset.json").read_text())["samples"] == 100
+    assert json.loads((tmp_path / "documents" / "dataset.json").read_text())["documents"] == 33
+
+
+def test_a_tokenizer_that_disagrees_falls_back_with_a_notice(tokenizer: Path, texts: list[str]) -> None:
+    encoder = Encoder(tokenizer)
+    exact = encoder._encode_exact(texts)
+    encoder._fast = _Wrong()
+    assert not encoder.prove(texts[:5])
+    assert "other ids" in encoder.notice
+    assert not encoder.is_fast
+    assert np.array_equal(encoder.encode(texts)[0], exact[0])
+
+
+class _Wrong:
+    def encode_batch_flat(self, texts: list[str]) -> tuple[bytes, bytes]:
+        ids = np.arange(len(texts), dtype=np.uint32)
+        return ids.tobytes(), np.arange(len(texts) + 1, dtype=np.uint64).tobytes()
+
+
+def test_filters_drop_and_count(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.jsonl"
+    good = "A sentence of plain words that any filter would keep. "
+    rows = [good * 4, "short", "#$%&*" * 50, "one line\n" * 60]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    code = main(
+        [
+            *("data", "build", str(path), "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)),
+            *("--workers", "1", "--json"),
+            *("--filter", "min_chars=20", "max_symbol_share=0.3", "max_repeated_lines=0.5"),
+        ]
+    )
+    assert code == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["documents"] == 1
+    assert facts["dropped"] == {"max_repeated_lines": 1, "max_symbol_share": 1, "min_chars": 1}

@@ -1,0 +1,104 @@
+"""Every command of docs/data.md, run as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli.main import main
+from keepstep.data.dedup import signature, similarity
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def commands(page: str) -> list[str]:
+    """`keepstep …` lines of the page's shell blocks that need nothing but this machine."""
+    blocks = re.findall(r"```sh\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.startswith("keepstep")]
+
+
+def test_every_local_command_of_the_page_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raw").mkdir()
+    for number in (0, 1):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[number::2]]
+        (tmp_path / "raw" / f"{number}.jsonl").write_text("".join(lines))
+    found = [
+        line for line in commands("data.md") if "hf://" not in line and "c4:" not in line and "slimpajama" not in line
+    ]
+    assert len(found) >= 8
+    for line in found:
+        words = shlex.split(line, comments=True)[1:]
+        if words[0] != "data":
+            continue
+        assert main(words) == 0, line
+        assert "next: " in capsys.readouterr().out, line
+
+
+def test_inspect_counts_and_decodes(
+    tmp_path: Path, tokenizer: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts[:20], texts[0], texts[1]]))
+    out = str(tmp_path / "out")
+    assert main(["data", "build", str(path), "--out", out, "--tokenizer", str(tokenizer), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", out, "--json", "--plot", str(tmp_path / "lengths.png")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["documents"] == 22
+    assert facts["duplicates"] == 2
+    assert (tmp_path / "lengths.png").stat().st_size > 1000
+    assert main(["data", "inspect", out, "--show", "3"]) == 0
+    assert texts[3] in capsys.readouterr().out
+
+
+def test_dedup_drops_exact_and_near_duplicates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"word{number}" for number in range(300)]
+    near = [*words[:150], "changed", *words[151:]]
+    other = [f"other{number}" for number in range(300)]
+    rows = [" ".join(words), " ".join(words).upper() + "  ", " ".join(near), " ".join(other)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    assert main(["data", "dedup", str(path), "--out", str(tmp_path / "out.jsonl"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["exact_duplicates"], report["near_duplicates"], report["kept"]) == (1, 1, 2)
+    kept = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert kept == [rows[0], rows[3]]
+    assert json.loads((tmp_path / "out.jsonl.report.json").read_text()) == report
+
+
+def test_signatures_estimate_how_much_two_texts_share() -> None:
+    first = [f"w{number}" for number in range(1000)]
+    second = [*first[:500], *(f"v{number}" for number in range(500))]
+    assert similarity(signature(" ".join(first)), signature(" ".join(second))) == pytest.approx(1 / 3, abs=0.12)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["build", "none.jsonl", "--out", "x", "--tokenizer", "none.json"], "--tokenizer none.json is missing"),
+        (["verify", "none"], "none holds no build"),
+        (["merge", "none", "--out", "x"], "none holds no .bin/.idx pairs"),
+        (["inspect", "none"], "no data is there"),
+        (["dedup", "none.jsonl", "--out", "x"], "none.jsonl matches no input file"),
+    ],
+)
+def test_mistakes_are_one_clear_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["x", "3/3", "-1/2", "1"])
+def test_a_share_that_means_nothing_is_refused(
+    text: str, tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "build", str(corpus), "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert main([*words, f"--task={text}"]) == 2
+    assert "I/N" in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""Remote data: the same stream as from disk, a bounded cache, one clear error for each fault, and the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keepstep.config.schema import DataConfig
+from keepstep.core.errors import DataError, HardwareError
+from keepstep.core.units import ByteSize
+from keepstep.data import remote
+from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
+from keepstep.data.build.run import build
+from keepstep.data.loader import Loader, StepFeed, build_loaders
+from keepstep.data.remote import NodeCache, RemoteFile, Retry
+
+SEQ_LEN = 64
+QUICK = Retry(patience_s=20, first_wait_s=0.02, longest_wait_s=0.2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path) -> Path:
+    """The same corpus as joined MDS and as .bin/.idx, in several files each."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, changes in (("mds", {"format": "mds", "concat": SEQ_LEN}), ("bin", {})):
+        options = BuildOptions(
+            inputs=(str(corpus),),
+            tokenizer_sha256=sha256_file(tokenizer),
+            eos="<|endoftext|>",
+            task_bytes=60_000,
+            **changes,  # type: ignore[arg-type]
+        )
+        build(folder / name, make_plan(options), tokenizer, workers=1)
+    return folder
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    counts: dict[str, int] = {}  # noqa: RUF012 - shared by all requests of one server, on purpose
+
+    def log_message(self, *_: object) -> None:
+        """Stay quiet."""
+
+    def do_GET(self) -> None:
+        self.counts[self.path] = self.counts.get(self.path, 0) + 1
+        super().do_GET()
+
+
+class Web:
+    """A plain web server that can be stopped and started on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = 0
+        _Quiet.counts = {}
+        self.start()
+
+    def start(self) -> None:
+        handler = functools.partial(_Quiet, directory=str(self.folder))
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def address(self, path: str = "") -> str:
+        return f"http://127.0.0.1:{self.port}/{path}"
+
+
+@pytest.fixture
+def web(data: Path) -> Iterator[Web]:
+    server = Web(data)
+    yield server
+    server.stop()
+
+
+def loader(path: str, cache: Path, limit: int = 1 << 30) -> Loader:
+    config = DataConfig(path=path, valid_share=0.0, cache_limit=ByteSize(limit), shuffle_window=200)
+    return build_loaders(config, SEQ_LEN, 1000, 5, cache).train
+
+
+def whole_epoch(one: Loader) -> np.ndarray:
+    return np.concatenate([one.rows(first, 50).inputs for first in range(0, one.samples_per_epoch, 50)])
+
+
+def test_http_gives_the_stream_of_the_disk(data: Path, web: Web, tmp_path: Path) -> None:
+    near, far = loader(str(data / "mds"), tmp_path), loader(web.address("mds"), tmp_path)
+    assert np.array_equal(whole_epoch(near), whole_epoch(far))
+    shards = {path: count for path, count in _Quiet.counts.items() if path.endswith(".mds")}
+    assert len(shards) > 4
+    assert set(shards.values()) == {1}
+
+
+def test_a_server_that_goes_away_and_comes_back_costs_no_sample(data: Path, web: Web, tmp_path: Path) -> None:
+    expected = loader(str(data / "mds"), tmp_path)
+    feed = StepFeed(loader(web.address("mds"), tmp_path / "far"), 0, 8, 4, 0, 1, prefetch=2)
+    seen = []
+    for step in range(60):
+        if step == 5:
+            web.stop()
+            threading.Timer(1.0, web.start).start()
+        seen += [batch.inputs for batch in feed.next_step()]
+    feed.close()
+    assert np.array_equal(np.concatenate(seen), expected.rows(0, 480).inputs)
+
+
+def test_the_cache_keeps_its_limit(data: Path, web: Web, tmp_path: Path) -> None:
+    sizes = [path.stat().st_size for path in (data / "mds").glob("*.mds")]
+    cache = NodeCache(tmp_path, 2 * max(sizes) + 100, QUICK)
+    for _ in range(2):
+        for path in sorted((data / "mds").glob("*.mds")):
+            copy = cache.get(RemoteFile(web.address(f"mds/{path.name}"), path.stat().st_size))
+            assert copy.read_bytes() == path.read_bytes()
+            assert sum(one.stat().st_size for one in (tmp_path / "files").iterdir()) <= 2 * max(sizes) + 100
+
+
+def test_a_file_used_lately_stays(web: Web, data: Path, tmp_path: Path) -> None:
+    names = sorted(path.name for path in (data / "mds").glob("*.mds"))[:4]
+    limit = sum((data / "mds" / name).stat().st_size for name in names[:3]) + 100
+    cache = NodeCache(tmp_path, limit, QUICK)
+    for name in (names[0], names[1], names[2], names[0], names[3], names[0]):
+        cache.get(RemoteFile(web.address(f"mds/{name}"), (data / "mds" / name).stat().st_size))
+        time.sleep(0.01)
+    assert _Quiet.counts[f"/mds/{names[0]}"] == 1
+
+
+def test_a_shard_that_arrives_damaged_is_named_and_the_run_goes_on_after_it_is_mended(
+    data: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(data / "mds", tmp_path / "www" / "mds")
+    victim = sorted((tmp_path / "www" / "mds").glob("*.mds"))[1]
+    good = victim.read_bytes()
+    bad = bytearray(good)
+    bad[-5] ^= 1
+    victim.write_bytes(bad)
+    server = Web(tmp_path / "www")
+    one = loader(server.address("mds"), tmp_path / "cache")
+    with pytest.raises(DataError, match=r"came with another sha256 than its index says, 3 times in a row"):
+        whole_epoch(one)
+    victim.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        whole_epoch(one)
+    victim.write_bytes(good)
+    assert np.array_equal(whole_epoch(one), whole_epoch(loader(str(data / "mds"), tmp_path)))
+    server.stop()
+
+
+def test_a_full_disk_is_one_clear_error_and_no_half_file(
+    web: Web, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(address: str, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = NodeCache(tmp_path, 1 << 30, QUICK)
+    name = next((data / "mds").glob("*.mds")).name
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "_copy", full)
+        with pytest.raises(DataError, match="No space left") as caught:
+            cache.get(RemoteFile(web.address(f"mds/{name}")))
+    assert "make room" in (caught.value.hint or "")
+    assert list((tmp_path / "files").iterdir()) == []
+    assert cache.get(RemoteFile(web.address(f"mds/{name}"))).read_bytes() == (data / "mds" / name).read_bytes()
+
+
+def test_a_store_that_stays_away_is_an_error_of_the_network(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cache = NodeCache(tmp_path, 1 << 30, Retry(patience_s=0.3, first_wait_s=0.05))
+    with pytest.raises(HardwareError, match="could not be read") as caught:
+        cache.get(RemoteFile(f"http://127.0.0.1:{port}/x"))
+    assert caught.value.exit_code == 5
+
+
+_FETCH = """
+import sys
+from pathlib import Path
+from keepstep.data.remote import NodeCache, RemoteFile
+cache = NodeCache(Path(sys.argv[1]), 1 << 30)
+for address in sys.argv[2:]:
+    cache.get(RemoteFile(address))
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_a_node_fetch_each_file_once_even_when_one_is_killed(web: Web, data: Path, tmp_path: Path) -> None:
+    names = sorted(path.name for path in (data / "mds").glob("*.mds"))
+    command = [sys.executable, "-c", _FETCH, str(tmp_path), *(web.address(f"mds/{name}") for name in names)]
+    victim = subprocess.Popen(command)
+    time.sleep(0.8)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    _Quiet.counts.clear()
+    already = len([path for path in (tmp_path / "files").iterdir() if not path.suffix])
+    others = [subprocess.Popen(command) for _ in range(3)]
+    assert [other.wait() for other in others] == [0, 0, 0]
+    assert sum(_Quiet.counts.values()) == len(names) - already
+    assert len([path for path in (tmp_path / "files").iterdir() if not path.suffix]) == len(names)
+
+
+@pytest.fixture
+def s3(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A real S3 server on loopback with both data sets in a bucket."""
+    pytest.importorskip("moto")
+    s3fs = pytest.importorskip("s3fs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    endpoint = f"http://127.0.0.1:{port}"
+    for name, value in (
+        ("AWS_ENDPOINT_URL", endpoint),
+        ("AWS_ACCESS_KEY_ID", "test"),
+        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    for _ in range(200):
+        try:
+            urllib.request.urlopen(endpoint, timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    s3fs.S3FileSystem.clear_instance_cache()
+    system = s3fs.S3FileSystem()
+    system.mkdir("bucket")
+    for folder in ("mds", "bin"):
+        for path in (data / folder).glob("*.*"):
+            if path.is_file():
+                system.put_file(str(path), f"bucket/{folder}/{path.name}")
+    yield "s3://bucket"
+    server.terminate()
+    server.wait()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["mds", "bin"])
+def test_s3_gives_the_stream_of_the_disk_within_its_cache(s3: str, name: str, data: Path, tmp_path: Path) -> None:
+    near, far = loader(str(data / name), tmp_path), loader(f"{s3}/{name}", tmp_path / "far", limit=1 << 20)
+    assert np.array_equal(whole_epoch(near), whole_epoch(far))
+    assert sum(one.stat().st_size for one in (tmp_path / "far" / "remote" / "files").iterdir()) <= 1 << 20
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(DataError, match="needs a package") as caught:
+        remote.filesystem("gs://bucket/x")
+    assert caught.value.hint == "pip install 'keepstep[gcs]'"

@@ -1,0 +1,166 @@
+"""The staged pipeline and the Hub, against a server that speaks the Hub's protocol on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from keepstep.cli.main import main
+from keepstep.core.errors import DataError
+from keepstep.data.build.run import Share
+from keepstep.data.formats.megatron import MegatronReader, find_prefixes
+from keepstep.data.hub import HubAddress, Pace, fetch, list_files
+from keepstep.data.remote import Retry
+from keepstep.data.stages import Pipeline
+
+
+class Hub:
+    """Files of one data set; the first `faults` requests for content fail."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.faults = 0
+        self.requests: list[str] = []
+
+    def serve(self) -> ThreadingHTTPServer:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                """Stay quiet."""
+
+            def do_HEAD(self) -> None:
+                self.answer(body=False)
+
+            def do_GET(self) -> None:
+                self.answer(body=True)
+
+            def answer(self, *, body: bool) -> None:
+                path = self.path.split("?")[0]
+                hub.requests.append(path)
+                if "/tree/" in path:
+                    listed: list[dict[str, Any]] = [
+                        {"type": "file", "path": name, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
+                        for name, raw in hub.files.items()
+                    ]
+                    self.send(json.dumps(listed).encode(), "application/json", body=body)
+                elif path.startswith("/api/datasets/"):
+                    facts = {"id": "owner/name", "sha": hub.commit, "siblings": [], "private": False, "tags": []}
+                    self.send(json.dumps(facts).encode(), "application/json", body=body)
+                else:
+                    name = path.partition(f"/resolve/{hub.commit}/")[2]
+                    if hub.faults > 0 and body:
+                        hub.faults -= 1
+                        self.send_error(503)
+                    elif name in hub.files:
+                        self.send(hub.files[name], "application/octet-stream", body=body)
+                    else:
+                        self.send_response(404)
+                        self.send_header("X-Error-Code", "EntryNotFound")
+                        self.send_header("Content-Length", "0")
+                        self.end_headers()
+
+            def send(self, raw: bytes, kind: str, *, body: bool) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(raw)))
+                self.send_header("ETag", f'"{hashlib.sha1(raw).hexdigest()}"')
+                self.send_header("X-Repo-Commit", hub.commit)
+                self.end_headers()
+                if body:
+                    self.wfile.write(raw)
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    files = {
+        f"train/chunk{chunk}/example_train_chunk{chunk}_shard{shard}.jsonl.zst": zstandard.compress(
+            "".join(json.dumps({"text": f"document {chunk} {shard} {line} " * 9}) + "\n" for line in range(20)).encode()
+        )
+        for chunk in (1, 2)
+        for shard in range(4)
+    }
+    served = Hub({**files, "README.md": b"# a data set\n"})
+    server = served.serve()
+    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    yield served
+    server.shutdown()
+    server.server_close()
+
+
+ADDRESS = "hf://datasets/owner/name/train/chunk*/*.jsonl.zst"
+
+
+def test_files_on_the_hub_are_listed_at_one_commit_and_fetched_through_faults(hub: Hub, tmp_path: Path) -> None:
+    listed = list(list_files(ADDRESS))
+    assert len(listed) == 8
+    assert all(hub.commit in address for address, _ in listed)
+    hub.faults = 2
+    path = fetch(listed[0][0], tmp_path / "copy", Retry(patience_s=60, first_wait_s=0.01))
+    assert Path(path).read_bytes() == hub.files[HubAddress.parse(listed[0][0]).pattern]
+
+
+def test_a_file_that_is_not_there_is_an_error_at_once(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not on the Hub"):
+        fetch(f"hf://datasets/owner/name@{hub.commit}/none.jsonl", tmp_path)
+
+
+def test_all_stages_give_exactly_n_files_and_resume(
+    hub: Hub, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["data", "pipeline", ADDRESS, "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    command += ["--into", "3", "--eos", "<|endoftext|>", "--workers", "1"]
+    assert main([*command, "--stage", "download", "--task", "0/2"]) == 0
+    assert "other shares are not" in capsys.readouterr().out
+    assert main([*command, "--stage", "extract"]) == 4
+    assert "download is not whole" in capsys.readouterr().err
+    assert main(command) == 0
+    prefixes = find_prefixes(tmp_path / "out" / "4-tokenise")
+    assert len(prefixes) == 3
+    assert sum(MegatronReader(prefix).documents for prefix in prefixes) == 160
+    before = len(hub.requests)
+    assert main(command) == 0
+    assert not any("/resolve/" in request for request in hub.requests[before:])
+
+
+def test_a_sample_is_spread_over_all_files(hub: Hub, tmp_path: Path) -> None:
+    work = Pipeline(tmp_path, (ADDRESS,), 2, 1, Share(), 1, Pace(0))
+    assert work.run("download")
+    names = sorted(path.name for path in work.folder("download").glob("*.zst"))
+    assert ["chunk1" in name for name in names] == [True, False]
+
+
+def test_a_build_straight_from_the_hub(hub: Hub, tmp_path: Path, tokenizer: Path) -> None:
+    command = [
+        "data",
+        "build",
+        ADDRESS,
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tokenizer),
+        "--workers",
+        "1",
+    ]
+    assert main(command) == 0
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 160

@@ -17,14 +17,8 @@ FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt"
 
 def add_actions(actions: Any) -> None:
     """`show` and `chat`, among the actions of `keepstep data`."""
-    _add_show_arguments(
-        add_action(actions, "show", run_show, "show conversations as a model sees them, mask in colour")
-    )
-    _add_chat_arguments(
-        add_action(
-            actions, "chat", run_chat, "turn conversations of any known format into canonical rows, or make some"
-        )
-    )
+    _add_show_arguments(add_action(actions, "show", run_show, "show conversations as a model sees them"))
+    _add_chat_arguments(add_action(actions, "chat", run_chat, "turn conversations into canonical rows, or make some"))
 
 
 def _add_show_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,12 @@ from keepstep.config.load import split_words
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
-    parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="a recipe and what differs")
+    train.add_arguments(parser)
     parser.add_argument("--from", dest="start", metavar="DIR", help="a run's folder or a Hugging Face folder")
     parser.add_argument("--data", metavar="PATH", help="conversations: .jsonl, .json, .parquet, or toolcalls")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of all weights")
     parser.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
     parser.add_argument("--name", help="the run's name")
-    parser.add_argument("--procs", default="auto", metavar="N", help="processes on this machine (auto: one a GPU)")
 
 
 def run(args: argparse.Namespace) -> int:

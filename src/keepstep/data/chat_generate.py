@@ -27,6 +27,8 @@ _WEIGHTS = (2, 3, 2, 2)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
 _RECOMBINED_SHARE = 0.85
+_SHORT_SHARE = 0.5
+"""Rows of `train` with one small tool and few words: copying is learnt on short texts first, and cheaply."""
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
 
@@ -64,9 +66,12 @@ def generate_rows(count: int, seed: int, split: Split, first: int = 0) -> Iterat
 def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     """One row."""
     draw = random.Random(f"{seed} {split} {index}")
-    category = draw.choices(CATEGORIES, _WEIGHTS)[0]
+    short = split == "train" and draw.random() < _SHORT_SHARE
+    category = "simple" if short else draw.choices(CATEGORIES, _WEIGHTS)[0]
     shown = 1 if category == "simple" else draw.randint(2, _MOST_TOOLS)
     chosen = _choose_functions(shown + 1, draw, split)
+    if short:
+        chosen = [_shortened(function) for function in chosen]
     tools, absent = chosen[:shown], chosen[shown]
     if category == "irrelevance":
         task = _Task([absent], draw, split)
@@ -85,6 +90,11 @@ def _choose_functions(count: int, draw: random.Random, split: Split) -> list[Fun
     # Two tools of one name, or of one summary, would make the right answer a guess.
     unique = len({item.name for item in chosen}) == len({item.summary for item in chosen}) == count
     return chosen if unique else _choose_functions(count, draw, split)
+
+
+def _shortened(function: Function) -> Function:
+    """The same with three words of its summary and one parameter."""
+    return Function(function.name, " ".join(function.summary.split()[:3]), function.parameters[:1])
 
 
 def _recombined(function: Function, draw: random.Random) -> Function:

@@ -247,7 +247,7 @@ class ChatRows:
                 loss[row, at : at + size] = self._bits(start, size)
                 at += size
             documents[row, at:] = len(self._rows[index])
-        return Rows(tokens, documents, loss)
+        return Rows(tokens, documents, loss=loss)
 
     def _bits(self, start: int, size: int) -> NDArray[np.bool_]:
         first = start // 8

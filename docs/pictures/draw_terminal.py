@@ -1,4 +1,7 @@
-"""A terminal's output, colours and all, as an SVG picture: FORCE_COLOR=1 COMMAND | python draw_terminal.py OUT.svg TITLE"""
+"""A terminal's output, colours and all, as an SVG picture.
+
+FORCE_COLOR=1 COMMAND | python draw_terminal.py OUT.svg TITLE
+"""
 
 from __future__ import annotations
 
@@ -41,27 +44,38 @@ def runs(line: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return joined
 
 
+def _span(style: str, part: str) -> str:
+    weight = ' font-weight="bold"' if style[:1] == "1" else ""
+    return f'<tspan fill="{STYLES.get(style, STYLES[""])}"{weight}>{html.escape(part)}</tspan>'
+
+
 def draw(text: str, title: str) -> str:
+    """The picture."""
     lines = styled(text)
     width = int(COLUMNS * CHARACTER_WIDTH + 2 * MARGIN)
     height = BAR + LINE_HEIGHT * len(lines) + MARGIN
     rows = []
     for number, line in enumerate(lines):
-        spans = "".join(
-            f'<tspan fill="{STYLES.get(style, STYLES[""])}"{" font-weight=" + chr(34) + "bold" + chr(34) if style[:1] == "1" else ""}>'
-            f"{html.escape(part)}</tspan>"
-            for style, part in runs(line)
+        spans = "".join(_span(style, part) for style, part in runs(line))
+        rows.append(
+            f'<text x="{MARGIN}" y="{BAR + LINE_HEIGHT * (number + 1) - 5}" xml:space="preserve">{spans}</text>'
         )
-        rows.append(f'<text x="{MARGIN}" y="{BAR + LINE_HEIGHT * (number + 1) - 5}" xml:space="preserve">{spans}</text>')
-    dots = "".join(f'<circle cx="{18 + 20 * n}" cy="17" r="6" fill="{c}"/>' for n, c in enumerate(("#ff5f56", "#ffbd2e", "#27c93f")))
-    return textwrap.dedent(
-        f"""\
+    dots = "".join(
+        f'<circle cx="{18 + 20 * n}" cy="17" r="6" fill="{c}"/>'
+        for n, c in enumerate(("#ff5f56", "#ffbd2e", "#27c93f"))
+    )
+    return (
+        textwrap.dedent(
+            f"""\
         <svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">
         <rect width="100%" height="100%" rx="8" fill="#0d1117"/>{dots}
         <text x="90" y="22" fill="#8b949e" font-family="monospace" font-size="13">{html.escape(title)}</text>
         <g font-family="ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace" font-size="14">
         """
-    ) + "\n".join(rows) + "\n</g></svg>\n"
+        )
+        + "\n".join(rows)
+        + "\n</g></svg>\n"
+    )
 
 
 if __name__ == "__main__":

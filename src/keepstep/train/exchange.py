@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +184,12 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _transformers_logits(out: Path, tokens_bt: Tensor) -> Tensor | None:
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError:
+    if find_spec("transformers") is None:
         return None
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    transformers: Any = import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    model = loaded.eval()
     logits: Tensor = model(tokens_bt).logits
     return logits
 

@@ -76,8 +76,9 @@ def text_windows(texts: Iterable[str], tokenizer: Path, length: int, windows: in
     loaded = tokenize.load(tokenizer)
     end = next((loaded.token_to_id(text) for text in _ends(tokenizer) if loaded.token_to_id(text) is not None), None)
     wanted, ids = windows * length, list[int]()
-    for tokens, _ in tokenize.encode_documents(loaded, texts, eos=end):
-        ids += tokens.tolist()
+    for text in texts:
+        ids += loaded.encode(text, add_special_tokens=False).ids
+        ids += [] if end is None else [end]
         if len(ids) >= wanted:
             break
     count = min(windows, len(ids) // length)

@@ -21,6 +21,9 @@ $(READY): pyproject.toml requirements/pinned.txt
 demo: $(READY)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
 
+toolcalls-demo: $(READY)  ## teach a small model to call tools, offline, and measure it
+	$(BIN)/python benchmarks/toolcalls.py
+
 test: $(READY) lint  ## everything that must hold before a change lands
 	scripts/system-packages
 	$(BIN)/python -m pytest

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepstep.cli import data_look, data_stages
+from keepstep.cli import data_chat, data_look, data_stages
 from keepstep.cli.data_common import add_action, parse_share, print_build, size
 from keepstep.core.errors import EXIT_DATA, EXIT_DONE, UsageError
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_merge(actions)
     data_look.add_actions(actions)
     data_stages.add_actions(actions)
+    data_chat.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:

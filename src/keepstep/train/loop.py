@@ -38,6 +38,8 @@ class LoopParts:
     """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
+    enough: Callable[[], bool] = lambda: False
+    """Asked after an evaluation: whether going on is of no use."""
 
 
 def run_loop(parts: LoopParts, config: RunConfig) -> None:
@@ -58,6 +60,9 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
         if evaluate_due.due():
             steps.pause_for(parts.evaluate)
             evaluated_step = clock.step
+            if parts.enough():
+                parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
+                break
     if config.checkpoint.at_end and saved_step != clock.step:
         steps.pause_for(partial(parts.save, True))
     if config.evaluate.at_end and evaluated_step != clock.step:

@@ -113,6 +113,8 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         hidden_grad_nd, weight_grad_vd, weight_dtype = ctx.grads
+        # A pipeline keeps each micro batch's graph to the end of the step: what it holds would pile up.
+        del ctx.grads
         scale = grad_outputs[0]
         by_hidden = None if hidden_grad_nd is None else (hidden_grad_nd * scale).to(hidden_grad_nd.dtype)
         by_weight = None if weight_grad_vd is None else (weight_grad_vd * scale).to(weight_dtype)

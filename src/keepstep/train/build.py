@@ -10,7 +10,7 @@ from keepstep.config.check import accumulation_steps
 from keepstep.config.layout import Layout, check_microbatches, resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError
-from keepstep.models.init import init_weights
+from keepstep.models.neftune import add_embedding_noise
 from keepstep.models.size import peak_flops
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.apply import apply_parallel
@@ -21,6 +21,7 @@ from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.record import measured_peak_flops
 from keepstep.train.scaler import LossScaler
+from keepstep.train.start import fill_weights, prepare_adapters
 from keepstep.train.step import StepSettings, TrainStep
 
 
@@ -44,17 +45,42 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
 
 def build_learner(config: RunConfig, grid: Grid, device: torch.device) -> Learner:
     """This process's part of the model with its first weights, its optimizer and its step."""
+    return fill_learner(config, grid, device, spread_model(config, grid, device))
+
+
+@dataclass(frozen=True)
+class SpreadModel:
+    """This process's part of the model, without memory yet, and what is to be called: itself or its pipeline stages."""
+
+    model: Transformer
+    stages: list[Transformer]
+    sharded: bool
+
+
+def spread_model(config: RunConfig, grid: Grid, device: torch.device) -> SpreadModel:
+    """Build on the meta device and split over processes."""
     dtype = compute_dtype(config.precision, device)
     # One process has nothing to share: with weights already in half precision it is spared FSDP's copies.
     sharded = grid.layout.world_size > 1 or dtype != torch.bfloat16 or config.parallel.offload
     linear = "fp8" if config.precision == "fp8" else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
+    if config.lora.rank:
+        prepare_adapters(model, config.lora, dtype)
     modes = recompute_modes(config, grid.layout, device)
     stages = apply_parallel(model, grid, config.parallel, config.compute, dtype if sharded else None, modes)
+    return SpreadModel(model, stages, sharded)
+
+
+def fill_learner(config: RunConfig, grid: Grid, device: torch.device, spread: SpreadModel) -> Learner:
+    """Give the model memory and first weights, and put together what trains it."""
+    model, stages, sharded = spread.model, spread.stages, spread.sharded
+    dtype = compute_dtype(config.precision, device)
     for stage in stages:
         stage.to_empty(device="cpu" if config.parallel.offload else device)
-    init_weights(model, config.seed)
+    fill_weights(model, config)
+    if config.finetune.neftune:
+        add_embedding_noise(model, config.finetune.neftune)
     optimizers = Optimizers(model, config.optimizer, None if sharded else MasterWeights(model))
     scaler = LossScaler(enabled=dtype == torch.float16)
     settings = StepSettings(

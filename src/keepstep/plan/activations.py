@@ -1,0 +1,101 @@
+"""What one block keeps between forward and backward, from the decoder's own operations.
+
+The lists below follow models/transformer.py, attention.py and mlp.py line by line: a tensor is counted when autograd
+saves it, or when it is the storage behind a saved view. tests/plan holds the sums against a trace of the real model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.config.schema import ModelConfig
+from keepstep.plan.workload import Workload
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes of one block for one micro batch on one process."""
+
+    kept: int
+    """From forward to backward."""
+    whole: int
+    """Everything backward needs, after what was not kept has been computed again."""
+    working: int
+    """What backward adds on top at its worst: gradients of the feed-forward's inner tensors."""
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Numbers a token has in each tensor of a block; the tensor axis splits heads and feed-forward."""
+
+    hidden: int
+    query: int
+    key: int
+    qkv: int
+    ffn: int
+    heads: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, tensor: int) -> _Widths:
+        query, key = model.heads * model.head_size // tensor, model.key_value_heads * model.head_size // tensor
+        return cls(model.hidden, query, key, query + 2 * key, model.ffn_size // tensor, model.heads // tensor)
+
+
+def block_activations(work: Workload) -> BlockActivations:
+    """Bytes kept, needed and used in passing by one block."""
+    model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
+    widths = _Widths.of(model, work.degrees.tensor)
+    gated = model.activation == "swiglu"
+    whole = size * _saved_numbers(model, widths, work) + _saved_statistics(model, widths)
+    match work.recompute:
+        case "none":
+            kept = whole
+        case "selective":
+            products = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + widths.hidden + widths.query
+            kept = size * (stream_width(work) + products) + FP32 * widths.heads
+        case "full":
+            kept = size * stream_width(work)
+    # The gate's backward holds three gradients of the inner width where the forward's product has just gone.
+    working = size * ((2 if gated else 1) * widths.ffn + stream_width(work))
+    return BlockActivations(kept * tokens, whole * tokens, working * tokens)
+
+
+def stream_width(work: Workload) -> int:
+    """Numbers a token has in the residual stream: with a tensor axis each process holds its part of the row."""
+    return work.model.hidden // work.degrees.tensor
+
+
+def _saved_numbers(model: ModelConfig, widths: _Widths, work: Workload) -> int:
+    """Numbers a token leaves behind in compute precision when nothing is recomputed."""
+    turned = model.positions == "rotary" or model.qk_norm
+    attention = [
+        stream_width(work),  # the block's input, kept by its norm
+        widths.hidden,  # the norm's output, kept by the projection
+        widths.qkv,  # values are a view of it
+        widths.query + widths.key if turned else 0,
+        # Queries lie apart by group: one head after another needs a copy where a group has several.
+        widths.query if not turned and model.heads > model.key_value_heads else 0,
+        widths.qkv if model.clip_qkv else 0,
+        widths.query,  # attention's output, kept by attention and by the output projection
+    ]
+    inner = 4 if model.activation == "swiglu" else 2
+    mlp = [stream_width(work), widths.hidden, inner * widths.ffn]
+    return sum(attention) + sum(mlp)
+
+
+def _saved_statistics(model: ModelConfig, widths: _Widths) -> int:
+    """Bytes a token leaves behind in fp32 or as booleans: norms' statistics, softmax sums, dropout masks."""
+    norm = FP32 * (1 if model.norm == "rmsnorm" else 2)
+    heads = FP32 * (widths.heads + widths.key // model.head_size) if model.qk_norm else 0
+    dropout = 2 * model.hidden if model.dropout else 0
+    return 2 * norm + FP32 * widths.heads + heads + dropout
+
+
+def mask_bytes(work: Workload) -> int:
+    """A mask made once a forward and shared by all blocks; plain causal attention needs none."""
+    model, rows = work.model, work.model.seq_len // work.degrees.context
+    if model.positions == "alibi":
+        return work.compute_bytes * model.heads * rows * model.seq_len
+    return rows * model.seq_len if 0 < model.sliding_window < model.seq_len else 0

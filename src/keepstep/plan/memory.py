@@ -1,0 +1,254 @@
+"""Peak memory of one process, part by part, at the instant of a step where it is highest.
+
+The instants are those where something large is alive that is not alive a moment later: the loss (all activations and
+one piece of logits), the backward of the last block (all activations and a block's working set), the backward of the
+first block (all gradients), the reduction of the root unit, and the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from keepstep.config.schema import ModelConfig
+from keepstep.plan.activations import FP32, BlockActivations, block_activations, mask_bytes, stream_width
+from keepstep.plan.parameters import StageParameters, stage_parameters
+from keepstep.plan.workload import Workload
+
+PIECE_BYTES = 1 << 30
+"""fp32 logits of one piece of the loss, as models/head.py chooses them on a GPU."""
+CONTEXT_BYTES = int(0.55 * 2**30)
+"""CUDA context, cuBLAS workspaces and kernels, before the first tensor."""
+GROUP_BYTES = int(0.25 * 2**30)
+"""NCCL buffers of one group of processes."""
+SLACK_SHARE = 0.03
+"""Free blocks between tensors that the caching allocator cannot hand out, as a share of what comes and goes."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes by part; they add up."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    """Weights gathered for a block or for the ends, and gradients on their way to their shards."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Peak of the fullest process."""
+
+    parts: Parts
+    """Tensors alive at the peak: what torch.cuda.max_memory_allocated will say."""
+    instant: str
+    stage: int
+    slack: int
+    """What the device needs beside tensors: context, communication buffers, the allocator's gaps."""
+    instants: dict[str, int] = field(default_factory=dict)
+    """Bytes at every instant looked at, for the fullest stage."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors at the peak."""
+        return self.parts.total
+
+    @property
+    def needed(self) -> int:
+        """Bytes the device must have."""
+        return self.allocated + self.slack
+
+
+def plan_memory(work: Workload) -> MemoryPlan:
+    """The fullest process over all pipeline stages."""
+    last = work.degrees.pipeline - 1
+    plans = [stage_memory(work, stage) for stage in sorted({0, min(1, last), last})]
+    return max(plans, key=lambda plan: plan.allocated)
+
+
+def in_flight(work: Workload, stage: int) -> int:
+    """Micro batches whose activations a stage holds at once under one-forward-one-backward."""
+    return min(work.degrees.pipeline - stage, work.microbatches)
+
+
+def loss_pieces(model: ModelConfig, tokens: int, tensor: int, chunks: int) -> int:
+    """Pieces in which head and loss are computed, as models/head.py chooses them."""
+    return max(1, min(tokens, chunks or -(-tokens * (model.padded_vocab // tensor) * FP32 // PIECE_BYTES)))
+
+
+def stage_memory(work: Workload, stage: int) -> MemoryPlan:
+    """Peak of the first process of one pipeline stage."""
+    instants = _Account(work, stage, earlier=False).instants()
+    if work.microbatches > 1:
+        later = _Account(work, stage, earlier=True).instants()
+        instants = {name: max(parts, later[name], key=lambda each: each.total) for name, parts in instants.items()}
+    name = max(instants, key=lambda each: instants[each].total)
+    parts = instants[name]
+    moving = parts.activations + parts.logits + parts.buffers
+    groups = sum(
+        1 for axis in ("replicate", "shard", "tensor", "pipeline", "context") if getattr(work.degrees, axis) > 1
+    )
+    slack = CONTEXT_BYTES + groups * GROUP_BYTES + int(SLACK_SHARE * moving)
+    return MemoryPlan(parts, name, stage, slack, {each: value.total for each, value in instants.items()})
+
+
+class _Account:
+    """One stage's terms, and the instants made from them.
+
+    `earlier` says that a micro batch of the same step has left its gradients already; a pipeline may then hold fewer
+    others in flight.
+    """
+
+    def __init__(self, work: Workload, stage: int, earlier: bool) -> None:
+        degrees = work.degrees
+        self.work, self.stage = work, stage
+        self.size, self.shard = work.compute_bytes, degrees.weight_shards
+        self.counts: StageParameters = stage_parameters(work, stage)
+        self.block: BlockActivations = block_activations(work)
+        self.stream = self.size * stream_width(work) * work.tokens_per_microbatch
+        self.row = self.size * work.model.hidden * work.tokens_per_microbatch
+        """The residual stream of a micro batch, split along the tensor axis and whole."""
+        self.first, self.last = stage == 0, stage == degrees.pipeline - 1
+        self.waiting = min(in_flight(work, stage) - 1, work.microbatches - (2 if earlier else 1))
+        """Other micro batches whose activations are held."""
+        self.accumulates = earlier
+        self.local_gradients = work.stays_gathered and work.microbatches > 1
+        """Gradients are summed whole on each process and reduced once."""
+        # With a shard axis the gathered flat buffer lives beside the weights copied out of it.
+        self.gather_copies = 2 if self.shard > 1 else 1
+
+    @property
+    def fixed(self) -> Parts:
+        """Alive from the first step to the last, and between steps."""
+        counts = self.counts
+        return Parts(parameters=FP32 * counts.total // self.shard, optimizer=self._optimizer_bytes())
+
+    def instants(self) -> dict[str, Parts]:
+        """Bytes at each instant that can be the highest."""
+        chosen = {
+            "backward of the last block": self._backward(blocks_left=self.counts.blocks),
+            "backward of the first block": self._backward(blocks_left=1),
+            "reduction of the last block": self._reduction(blocks_left=self.counts.blocks),
+            "reduction of the first block": self._reduction(blocks_left=1),
+            "update": replace(self.fixed, gradients=self._gradients(self.counts.total)),
+        }
+        if self.last:
+            chosen["loss"] = self._loss()
+        if self.counts.table:
+            chosen["gradient of the embedding"] = self._embedding()
+            chosen["reduction of embedding and head"] = self._root_reduction()
+        return chosen
+
+    def _optimizer_bytes(self) -> int:
+        if self.work.optimizer == "adamw":
+            return 2 * FP32 * self.counts.total // self.shard
+        matrices = self.counts.block * self.counts.blocks
+        return (FP32 * matrices + 2 * FP32 * self.counts.ends) // self.shard
+
+    def _gradients(self, done: int) -> int:
+        """Gradients of `done` parameters; all of them where an earlier micro batch has left its sum."""
+        counted = self.counts.total if self.accumulates else done
+        return FP32 * counted // (1 if self.local_gradients else self.shard)
+
+    def _gathered(self) -> int:
+        """Weights of the ends, and of all blocks where they are kept."""
+        kept = self.counts.block * self.counts.blocks if self.work.stays_gathered else 0
+        return self.size * (self.counts.ends + kept)
+
+    def _activations(self, blocks: int) -> int:
+        """Kept by `blocks` blocks of this micro batch and by all blocks of the others in flight."""
+        waiting = self.waiting * (self.counts.blocks * self.block.kept + self.stream)
+        return blocks * self.block.kept + waiting + mask_bytes(self.work) + self._received()
+
+    def _received(self) -> int:
+        """A pipeline's stage has a buffer for every micro batch of a step that it receives, each way."""
+        if self.work.degrees.pipeline == 1:
+            return 0
+        return self.work.microbatches * self.stream * (int(not self.first) + int(not self.last))
+
+    def _head_gradient(self) -> int:
+        """The head's gradient waits in compute precision for the root unit's reduction."""
+        return self.size * self.counts.table if self.last else 0
+
+    def _loss(self) -> Parts:
+        # The last gathered buffer waits for a next gather to be freed.
+        last_gather = 0 if self.shard == 1 else self.size * self.counts.block
+        return replace(
+            self.fixed,
+            gradients=self._gradients(0),
+            activations=self._activations(self.counts.blocks) + self.stream + self.row,
+            logits=self._pieces_bytes() + FP32 * self.counts.table + self.row,
+            buffers=self._gathered() + last_gather,
+        )
+
+    def _pieces_bytes(self) -> int:
+        """What one piece of head and loss holds at its worst, with what is left of the piece before."""
+        work, model, tensor = self.work, self.work.model, self.work.degrees.tensor
+        tokens, rows = work.tokens_per_microbatch, model.padded_vocab // tensor
+        pieces = loss_pieces(model, tokens, tensor, work.loss_chunks)
+        piece = -(-tokens // pieces) * rows
+        mixed = self.size < FP32
+        if tensor == 1:
+            # Logits, their fp32 copy, and the log-probabilities made from it.
+            return piece * (self.size + (FP32 if mixed else 0) + FP32)
+        # fp32 logits, overwritten by their gradient, and that in compute precision; the head's gradient is added up.
+        held = piece * (FP32 + (self.size if mixed else 0))
+        return held * (2 if pieces > 1 else 1) + (self.size * self.counts.table if pieces == 1 else 0)
+
+    def _backward(self, blocks_left: int) -> Parts:
+        counts, model = self.counts, self.work.model
+        done = (counts.blocks - blocks_left) * counts.block
+        weight_gradient = self.size * model.hidden * model.ffn_size // self.work.degrees.tensor
+        reducing = FP32 * counts.block if blocks_left < counts.blocks and not self.local_gradients else 0
+        gathered = 0 if self.work.stays_gathered else self.gather_copies * self.size * counts.block
+        return replace(
+            self.fixed,
+            gradients=self._gradients(done) + self._head_gradient() + weight_gradient,
+            activations=self._activations(blocks_left - 1) + self.block.whole + self.block.working,
+            buffers=self._gathered() + gathered + reducing,
+        )
+
+    def _reduction(self, blocks_left: int) -> Parts:
+        """A block's gradients in compute precision and in fp32, before and after they reach their shards."""
+        counts = self.counts
+        done = (counts.blocks - blocks_left) * counts.block
+        prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
+        incoming = self.size * counts.block
+        outgoing = FP32 * counts.block // self.shard
+        return replace(
+            self.fixed,
+            gradients=self._gradients(done) + self._head_gradient(),
+            activations=self._activations(blocks_left - 1) + self.stream,
+            buffers=self._gathered() + prefetched + FP32 * counts.block + max(incoming, outgoing),
+        )
+
+    def _embedding(self) -> Parts:
+        counts = self.counts
+        blocks = counts.block * counts.blocks
+        both = self.first and self.last
+        tables = (1 if self.first else 0) + (1 if self.last else 0) + (1 if both and self.work.model.tied else 0)
+        return replace(
+            self.fixed,
+            gradients=self._gradients(blocks) + tables * self.size * counts.table,
+            activations=self._activations(0) + self.stream,
+            buffers=self._gathered() + (0 if self.local_gradients else FP32 * counts.block),
+        )
+
+    def _root_reduction(self) -> Parts:
+        counts = self.counts
+        arriving = max(self.size * counts.ends, FP32 * counts.ends // self.shard)
+        # A pipeline lets go of weights at the very end.
+        gathered = self.size * counts.block * counts.blocks if self.work.degrees.pipeline > 1 else 0
+        return replace(
+            self.fixed,
+            gradients=self._gradients(counts.block * counts.blocks),
+            activations=self._activations(0),
+            buffers=gathered + FP32 * counts.ends + arriving,
+        )

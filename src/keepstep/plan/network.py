@@ -1,0 +1,167 @@
+"""Bytes on the wire by axis, how long they take, and how much of that computation hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.plan.activations import FP32
+from keepstep.plan.cluster import Cluster
+from keepstep.plan.parameters import StageParameters
+from keepstep.plan.workload import Workload
+
+LINK_SHARE = 0.85
+"""Of a link's rate, what collectives of megabytes reach."""
+LATENCY_S = 12e-6
+"""One collective's start, and one hop between machines."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What one process's collectives carry in one step, as whole tensors (before the ring's (n-1)/n)."""
+
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    all_reduce: int = 0
+    send: int = 0
+
+
+class Network:
+    """The wires of one cluster as one workload uses them."""
+
+    def __init__(self, work: Workload, cluster: Cluster, factor: float = 1.0) -> None:
+        self._work, self._cluster, self._factor = work, cluster, factor
+
+    def ring_s(self, axis: str, size_bytes: float, degree: int | None = None) -> float:
+        """Seconds of a gather or a reduce-scatter of `size_bytes` in all along an axis."""
+        ranks = degree or int(getattr(self._work.degrees, axis))
+        if ranks == 1 or not size_bytes:
+            return 0.0
+        seconds = size_bytes * (ranks - 1) / ranks / (self.rate_gb_s(axis, ranks) * 1e9)
+        return (seconds + LATENCY_S * self._machines(axis, ranks)) * self._factor
+
+    def rate_gb_s(self, axis: str, ranks: int) -> float:
+        """What each process of a group along the axis gets: within a machine its link, else its share of the network.
+
+        Neighbours in one machine add their network cards together, as rings and trees over all cards do.
+        """
+        cluster = self._cluster
+        near = self._near(axis, ranks)
+        if near == ranks:
+            return cluster.link_gb_s * LINK_SHARE
+        return min(cluster.link_gb_s, cluster.network_gb_s * near) * LINK_SHARE
+
+    def _near(self, axis: str, ranks: int) -> int:
+        """Processes of one group that share a machine."""
+        stride = self._work.degrees.stride(axis)
+        return max(1, min(ranks, self._cluster.gpus_per_node // stride))
+
+    def _machines(self, axis: str, ranks: int) -> int:
+        return -(-ranks // self._near(axis, ranks))
+
+    def traffic_s(self, counts: StageParameters) -> dict[str, float]:
+        """Seconds of communication in a step by axis, hidden or not."""
+        work = self._work
+        gathers, reductions = weight_passes(work)
+        shards = work.degrees.weight_shards
+        weights = self.ring_s("shard", work.compute_bytes * counts.total, shards) * gathers
+        gradients = self.ring_s("shard", FP32 * counts.total, shards) * reductions
+        return {
+            "replicate": 2 * self.ring_s("replicate", FP32 * counts.total / shards),
+            "shard": weights + gradients,
+            "tensor": self._tensor_s(counts) * work.microbatches,
+            "context": self._context_s(counts) * work.microbatches,
+            "pipeline": self._pipeline_s() * work.microbatches,
+        }
+
+    def exposed_s(
+        self, counts: StageParameters, forward_s: float, backward_s: float, attention_s: float
+    ) -> dict[str, float]:
+        """Seconds of a step that wait for each axis; the arguments are one micro batch's computing time."""
+        work = self._work
+        total = self.traffic_s(counts)
+        gathers, reductions = weight_passes(work)
+        shards = work.degrees.weight_shards
+        gather_s = self.ring_s("shard", work.compute_bytes * counts.total, shards)
+        reduce_s = self.ring_s("shard", FP32 * counts.total, shards)
+        # The first gather and the last reduction have nothing to hide behind: one block's worth each, and the ends'.
+        ends = (counts.block + counts.ends) / counts.total
+        unhidden = (gather_s + reduce_s) * ends
+        forward_gathers = gathers / 2 if not work.stays_gathered else gathers
+        late_forward = max(0.0, gather_s - forward_s) * forward_gathers
+        backward_load = reduce_s + (0.0 if work.stays_gathered else gather_s)
+        late_backward = max(0.0, backward_load - backward_s) * reductions
+        slack_s = max(0.0, backward_s - backward_load)
+        return {
+            "replicate": max(0.0, total["replicate"] - slack_s) + total["replicate"] * ends,
+            "shard": late_forward + late_backward + unhidden,
+            "tensor": total["tensor"],
+            "context": max(0.0, total["context"] - 0.8 * attention_s * work.microbatches),
+            "pipeline": total["pipeline"],
+        }
+
+    def _tensor_s(self, counts: StageParameters) -> float:
+        """A row is gathered before and scattered after attention and feed-forward, forward and backward."""
+        work = self._work
+        row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
+        passes = 3 if work.recompute == "full" else 2
+        return self.ring_s("tensor", row) * 4 * passes * counts.blocks
+
+    def _context_s(self, counts: StageParameters) -> float:
+        degree = self._work.degrees.context
+        if degree == 1:
+            return 0.0
+        seconds = ring_bytes(self._work) / (self.rate_gb_s("context", degree) * 1e9)
+        return (seconds + 3 * degree * LATENCY_S) * counts.blocks * self._factor
+
+    def _pipeline_s(self) -> float:
+        work = self._work
+        if work.degrees.pipeline == 1:
+            return 0.0
+        row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch / work.degrees.tensor
+        rate = self.rate_gb_s("pipeline", work.degrees.pipeline) * 1e9
+        return 2 * (row / rate + LATENCY_S) * self._factor
+
+
+def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes:
+    """What one process's collectives carry in one step, as whole tensors, for holding against a trace."""
+    degrees, each = work.degrees, work.microbatches
+    gathers, reductions = weight_passes(work)
+    blocks = counts.block * counts.blocks
+    sharded = degrees.weight_shards > 1
+    # The ends stay gathered from forward to backward.
+    ends_gathers = min(gathers, each)
+    gathered = work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0
+    reduced = FP32 * reductions * counts.total if sharded else 0
+    row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
+    first, last = stage == 0, stage == degrees.pipeline - 1
+    if degrees.tensor > 1:
+        # Each block gathers twice and scatters twice in forward, the other way round in backward; what is computed
+        # again ends before the last scatter.
+        again = 0 if work.recompute == "none" else 1
+        ends = int(last) + int(first)
+        gathered += each * row * (counts.blocks * (4 + 2 * again) + ends)
+        reduced += each * row * (counts.blocks * (4 + again) + ends)
+    sends = each * row // degrees.tensor * (int(not first) + int(not last)) + each * counts.blocks * ring_bytes(work)
+    if degrees.pipeline > 1 and work.model.tied and (first or last):
+        sends += FP32 * counts.table // degrees.weight_shards
+    replicas = FP32 * counts.total // degrees.weight_shards if degrees.replicate > 1 else 0
+    return StepBytes(gathered, reduced, replicas, sends)
+
+
+def weight_passes(work: Workload) -> tuple[int, int]:
+    """Gathers of all blocks' weights and reductions of all gradients in one step."""
+    if not work.stays_gathered:
+        return 2 * work.microbatches, work.microbatches
+    # Without a pipeline weights are let go after each backward.
+    return (1 if work.degrees.pipeline > 1 else work.microbatches), 1
+
+
+def ring_bytes(work: Workload) -> int:
+    """What one process sends round the ring for one block and micro batch: keys and values twice, fp32 gradients once."""
+    others = work.degrees.context - 1
+    if not others:
+        return 0
+    key_value = 2 * work.model.key_value_heads * work.model.head_size // work.degrees.tensor
+    numbers = key_value * work.tokens_per_microbatch
+    again = 1 if work.recompute == "full" else 0
+    return numbers * (work.compute_bytes * others * (2 + again) + FP32 * (others + 1))

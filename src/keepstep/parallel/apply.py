@@ -42,8 +42,8 @@ def apply_parallel(
     for stage in stages:
         if grid.layout.tensor > 1:
             split_tensors(stage, grid.mesh["tensor"], parallel.async_tensor)
-        elif piped and parallel.schedule == "zero_bubble":
-            repeat_output(stage)
+        if piped and parallel.schedule == "zero_bubble":
+            repeat_output(stage, is_split=grid.layout.tensor > 1)
         if grid.context_group is not None:
             split_rows(stage, grid.context_group)
         for layer, block in stage.blocks.items():

@@ -41,10 +41,14 @@ class VocabularySlice:
             dist.all_reduce(x, operation, group=self.group)
 
 
-def repeat_output(model: Transformer) -> None:
-    """Let the whole head of a model be differentiated twice: zero-bubble schedules ask for inputs, then for weights."""
-    vocabulary = VocabularySlice(0, model.config.padded_vocab, None)
-    model.tied_output = partial(vocabulary_output, vocabulary=vocabulary)
+def repeat_output(model: Transformer, is_split: bool) -> None:
+    """Let the head of a model be differentiated twice: zero-bubble schedules ask for inputs, then for weights.
+
+    `is_split` says that tensor parallelism has put its own output in place already.
+    """
+    whole = VocabularySlice(0, model.config.padded_vocab, None)
+    output = model.tied_output if is_split else partial(vocabulary_output, vocabulary=whole)
+    model.tied_output = partial(output, backward_runs=2)
     if model.head is not None:
         model.head.output = model.tied_output
 
@@ -57,10 +61,12 @@ def vocabulary_output(
     chunks: int,
     *,
     vocabulary: VocabularySlice,
+    backward_runs: int = 1,
 ) -> Tensor:
     """`models.head.head_output` for a slice of the rows; `hidden_btd` holds this process's part of the row.
 
     Every process returns the same: the sum of token losses, or without targets the logits of the whole vocabulary.
+    After `backward_runs` backward passes the gradients kept since the forward pass are let go.
     """
     hidden_btd = vocabulary.gather(hidden_btd, 1)
     weight_vd = local_part(weight_vd, ROWS)
@@ -71,15 +77,14 @@ def vocabulary_output(
         return vocabulary.gather(logits_btv, 2)
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
     pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd)
-    loss: Tensor = _VocabularyLoss.apply(hidden_nd, weight_vd, targets_n, vocab, pieces, vocabulary)  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_nd, weight_vd, targets_n, vocab, pieces, vocabulary, backward_runs
+    )
     return loss
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Loss and, in the same pass, its gradient by hidden states (this process's share) and our rows of the head.
-
-    Backward leaves what it needs untouched: a zero-bubble schedule runs it twice.
-    """
+    """Loss and, in the same pass, its gradient by hidden states (this process's share) and our rows of the head."""
 
     @staticmethod
     def forward(
@@ -90,6 +95,7 @@ class _VocabularyLoss(torch.autograd.Function):
         vocab: int,
         pieces: int,
         vocabulary: VocabularySlice,
+        backward_runs: int,
     ) -> Tensor:
         padding_v = _padding(vocabulary, vocab, hidden_nd.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
@@ -108,17 +114,20 @@ class _VocabularyLoss(torch.autograd.Function):
             if weight_grad_vd is not None:
                 weight_grad_vd += torch.mm(logits_grad_nv.t(), hidden_nd[piece])
         ctx.grads = (hidden_grad_nd, weight_grad_vd, weight_vd.dtype)
+        ctx.runs_left = backward_runs
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         hidden_grad_nd, weight_grad_vd, weight_dtype = ctx.grads
-        # A pipeline keeps each micro batch's graph to the end of the step: what it holds would pile up.
-        del ctx.grads
+        ctx.runs_left -= 1
+        if ctx.runs_left == 0:
+            # A pipeline keeps each micro batch's graph to the end of the step: what it holds would pile up.
+            del ctx.grads
         scale = grad_outputs[0]
         by_hidden = None if hidden_grad_nd is None else (hidden_grad_nd * scale).to(hidden_grad_nd.dtype)
         by_weight = None if weight_grad_vd is None else (weight_grad_vd * scale).to(weight_dtype)
-        return by_hidden, by_weight, None, None, None, None
+        return by_hidden, by_weight, None, None, None, None, None
 
 
 def _piece_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:

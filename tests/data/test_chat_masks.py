@@ -155,6 +155,11 @@ def test_loss_on_tool_calls_leaves_out_turns_that_only_talk(tokenizer: Any) -> N
     assert "done" not in text
 
 
+def test_loss_on_all_learns_the_whole_text(tokenizer: Any) -> None:
+    row = encode(random_conversation(3), ChatTemplate(), tokenizer, "all")
+    assert row.loss.all()
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_rather_than_masked_wrongly() -> None:
     rewriting = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] if loop.last else '…' }}{% endfor %}"
     messages = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]

@@ -159,8 +159,9 @@ class ChatConfig:
     """How rows are written; auto tells it from each row's keys."""
     template: str = ""
     """Path of a jinja2 chat template; empty takes the tokenizer's own, or a built-in one (ChatML, Hermes calls)."""
-    loss_on: Literal["assistant", "tool_calls"] = "assistant"
-    """Learn everything the assistant says, or only its turns that call a tool."""
+    loss_on: Literal["assistant", "tool_calls", "all"] = "assistant"
+    """Learn everything the assistant says, only its turns that call a tool, or the whole text: for a model that starts
+    from nothing, and has reading to learn as well."""
     packing: bool = True
     """Put several conversations into one row; none sees another."""
     generated_rows: int = 12000

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.data.chat_rows import Conversation
-from keepstep.data.chat_template import ChatTemplate, Rendered
+from keepstep.data.chat_template import ChatTemplate, Rendered, Span
 
-LossOn = Literal["assistant", "tool_calls"]
+LossOn = Literal["assistant", "tool_calls", "all"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ class MaskedTokens:
 def encode(
     conversation: Conversation, template: ChatTemplate, tokenizer: Any, loss_on: LossOn = "assistant"
 ) -> MaskedTokens:
-    """Render and encode; with `tool_calls` only turns that call something carry a loss. Raises BadRow."""
+    """Render and encode; with `tool_calls` only turns that call something carry a loss, with `all` everything does.
+
+    Raises BadRow where a template cannot render the conversation.
+    """
     return encode_rendered(keep_turns(template.render(conversation), conversation, loss_on), tokenizer)
 
 
@@ -39,6 +42,8 @@ def keep_turns(rendered: Rendered, conversation: Conversation, loss_on: LossOn) 
     """Only the spans that are to carry a loss."""
     if loss_on == "assistant":
         return rendered
+    if loss_on == "all":
+        return Rendered(rendered.text, (Span(0, len(rendered.text), 0),))
     spans = tuple(span for span in rendered.spans if conversation.messages[span.message].get("tool_calls"))
     return Rendered(rendered.text, spans)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from keepstep.config.presets import PRESETS, preset_fields
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import DataError
-from keepstep.plan.cluster import Cluster, Gpu
+from keepstep.plan.cluster import Cluster, Gpu, read_profiles
 from keepstep.plan.memory import plan_memory
 from keepstep.plan.speed import Factors, plan_speed
 from keepstep.plan.workload import Degrees, Workload
@@ -97,13 +97,19 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
     peak = entry.get("peak_memory_gib")
     kernels = entry.get("breakdown") or {}
     return Measured(
-        work,
+        replace(work, device_bytes=_device_bytes(str(entry["device"]))),
         str(entry["device"]),
         float(step_s),
         None if peak is None else float(peak),
         kernels.get("matmul"),
         kernels.get("attention"),
     )
+
+
+def _device_bytes(device: str) -> int:
+    """Memory of a device that a profile knows by name, else a common size."""
+    known = [gpu for gpu in read_profiles().gpus.values() if same_device(device, gpu)]
+    return int(known[0].memory_gib * 2**30) if known else 80 * 2**30
 
 
 def same_device(device: str, gpu: Gpu) -> bool:
@@ -119,7 +125,9 @@ def calibrate(runs: Iterable[Measured], cluster: Cluster) -> Factors:
         return Factors()
     parts = [_parts(run, cluster) for run in usable]
     rows = [[part / run.step_s for part in each] for run, each in zip(usable, parts, strict=True)]
-    priors = [_mean_ratio([_kernels(run)[place] for run in usable], [each[place] for each in parts]) for place in range(3)]
+    priors = [
+        _mean_ratio([_kernels(run)[place] for run in usable], [each[place] for each in parts]) for place in range(3)
+    ]
     common = _mean_ratio([run.step_s for run in usable], [sum(each) for each in parts])
     matmul, attention, memory = _ridge(rows, [prior or common for prior in priors])
     return Factors(matmul=matmul, attention=attention, memory=memory)

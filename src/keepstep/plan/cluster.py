@@ -131,7 +131,9 @@ def _read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"there is no file {path}", "--profiles takes a YAML file of gpus, clusters, storage") from None
+        raise UsageError(
+            f"there is no file {path}", "--profiles takes a YAML file of gpus, clusters, storage"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
@@ -182,7 +184,8 @@ def _known(entry: Mapping[str, Any], allowed: Any, where: str) -> None:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=1)
             raise ConfigError(
-                f"{where} has an unknown key {key}", f"did you mean {near[0]}?" if near else f"known: {', '.join(allowed)}"
+                f"{where} has an unknown key {key}",
+                f"did you mean {near[0]}?" if near else f"known: {', '.join(allowed)}",
             )
 
 

@@ -157,7 +157,7 @@ def weight_passes(work: Workload) -> tuple[int, int]:
 
 
 def ring_bytes(work: Workload) -> int:
-    """What one process sends round the ring for one block and micro batch: keys and values twice, fp32 gradients once."""
+    """What a process sends round the ring for a block and micro batch: keys and values twice, fp32 gradients once."""
     others = work.degrees.context - 1
     if not others:
         return 0

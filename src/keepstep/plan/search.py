@@ -70,9 +70,7 @@ def _divisors(limit: int, number: int) -> list[int]:
     return [each for each in range(1, min(limit, number) + 1) if number % each == 0]
 
 
-def search(
-    base: Workload, cluster: Cluster, factors: Factors, precisions: Sequence[Precision]
-) -> list[Candidate]:
+def search(base: Workload, cluster: Cluster, factors: Factors, precisions: Sequence[Precision]) -> list[Candidate]:
     """All candidates: those that fit come first, fastest first; then the rest by how much memory they lack."""
     limit = cluster.gpu.memory_gib * 2**30
     found = []

@@ -61,11 +61,11 @@ class StageTrace:
     @property
     def traffic_error(self) -> float | None:
         """The same for the bytes of all collectives; None where there are none."""
-        traced = sum(asdict(self.traced_traffic).values())
+        traced = self.traced_traffic.total
         if traced < 2**20:
             # Loss, norm and counts are always summed: a few numbers.
             return None
-        return sum(asdict(self.predicted_traffic).values()) / traced - 1
+        return self.predicted_traffic.total / traced - 1
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ class DryRun:
         seconds = sum(each.seconds for each in self.stages)
         yield f"dry run   {self.world_size} processes on one CPU, {seconds:.0f} s: formula against trace"
         for each in self.stages:
-            planned, traced = (
-                sum(asdict(traffic).values()) / 2**30 for traffic in (each.predicted_traffic, each.traced_traffic)
-            )
+            planned, traced = each.predicted_traffic.total / 2**30, each.traced_traffic.total / 2**30
             error = "" if each.traffic_error is None else f" ({each.traffic_error:+.1%})"
             yield (
                 f"  stage {each.stage:<3} {each.predicted_bytes / 2**30:8.2f} GiB, "

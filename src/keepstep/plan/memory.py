@@ -226,13 +226,16 @@ class _Account:
         counts = self.counts
         done = (counts.blocks - blocks_left) * counts.block
         prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
-        incoming = self.size * counts.block
-        outgoing = FP32 * counts.block // self.shard
+        # Sums kept on this process are what is copied into the buffer; else it is the last micro batch's gradients.
+        incoming = 0 if self.local_gradients else self.size * counts.block
+        outgoing = 0 if self.local_gradients else FP32 * counts.block // self.shard
+        # The block's own weights are let go just before.
+        let_go = self.size * counts.block if self.work.stays_gathered else 0
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient(),
             activations=self._activations(blocks_left - 1) + self.stream,
-            buffers=self._gathered() + prefetched + FP32 * counts.block + max(incoming, outgoing),
+            buffers=self._gathered() - let_go + prefetched + FP32 * counts.block + max(incoming, outgoing),
         )
 
     def _embedding(self) -> Parts:

@@ -24,6 +24,11 @@ class StepBytes:
     all_reduce: int = 0
     send: int = 0
 
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.send
+
 
 class Network:
     """The wires of one cluster as one workload uses them."""

@@ -49,7 +49,7 @@ class StepTrace(TorchDispatchMode):
     """Live and peak bytes of all tensors, and bytes sent by kind of collective. Enter it inside a FakeTensorMode."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_operation = ""
@@ -165,7 +165,7 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         kernels = {"keepstep.models.kernels.cross_entropy": SimpleNamespace(cross_entropy_=fused_loss)}
-        stack.enter_context(mock.patch.dict(sys.modules, kernels))  # type: ignore[arg-type]
+        stack.enter_context(mock.patch.dict(sys.modules, kernels))
         stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
         stack.enter_context(mock.patch.object(head, "_fused", return_value=True))
         stack.enter_context(mock.patch.object(head, "_add_product", add_in_place))

@@ -37,6 +37,19 @@ def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) ->
         assert stage.traffic_error is None or abs(stage.traffic_error) < 0.05, list(traced.lines())
 
 
+@pytest.mark.slow
+def test_175b_on_512_processes_is_within_5_percent_of_its_trace() -> None:
+    words = "model=gpt3-175b microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
+    axes = "parallel.tensor=8 parallel.pipeline=16 parallel.shard=4"
+    config = load_config(None, f"{words} {axes}".split()).config
+    traced = dry_run(config, workload_of(config, 512), _spread_step)
+    assert [stage.stage for stage in traced.stages] == [0, 1, 15]
+    for stage in traced.stages:
+        assert abs(stage.memory_error) < 0.05, list(traced.lines())
+        assert stage.traffic_error is not None
+        assert abs(stage.traffic_error) < 0.05, list(traced.lines())
+
+
 def test_sharding_over_twice_the_processes_halves_the_state() -> None:
     few, many = (plan_memory(workload(f"{LLAMA} microbatch=1 global_batch=64", count)) for count in (8, 16))
     assert many.parts.optimizer == few.parts.optimizer // 2

@@ -21,6 +21,9 @@ $(READY): pyproject.toml requirements/pinned.txt
 demo: $(READY)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
 
+toolcalls-demo: $(READY)  ## teach a small model to call tools, offline, and measure it
+	$(BIN)/python benchmarks/toolcalls.py
+
 test: $(READY) lint  ## everything that must hold before a change lands
 	scripts/system-packages
 	$(BIN)/python -m pytest
@@ -31,6 +34,7 @@ test-fast: $(READY)  ## unit tests in about a minute
 test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt '.[browser]'
 	$(BIN)/python -m pytest tests/observe/test_browser.py
+
 test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption, a pulled cable (15 minutes)
 	scripts/system-packages
 	$(BIN)/python -m pytest -m 'cluster or slow' tests/cluster
@@ -41,8 +45,12 @@ lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+bench-h200: $(READY)  ## a step beside the references; needs a GPU; writes benchmarks/results/h200.json
+	$(BIN)/python -W ignore benchmarks/h200.py
+
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
+
 BENCH_READY := .venv-bench/.data-ready
 $(BENCH_READY): requirements/bench-data.txt
 	$(PYTHON) -m venv .venv-bench

@@ -114,7 +114,7 @@ def load_all(world: int, rank: int, root: Path) -> None:
         for layout in layouts_for(world):
             into = {"model": build(layout, world, rank, zero=True), "rank": {"random": torch.full((3,), -1)}}
             checkpointer = Checkpointer(folder, CheckpointConfig())
-            loaded = checkpointer.load_newest(into, strict=layout != "stages")
+            loaded = checkpointer.load_newest(into)
             assert loaded is not None
             whole = gathered(into["model"], world, layout)
             for name, tensor in expected.items():

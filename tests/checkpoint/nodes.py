@@ -44,6 +44,7 @@ def save(world: int, rank: int, root: Path) -> None:
     for step in (1, 2, 3):
         checkpointer.save_async(step, state, {})
         checkpointer.before_update()
+    checkpointer.wait()
     checkpointer.close()
     problems = [
         facts["message"] for kind, facts in events if facts.get("reason", "checkpoint_delayed") != "checkpoint_delayed"

@@ -34,6 +34,12 @@ def test_the_training_page_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert list((tmp_path / "runs" / "profiled" / "profile").glob("trace_*.json"))
 
 
+def test_the_performance_page_works(tmp_path: Path) -> None:
+    for command in commands("docs/performance.md"):
+        done = run(command, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
 def test_the_readme_works_from_top_to_bottom(tmp_path: Path) -> None:
     typed = commands("README.md")
     assert typed[:2] == ["make demo", "make test"]

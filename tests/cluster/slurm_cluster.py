@@ -100,7 +100,7 @@ class SlurmCluster:
 
     def run(self, *command: str, cwd: Path | None = None, check: bool = True) -> str:
         """A command as a user of the login node would type it; returns its output."""
-        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=600)
         if check:
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -127,9 +127,11 @@ class SlurmCluster:
 
     def wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         """Poll a condition."""
-        deadline = time.monotonic() + seconds
+        started = time.monotonic()
         while not done():
-            assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+            # On a machine that others use as well everything takes longer, and that is no failure.
+            patience_s = seconds * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
+            assert time.monotonic() - started < patience_s, f"waited {patience_s:.0f} s for {what}"
             time.sleep(0.1)
 
     def set_node(self, name: str, state: str, reason: str = "test") -> None:

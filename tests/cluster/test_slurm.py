@@ -104,8 +104,8 @@ def test_a_stop_on_request_saves_and_resume_goes_on(
 
 @pytest.mark.cluster
 def test_the_warning_before_the_time_limit_saves_and_requeues(rested: SlurmCluster, tmp_path: Path) -> None:
-    # Slurm looks at time limits every 30 s, so a limit of two minutes and a warning a minute before it.
-    profile = PROFILE.replace("'30'", "'2'")
+    # Slurm looks at time limits every 30 s, and warns up to a minute early.
+    profile = PROFILE.replace("'30'", "'4'").replace("warn_before_end_s: 60", "warn_before_end_s: 120")
     record = submit(rested, tmp_path, "limit", 100_000, profile)
     run = tmp_path / "runs" / "limit"
     wait_step(rested, run, 5)

@@ -29,7 +29,7 @@ def helm_binary() -> str:
 
 
 def helm(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([helm_binary(), *words], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    return subprocess.run([helm_binary(), *words], capture_output=True, text=True, cwd=REPOSITORY, timeout=300)
 
 
 def template(release: str, chart: str, *flags: str) -> list[Manifest]:

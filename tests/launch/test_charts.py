@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -85,6 +86,8 @@ def test_what_a_documented_install_trains_is_a_sound_configuration(words: list[s
         )
         assert config.checkpoint.folder == "/data/checkpoints"
         assert config.data.path == "/data/my-copy-c4/train"
+    if "model.size=175b" in words:
+        assert (config.parallel.tensor, config.parallel.pipeline) == (8, 16)
     if "model.size=375m" in words:
         assert (config.model.hidden, str(config.max_duration), config.global_batch) == (512, "100ba", 32)
         assert config.data.path == "/data/slimpajama/preprocessed"
@@ -107,6 +110,8 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert container["args"][:4] == ["--nodes", "2:3", "--processes", "4"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment["NCCL_COLLNET_ENABLE"]["value"] == "1"
+    # torch kills its workers after 30 s unless told otherwise, and Kubernetes kills everything at the end of the grace.
+    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"] == "840"
     assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
     assert environment["KEEPSTEP_METRICS_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "metrics", "key": "token"}
     assert "observe.metrics_port=9464" in container["args"]
@@ -223,3 +228,22 @@ def test_the_chart_carries_the_recipes_and_a_preset_with_a_recipe_uses_it() -> N
 def test_unsound_overrides_would_be_noticed() -> None:
     with pytest.raises(ConfigError):
         load_config(None, ["model.layerz=3"])
+
+
+DATA_INSTALLS = [words for words in INSTALLS if chart_of(words).startswith("dataset-")]
+
+
+@pytest.mark.parametrize("words", DATA_INSTALLS, ids=name_of)
+def test_what_a_data_chart_runs_is_a_command_of_ours(words: list[str]) -> None:
+    from keepstep.cli import data
+
+    parser = argparse.ArgumentParser()
+    data.add_arguments(parser)
+    ours = [
+        c for c in containers(template(words[2], chart_of(words), *words[4:])) if c["command"] == ["keepstep", "data"]
+    ]
+    assert ours
+    for container in ours:
+        parsed = parser.parse_args([kubelet_expand(word, {"JOB_COMPLETION_INDEX": "0"}) for word in container["args"]])
+        assert parsed.task.startswith("0/")
+        assert str(parsed.out).startswith("/data/")

@@ -39,7 +39,11 @@ def test_remote_data_and_splits_become_two_paths() -> None:
         "variables.data_remote=/data/c4", "variables.data_local=/tmp/c4",
         "train_loader.dataset.split=train_small", "eval_loader.dataset.split=val_small",
     ]  # fmt: skip
-    assert translate(updates) == ["data.path=/data/c4/train_small", "data.valid_path=/data/c4/val_small"]
+    assert translate(updates) == [
+        "data.path=/data/c4/train_small",
+        "data.valid_path=/data/c4/val_small",
+        "data.cache_dir=/tmp/c4",
+    ]
 
 
 @pytest.mark.parametrize(

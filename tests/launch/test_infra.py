@@ -24,7 +24,7 @@ def terraform(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedP
     # A user's own CLI configuration must not decide a test.
     environment = {**os.environ, "TF_CLI_CONFIG_FILE": os.devnull, "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1"}
     environment |= {f"TF_VAR_{name}": value for name, value in variables.items()}
-    return subprocess.run([program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def parsed(module: str) -> dict[str, list[Any]]:

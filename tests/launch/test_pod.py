@@ -105,7 +105,7 @@ def test_the_pods_command_trains_in_two_processes(kind: str, tmp_path: Path) -> 
                 command, cwd=tmp_path, env={**ENVIRONMENT, **values}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )
-    said = [pod.communicate(timeout=120)[0].decode() for pod in pods]
+    said = [pod.communicate(timeout=600)[0].decode() for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
     steps, _ = read_from(tmp_path / "data" / "runs" / "my-run" / "metrics.jsonl")
     assert [line["step"] for line in steps if "loss" in line] == [1, 2, 3, 4]

@@ -177,6 +177,44 @@ def test_ui_serves_one_run_or_a_folder_and_ends_with_its_parent(runs: Path) -> N
         assert server.wait(20) == 0
 
 
+@pytest.mark.slow
+def test_train_with_ui_prints_a_link_to_a_page_that_ends_with_the_run(tmp_path: Path) -> None:
+    words = [
+        "model.layers=1", "model.hidden=32", "model.heads=4", "model.vocab=128", "model.seq_len=16", "data=synthetic",
+        "global_batch=4", "microbatch=4", "max_duration=1000000ba", "compute.device=cpu", "compute.threads=1",
+        "schedule.warmup=2ba", "observe.metrics_port=0", "name=tiny", "runs_dir=runs", "--procs", "1", "--ui",
+    ]  # fmt: skip
+    call = [sys.executable, "-m", "keepstep", "train", *words]
+    with subprocess.Popen(call, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as train:
+        assert train.stderr
+        link = next(line for line in train.stderr if line.startswith("live page: ")).split()[2]
+        assert link.endswith("#run=tiny")
+        page = link.partition("#")[0]
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with urllib.request.urlopen(page + "api/runs", timeout=20) as answer:
+                if any(row["name"] == "tiny" and row["step"] > 5 for row in json.load(answer)["runs"]):
+                    break
+            time.sleep(0.5)
+        else:
+            pytest.fail("no step was seen on the page")
+        train.terminate()
+        train.stderr.read()
+        assert train.wait(60) == 75, "saved and stopped on request"
+    end = time.monotonic() + 30
+    while answers(page):
+        assert time.monotonic() < end, "the page outlived the run"
+        time.sleep(0.3)
+
+
+def answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def commands_in_the_docs() -> list[str]:
     text = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -24,7 +24,7 @@ from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch
 from keepstep.parallel.mesh import Grid, build_grid
 from keepstep.parallel.world import joined_world
-from keepstep.train.run import build_step, check_layout
+from keepstep.train.build import build_learner, check_layout
 
 STEPS = 10
 
@@ -63,7 +63,7 @@ def fingerprints(tensors: dict[str, Any]) -> dict[str, str]:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     config = load_config(None, case["words"]).config
     grid = build_grid(check_layout(config, dist.get_world_size()), "cpu")
-    built = build_step(config, grid, torch.device("cpu"))
+    built = build_learner(config, grid, torch.device("cpu"))
     packed = case.get("packed", False)
     weights = dict(built.model.named_parameters())
     state = {"model": weights, "optimizer": built.optimizers.state()}

@@ -17,6 +17,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $merged := deepCopy (index $profiles "elastic") -}}
 {{- if ne $v.environment.profile "none" }}{{ $merged = mergeOverwrite $merged (index $profiles $v.environment.profile) }}{{ end -}}
 {{- if eq (int $v.training.useSharp) 1 }}{{ $merged = mergeOverwrite $merged (index $profiles "sharp") }}{{ end -}}
+{{- /* The launcher gives up on its workers before Kubernetes gives up on the launcher. */ -}}
+{{- $grace := int $v.terminationGracePeriodSeconds -}}
+{{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (max (sub $grace 60) (div $grace 2) | toString) -}}
 {{- $merged = mergeOverwrite $merged $v.environment.variables -}}
 {{- $env := list -}}
 {{- range $name, $value := $merged }}{{ $env = append $env (dict "name" $name "value" (include "training.scalar" $value | replace "$" "$$")) }}{{ end -}}

@@ -30,16 +30,17 @@
 {{- if eq $v.model.size "custom" -}}
   {{- /* The GPT-3 family's other fields (positions, biases, vocabulary) with a shape of one's own. */ -}}
   {{- $words = append $words "model=gpt3-125m" -}}
-  {{- $keys := dict "numLayers" "model.layers" "hiddenSize" "model.hidden" "numAttentionHeads" "model.heads" "seqLength" "model.seq_len" "tensorModelParallelSize" "parallel.tensor" -}}
+  {{- $keys := dict "numLayers" "model.layers" "hiddenSize" "model.hidden" "numAttentionHeads" "model.heads" "seqLength" "model.seq_len" "tensorModelParallelSize" "parallel.tensor" "pipelineModelParallelSize" "parallel.pipeline" -}}
   {{- range $name, $key := $keys -}}
     {{- $value := index $v.model.custom $name -}}
     {{- if not (kindIs "invalid" $value) }}{{ $words = append $words (printf "%s=%d" $key (int64 $value)) }}{{ end -}}
   {{- end -}}
   {{- with $v.model.custom.seqLength }}{{ $words = append $words (printf "model.max_positions=%d" (int64 .)) }}{{ end -}}
 {{- else if $v.model.size -}}
-  {{- /* Full sharding over the remaining GPUs takes the place of Megatron's pipeline stages. */ -}}
-  {{- $tensor := dict "175b" 8 "30b" 4 "13b" 2 "1.3b" 1 "857m" 1 "375m" 1 "125m" 1 -}}
-  {{- $words = concat $words (list (printf "model=gpt3-%s" $v.model.size) (printf "parallel.tensor=%d" (index $tensor $v.model.size | int64))) -}}
+  {{- /* Tensor and pipeline degrees that these models were published with. */ -}}
+  {{- $degrees := dict "175b" (list 8 16) "30b" (list 4 8) "13b" (list 2 4) "1.3b" (list 1 2) "857m" (list 1 1) "375m" (list 1 1) "125m" (list 1 1) -}}
+  {{- $degree := index $degrees $v.model.size -}}
+  {{- $words = concat $words (list (printf "model=gpt3-%s" $v.model.size) (printf "parallel.tensor=%d" (index $degree 0 | int64)) (printf "parallel.pipeline=%d" (index $degree 1 | int64))) -}}
 {{- end -}}
 {{- if $v.model.size -}}
   {{- /* Megatron's training defaults for these models; values and overrides below win. */ -}}

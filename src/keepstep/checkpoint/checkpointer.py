@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -11,45 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from keepstep.checkpoint import commit, parity
+from keepstep.checkpoint import commit
 from keepstep.checkpoint.background import WriterProcess
 from keepstep.checkpoint.commit import Attempt
+from keepstep.checkpoint.finding import Finder, LoadedStep
 from keepstep.checkpoint.hashing import best_algorithm
 from keepstep.checkpoint.layout import RANK_KEY, Holding, holding, settle_owners, split_state
 from keepstep.checkpoint.manifest import Marker, StepFolder
 from keepstep.checkpoint.nearby import Nearby
-from keepstep.checkpoint.restore import restore
-from keepstep.checkpoint.retention import Rules, reading
+from keepstep.checkpoint.retention import Rules
 from keepstep.checkpoint.shards import PieceSpec, lay_out
 from keepstep.checkpoint.snapshot import Snapshot
 from keepstep.checkpoint.store import Store, open_store
+from keepstep.checkpoint.together import Together
 from keepstep.checkpoint.writer import Job, Publication
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
-from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_bytes
 
 SPARE_BYTES = 16 * 1024 * 1024
 """Left over for manifests when a save is weighed against the free space."""
 VISIBLE_DELAY_S = 0.05
-
-
-@dataclass(frozen=True)
-class LoadedStep:
-    """What a load gave back beside the tensors it filled."""
-
-    step: int
-    where: StepFolder
-    folder: str
-    """The step's folder, written out."""
-    values: dict[str, Any]
-    metadata: Mapping[str, Any]
-    world_size: int
-    """Processes that saved it."""
-    bytes_read: int
-    """What this process read."""
+CLOSE_TIMEOUT_S = 120.0
+"""How long `close` lets a save go on; after that the writer gives the other ranks half a minute more."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +49,8 @@ class Checkpointer:
     """Saves a run's state so that it cannot be lost, and finds it again.
 
     Every process makes one with the same arguments, after the process group if there is one. All methods but `load`,
-    `before_update`, `poll` and `prepare` are collective. `on_event(kind, facts)` is only called from inside these
-    methods: `checkpoint_started`, `checkpoint_committed`, and `warning` with a `reason` and a `message`.
+    `before_update`, `poll`, `prepare` and `close` are collective. `on_event(kind, facts)` is only called from inside
+    them: `checkpoint_started`, `checkpoint_committed`, and `warning` with a `reason` and a `message`.
     """
 
     def __init__(
@@ -80,22 +64,16 @@ class Checkpointer:
         self._store: Store = open_store(folder)
         self._on_event = on_event
         self._last: tuple[int, float] | None = None
-        self._group: dist.ProcessGroup | None = None
         self._snapshot: Snapshot | None = None
         self._writer: WriterProcess | None = None
         self._plan: _Plan | None = None
         self._sequence: int | None = None
         self._flying: Attempt | None = None
         self._report: dict[str, Any] | None = None
-        self._nearby: Nearby | None = None
-        self.rank, self.world_size = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            if self.world_size > 1:
-                # A group of our own: small CPU messages that never queue behind the training's collectives.
-                self._group = dist.new_group(backend="gloo")
-                if config.format == "local":
-                    self._nearby = Nearby(self._store, self._group, self._gather)
+        self._together = Together()
+        self.rank, self.world_size = self._together.rank, self._together.world_size
+        self._nearby = Nearby(self._store, self._together) if config.format == "local" and self.world_size > 1 else None
+        self._finder = Finder(self._store, config, self._together, self._nearby, self._warn)
 
     @property
     def last_committed(self) -> tuple[int, float] | None:
@@ -147,9 +125,17 @@ class Checkpointer:
         self._settle()
 
     def close(self) -> None:
-        """Wait, then let go of the writer and the memory."""
-        self._settle()
+        """Let the save under way end, then let go of the writer and the memory.
+
+        Not collective: a run that breaks closes too, and its other processes may be gone. A healthy run calls `wait`
+        first: with node-local checkpoints other nodes' copies need this writer until the commit.
+        """
         if self._writer is not None:
+            if self._flying is not None and self._report is None:
+                assert self._snapshot is not None
+                self._snapshot.join()
+                self._take_report(self._writer.report(CLOSE_TIMEOUT_S))
+            self._flying, self._report = None, None
             self._writer.close()
             self._writer = None
         if self._snapshot is not None:
@@ -165,11 +151,11 @@ class Checkpointer:
             holdings = _gathered(holdings, tensors, self.rank)
         layout = [(held.name, held.dtype, held.shape, held.box) for held in holdings]
         known = self._plan is not None and self._plan.layout == layout
-        proposals = self._gather((known, self._propose(step) if self.rank == 0 else None))
+        proposals = self._together.gather((known, self._propose(step) if self.rank == 0 else None))
         if not all(same for same, _ in proposals):
-            owned = settle_owners(holdings, self.rank, self.world_size, self._group)
+            owned = settle_owners(holdings, self.rank, self.world_size, self._together.group)
             self._plan = _Plan(layout, *lay_out([(held.name, held.dtype, held.shape, held.box) for held in owned]))
-            self._total_bytes = sum(self._gather(self._plan.size_bytes))
+            self._total_bytes = sum(self._together.gather(self._plan.size_bytes))
         plan = self._plan
         assert plan is not None
         attempt, free_bytes, failure = proposals[0][1]
@@ -192,7 +178,7 @@ class Checkpointer:
             holds={held.name: (held.dtype, held.shape) for held in holdings},
             rank_values=rank_values,
             publication=publication,
-            threads=self._threads(share=2),
+            threads=self._together.threads(share=2),
             peers=self._nearby.peers(self._place, writer) if self._nearby is not None else None,
         )
         self._flying, self._report = attempt, None
@@ -260,14 +246,14 @@ class Checkpointer:
             self.poll()
         elif self._report is None:
             self._take_report(self._writer.report(None))
-        reports = self._gather(self._report)
+        reports = self._together.gather(self._report)
         if reports[0] is None:
             # A rank whose writer died leaves no part file: without this the commit would wait for it for half an hour.
             if self.rank == 0:
                 if any(report and report["kind"] == "failed" for report in reports):
                     self._writer.abort(attempt.token)
                 self._take_report(self._writer.report(None))
-            reports[0] = self._share(self._report)
+            reports[0] = self._together.share(self._report)
         self._flying, self._report = None, None
         waited_s = time.monotonic() - began
         if before is not None and waited_s > VISIBLE_DELAY_S and self.rank == 0:
@@ -301,8 +287,7 @@ class Checkpointer:
 
     def find(self) -> StepFolder | None:
         """The newest committed step, or the one that `resume_from` names; None when there is none."""
-        steps = self._candidates()
-        return steps[0] if steps else None
+        return self._finder.find()
 
     def load(self, where: StepFolder, into: dict[str, Any], strict: bool = True) -> dict[str, Any]:
         """Fill the tensors of `into` in place and return the plain values; CheckpointError names what is damaged.
@@ -310,129 +295,18 @@ class Checkpointer:
         Whole sections (top-level keys) may be left out of `into`; without `strict`, single tensors as well. What lies
         below the key `rank` is filled if a process of this number saved it.
         """
-        return self._load(where, into, strict).values
+        return self._finder.load(where, into, strict)
 
     def load_newest(self, into: dict[str, Any], strict: bool = True) -> LoadedStep | None:
         """Load the newest whole step, repairing it or falling back past it if it is damaged, with an event for each.
 
         None when there is no step at all; when there are steps but none is whole this raises: starting over in
-        silence would lose the run.
+        silence would lose the run. So does a state that does not fit the step.
         """
-        elsewhere = frozenset().union(*self._gather(set(split_state(into)[0])))
-        problem: CheckpointError | None = None
-        for where in self._candidates():
-            loaded, problem = self._try_load(where, into, strict, elsewhere)
-            if problem is not None and self._mended(where):
-                loaded, problem = self._try_load(where, into, strict, elsewhere)
-            if loaded is not None:
-                self._last = (loaded.step, where.marker.time)
-                return loaded
-            assert problem is not None
-            self._warn("checkpoint_damaged", problem.message, step=where.step)
-        if problem is not None:
-            raise CheckpointError(
-                f"no checkpoint in {self._store.locate()} can be loaded; the last problem: {problem.message}",
-                problem.hint,
-            )
-        return None
-
-    def _try_load(
-        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str]
-    ) -> tuple[LoadedStep | None, CheckpointError | None]:
-        """Load on every rank; when one fails, all have failed."""
-        loaded, own = None, None
-        try:
-            if self._nearby is not None and self._store_of(where) is self._store:
-                self._nearby.bring(where, into)
-            loaded = self._load(where, into, strict, elsewhere)
-        except CheckpointError as error:
-            own = error
-        failures = [failure for failure in self._gather((own.message, own.hint) if own else None) if failure]
-        return (None, CheckpointError(*failures[0])) if failures else (loaded, None)
-
-    def _mended(self, where: StepFolder) -> bool:
-        """Rebuild a damaged step from its parity or its replicas; whether that is worth another try."""
-        if self._nearby is not None and self._store_of(where) is self._store:
-            dropped = self._nearby.drop_damaged(where)
-            if dropped:
-                self._warn("checkpoint_repaired", f"{where.name}: fetching {', '.join(dropped)} anew", step=where.step)
-            return bool(dropped)
-        rebuilt: list[str] = []
-        if self.rank == 0:
-            try:
-                _, rebuilt = parity.mend(self._store_of(where), where)
-            except (OSError, CheckpointError):
-                rebuilt = []
-        rebuilt = self._share(rebuilt)
-        if rebuilt:
-            self._warn(
-                "checkpoint_repaired", f"{where.name}: rebuilt {', '.join(rebuilt)} from parity", step=where.step
-            )
-        return bool(rebuilt)
-
-    def _load(
-        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str] = frozenset()
-    ) -> LoadedStep:
-        store = self._store_of(where)
-        with reading(store, where.name):
-            manifest = commit.read_manifest(store, where)
-            threads = self._threads(share=1)
-            values, bytes_read = restore(
-                store, where.name, manifest, into, self.rank, self.world_size, strict, threads, elsewhere
-            )
-        folder = store.locate(where.name)
-        return LoadedStep(manifest.step, where, folder, values, manifest.metadata, manifest.world_size, bytes_read)
-
-    def _resume_place(self) -> tuple[str, str] | None:
-        parent, _, name = self._config.resume_from.rstrip("/").rpartition("/")
-        return (parent or ".", name) if name else None
-
-    def _store_of(self, where: StepFolder) -> Store:
-        place = self._resume_place()
-        if place is not None and place[1] == where.name:
-            return open_store(place[0])
-        return self._store
-
-    def _candidates(self) -> list[StepFolder]:
-        """The steps to try, best first; rank 0 looks, and what it sees or fails with holds for all."""
-        if self._nearby is not None and self._resume_place() is None:
-            return self._nearby.steps()
-        steps: list[StepFolder] = []
-        failure: str | None = None
-        if self.rank == 0:
-            try:
-                steps = self._look()
-            except CheckpointError as error:
-                failure = error.message
-        steps, failure = self._share((steps, failure))
-        if failure is not None:
-            raise CheckpointError(failure)
-        return steps
-
-    def _look(self) -> list[StepFolder]:
-        place = self._resume_place()
-        if place is None:
-            damages: list[CheckpointError] = []
-            steps = commit.committed_steps(self._store, damages.append)
-            for error in damages:
-                self._warn("checkpoint_damaged", error.message)
-            if damages and not steps:
-                raise damages[0]
-            return steps
-        try:
-            return [commit.read_step(open_store(place[0]), place[1])]
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"checkpoint.resume_from is {self._config.resume_from}, and there is no committed step"
-            ) from error
-
-    # ---------------------------------------------------------------- talking
-
-    def _threads(self, share: int) -> int:
-        """Threads for hashing: this rank's cores when it loads, half of them beside a step; over 16 gain nothing."""
-        ranks = from_environment()
-        neighbours = ranks.local_world_size if ranks.launched else self.world_size
-        return min(16, max(1, (os.cpu_count() or 1) // neighbours // share))
+        loaded = self._finder.load_newest(into, strict)
+        if loaded is not None:
+            self._last = (loaded.step, loaded.where.marker.time)
+        return loaded
 
     def _event(self, kind: str, facts: dict[str, Any]) -> None:
         if self._on_event is not None:
@@ -440,22 +314,6 @@ class Checkpointer:
 
     def _warn(self, reason: str, message: str, **facts: Any) -> None:
         self._event("warning", {"reason": reason, "message": message, **facts})
-
-    def _share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Everyone's value, on every rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], rank: int) -> list[Holding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from keepstep.checkpoint.manifest import MARKER, Manifest, StepFolder, parse_fol
 from keepstep.checkpoint.peers import Peers, own_address
 from keepstep.checkpoint.restore import bytes_of, files_needed
 from keepstep.checkpoint.store import Store
+from keepstep.checkpoint.together import Together
 from keepstep.core.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -25,12 +26,12 @@ CHUNK_BYTES = 16 * 1024 * 1024
 class Nearby:
     """What the processes of one job know of each other's disks. All methods are collective."""
 
-    def __init__(self, store: Store, group: dist.ProcessGroup, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, store: Store, together: Together) -> None:
         self._store = store
-        self._group = group
-        self._gather = gather
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._nodes: list[str] = gather(f"{socket.gethostname()}:{store.locate()}")
+        self._group = together.group
+        self._gather = together.gather
+        self._rank, self._world_size = together.rank, together.world_size
+        self._nodes: list[str] = together.gather(f"{socket.gethostname()}:{store.locate()}")
         self._peers: Peers | None = None
 
     @property

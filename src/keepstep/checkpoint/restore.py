@@ -23,6 +23,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy().data)
 
 
+class StateMismatchError(CheckpointError):
+    """A checkpoint is whole, but it is not one of this state."""
+
+
 def match_names(
     manifest: Manifest,
     into: Mapping[str, Any],
@@ -41,13 +45,13 @@ def match_names(
         n for n in manifest.tensors if n not in wanted and n not in elsewhere and n.startswith(tuple(sections))
     )
     if unread and strict:
-        raise CheckpointError(
+        raise StateMismatchError(
             f"{where} holds the tensor {unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
             + ", which this run has no place for", "is this the checkpoint of another model?",
         )  # fmt: skip
     missing = sorted(set(wanted) - set(manifest.tensors))
     if missing and strict:
-        raise CheckpointError(
+        raise StateMismatchError(
             f"{where} does not hold the tensor {missing[0]}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
             "is this the checkpoint of another model?",
@@ -55,7 +59,7 @@ def match_names(
     for name, held in wanted.items():
         entry = manifest.tensors.get(name)
         if entry is not None and (entry.dtype, entry.shape) != (held.dtype, held.shape):
-            raise CheckpointError(
+            raise StateMismatchError(
                 f"{where}: tensor {name} is {entry.dtype} {list(entry.shape)}, "
                 f"this run needs {held.dtype} {list(held.shape)}"
             )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepstep.cli import data_look, data_stages
+from keepstep.cli import data_chat, data_look, data_stages
 from keepstep.cli.data_common import add_action, parse_share, print_build, size
 from keepstep.core.errors import EXIT_DATA, EXIT_DONE, UsageError
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_merge(actions)
     data_look.add_actions(actions)
     data_stages.add_actions(actions)
+    data_chat.add_actions(actions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +56,9 @@ def _add_build(actions: Any) -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes on this machine; default: one a core")
     parser.add_argument("--task", default="0/1", metavar="I/N", help="do only this share of the tasks (arrays of jobs)")
     parser.add_argument("--task-bytes", type=size, default=0, help="input in one task, for example 64MiB")
+    parser.add_argument(
+        "--task-per-file", action="store_true", help="each input file is one task, and one .bin/.idx pair"
+    )
     parser.add_argument("--max-document", type=size, default=1 << 26, help="larger documents are rejected")
     parser.add_argument("--max-reject-share", type=float, default=0.01, help="stop above this share of bad records")
     parser.add_argument("--json", action="store_true", help="facts as JSON")
@@ -84,6 +88,7 @@ def build(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         limit=limit,
         task_bytes=args.task_bytes,
+        task_per_file=args.task_per_file,
         max_reject_share=args.max_reject_share,
     )
     workers = args.workers or len(os.sched_getaffinity(0))

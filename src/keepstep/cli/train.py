@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train: as one of several processes where a launcher started us, else by starting them."""
     path, overrides = split_words(args.words)
-    config = load_config(path, overrides).config
+    config = load_run(path, overrides)
     ranks = from_environment()
     if ranks.launched:
         return _train_as_one_of(ranks, config)
@@ -61,6 +61,16 @@ def run(args: argparse.Namespace) -> int:
     if code == 0:
         print(f"done: {config.runs_dir}/{config.name}")
     return code
+
+
+def load_run(path: Path | None, overrides: list[str]) -> RunConfig:
+    """The configuration; with the shape of the weights where it starts from some."""
+    loaded = load_config(path, overrides)
+    if not loaded.config.finetune.start_from:
+        return loaded.config
+    from keepstep.train.start import adopt_start
+
+    return adopt_start(loaded)
 
 
 def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:

@@ -33,6 +33,7 @@ ABOVE_ZERO = frozenset({
     "model.rotary_base", "model.norm_eps", "model.alibi_bias_max", "model.init_std",
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
     "parallel.tensor", "parallel.pipeline", "parallel.context", "evaluate.batches", "observe.log_interval",
+    "chat.generated_rows", "lora.alpha",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -42,7 +43,8 @@ ZERO_OR_MORE = frozenset({
     "data.prefetch", "data.shuffle_window", "data.gpt_samples", "data.stride",
     "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "parallel.stages", "compute.loss_chunks", "compute.threads",
-    "evaluate.interval", "checkpoint.interval", "checkpoint.keep",
+    "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune",
+    "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best",
     "observe.rank_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
@@ -54,6 +56,7 @@ _BELOW_ONE = (lambda number: 0 <= number < 1, "must be at least 0 and below 1")
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model.dropout": _BELOW_ONE,
     "data.valid_share": _BELOW_ONE,
+    "lora.dropout": _BELOW_ONE,
     "data.test_share": _BELOW_ONE,
     "data.cache_limit": (lambda size: size.bytes >= 1 << 20, "must be at least 1MiB"),
     "optimizer.betas": (
@@ -230,8 +233,19 @@ def _weights_only_from_somewhere(config: RunConfig) -> Found:
     return "only means something with checkpoint.resume_from, which is empty", "name a step folder to start from"
 
 
+_LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def _adapters_have_a_place(config: RunConfig) -> Found:
+    unknown = [name for name in config.lora.targets if name not in _LORA_TARGETS]
+    if config.lora.targets and not unknown:
+        return None
+    return f"must name some of {', '.join(_LORA_TARGETS)}", "lora.targets=[q, v] is the smallest usual choice"
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("name",), _name_is_a_folder),
+    (("lora.targets",), _adapters_have_a_place),
     (("model.hidden", "model.heads", "model.head_dim"), _heads_divide_hidden),
     (("model.kv_heads", "model.heads"), _kv_heads_divide_heads),
     (("model.positions", "model.hidden", "model.heads", "model.head_dim"), _rotary_halves_heads),

@@ -107,8 +107,9 @@ class DataConfig:
 
     path: str = "demo"
     """Training data: a folder or prefix that `keepstep data build` wrote, here or at an s3://, az://, gs:// or https://
-    address; raw .jsonl, .parquet or .txt files, tokenised at first use; `demo` is the text of this machine's Python
-    standard library, prepared at first use; `synthetic` makes tokens up, for benchmarks."""
+    address; raw .jsonl, .parquet or .txt files, tokenised at first use; conversations in .jsonl, .json or .parquet,
+    rendered at first use; `toolcalls` generates conversations that call tools; `demo` is the text of this machine's
+    Python standard library; `synthetic` makes tokens up, for benchmarks."""
     blend: Mapping[str, float] = field(default_factory=dict)
     """Several data sets and their weights, for example `{web: 0.7, code: 0.3}`; takes the place of `path`."""
     valid_path: str = ""
@@ -148,6 +149,47 @@ class DataConfig:
     """Most bytes of remote files kept on a node."""
     prefetch: int = 4
     """Micro batches read ahead of the step that needs them."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Conversations: how they become tokens, and which of these carry a loss. Read where `data.path` names some."""
+
+    format: Literal["auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"] = "auto"
+    """How rows are written; auto tells it from each row's keys."""
+    template: str = ""
+    """Path of a jinja2 chat template; empty takes the tokenizer's own, or a built-in one (ChatML, Hermes calls)."""
+    loss_on: Literal["assistant", "tool_calls"] = "assistant"
+    """Learn everything the assistant says, or only its turns that call a tool."""
+    packing: bool = True
+    """Put several conversations into one row; none sees another."""
+    generated_rows: int = 12000
+    """`data.path: toolcalls`: conversations to generate."""
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """Start from weights that are there instead of random ones."""
+
+    start_from: str = ""
+    """A run's folder, or a folder with a Hugging Face config.json and safetensors. The model's shape follows from
+    it; give `model` fields only to change what may change (seq_len, dropout)."""
+    neftune: float = 0.0
+    """NEFTune: noise on the input embeddings while training, this over √(tokens × hidden); 5 is usual, 0 is off."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: the weights themselves stay as they are, and checkpoints hold the adapters only."""
+
+    rank: int = 0
+    """Width of the adapters; 0 trains all weights instead."""
+    alpha: float = 16.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on what goes into the adapters."""
+    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    """Projections that get an adapter: any of q, k, v, o, gate, up, down."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +299,10 @@ class EvaluateConfig:
     """Global batches of validation data each time."""
     at_end: bool = True
     """Evaluate after the last step."""
+    keep_best: bool = False
+    """Keep the weights with the lowest validation loss as `best` in the run's folder."""
+    patience: int = 0
+    """Stop after this many evaluations in a row without a lower validation loss; 0 never does."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +324,7 @@ class CheckpointConfig:
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
     asynchronous: bool = True
-    """Write behind training: a step waits only for a copy in memory that it has not overtaken; off waits for the disk."""
+    """Write behind training: a step waits only for a copy in memory that it has not overtaken. Off waits for disk."""
     format: Literal["sharded", "full", "local"] = "sharded"
     """sharded: each process writes its own share at the same time. full: one file with whole tensors, gathered first.
     local: shares on each node's own disk, with a copy on the next node. All load at any number of processes."""
@@ -352,6 +398,9 @@ class RunConfig:
     """Free values that `${variables.name}` refers to."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

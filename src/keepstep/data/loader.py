@@ -110,6 +110,8 @@ def _joined(parts: list[NDArray[np.int64] | None], back: NDArray[np.int64]) -> N
 def to_batch(rows: Rows, first_sample: int) -> Batch:
     """Shift rows into inputs and targets; no target is padding or, with document numbers, in the next document."""
     inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
+    if rows.loss is not None:
+        targets = np.where(rows.loss[:, 1:], targets, NO_LOSS)
     if rows.filled is not None:
         padding = np.arange(1, rows.tokens.shape[1]) >= rows.filled[:, None]
         targets = np.where(padding, NO_LOSS, targets)

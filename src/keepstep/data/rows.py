@@ -30,6 +30,8 @@ class Rows:
     """Number of the document each token belongs to, counted inside the row; None when nobody asked."""
     filled: NDArray[np.int64] | None = None
     """Tokens of each row that are text and not padding; None when all are."""
+    loss: NDArray[np.bool_] | None = None
+    """Tokens that may be learnt; None when all of them are."""
 
 
 def check_vocab(tokens: NDArray[np.int64], vocab: int, name: str) -> None:

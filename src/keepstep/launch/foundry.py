@@ -23,6 +23,7 @@ _SAME: Mapping[str, str] = {
     "save_folder": "checkpoint.folder",
     "save_interval": "checkpoint.interval",
     "scheduler.t_warmup": "schedule.warmup",
+    "variables.data_local": "data.cache_dir",
     "variables.max_seq_len": "model.seq_len",
     "variables.run_name": "name",
     "variables.tokenizer_name": "data.tokenizer",
@@ -39,8 +40,8 @@ _VALUES: Mapping[tuple[str, str], str] = {
     ("fsdp_config.activation_checkpointing", "false"): "compute.recompute=none",
 }
 
-# Every checkpoint is written in shards and loads at any number of processes, and data is read where it lies.
-_NEEDLESS = frozenset({"fsdp_config.state_dict_type", "variables.data_local"})
+# Every checkpoint is written in shards and loads at any number of processes.
+_NEEDLESS = frozenset({"fsdp_config.state_dict_type"})
 _SPLITS = {"train_loader.dataset.split": "train", "eval_loader.dataset.split": "val"}
 
 

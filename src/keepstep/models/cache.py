@@ -14,11 +14,13 @@ class KeyValueCache:
     """Room for `capacity` tokens a row in every block; `model(tokens, cache=cache)` fills it and moves on.
 
     Memory is taken at a block's first tokens, in the shape, precision and device the block uses, so that one cache
-    serves plain, sharded and half-precision models alike. All rows hold the same number of tokens.
+    serves plain, sharded and half-precision models alike. All rows hold the same number of tokens: shorter prompts are
+    padded on the left, and `padding_b` says by how much, so that nothing attends to padding and positions start at 0.
     """
 
-    def __init__(self, layers: int, capacity: int) -> None:
+    def __init__(self, layers: int, capacity: int, padding_b: Tensor | None = None) -> None:
         self.capacity = capacity
+        self.padding_b = padding_b
         self.length = 0
         """Tokens held: where the next one goes."""
         self._keys: list[Tensor | None] = [None] * layers

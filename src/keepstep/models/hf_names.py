@@ -33,18 +33,22 @@ class Rule:
 
 def from_hf(tensors: Tensors, config: ModelConfig, family: Family) -> dict[str, Tensor]:
     """Our state dict from theirs. A tensor that is missing, or left over, is an error: nothing is dropped silently."""
-    ours, used = {}, set()
+    return dict(import_parameters(tensors, config, family))
+
+
+def import_parameters(tensors: Tensors, config: ModelConfig, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Our parameters one at a time, each made when it is asked for: `tensors` may read from disk on demand."""
+    used = set()
     for rule in rules(config, family):
         names = [_find(tensors, name) for name in rule.theirs]
-        ours[rule.ours] = rule.pack(*(tensors[name] for name in names))
         used.update(names)
+        yield rule.ours, rule.pack(*(tensors[name] for name in names))
     leftover = sorted(name for name in tensors if name not in used and not _is_derived(name, config))
     if leftover:
         raise CheckpointError(
             f"{len(leftover)} tensors have no place in this model: {', '.join(leftover[:5])}",
             "does config.json belong to these weights?",
         )
-    return ours
 
 
 def to_hf(state: Tensors, config: ModelConfig, family: Family) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def init_weights(model: Transformer, seed: int) -> None:
     """Fill every parameter of a model that is on its device, sharded or not: matrices random, norms 1, biases 0."""
     for name, parameter in model.named_parameters():
         whole = _whole_tensor(name, parameter, model.config, seed)
-        _keep_shard(parameter, whole)
+        keep_shard(parameter, whole)
 
 
 def init_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
@@ -50,7 +50,8 @@ def _whole_tensor(name: str, parameter: nn.Parameter, config: ModelConfig, seed:
     return whole.normal_(0.0, init_std(name, parameter.shape, config), generator=generator)
 
 
-def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
+def keep_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this process's part of a whole tensor, which every process has, into a parameter."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

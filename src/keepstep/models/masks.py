@@ -47,14 +47,20 @@ def make_context(
     Their number comes from the positions: under sequence parallelism `x_btd` holds a part of the row only.
     """
     tokens = positions_bt.shape[1]
-    mask = attention_mask(config, x_btd, tokens, documents_bt, cache.length if cache else 0)
+    past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)
+    mask = attention_mask(config, x_btd, tokens, documents_bt, past, padding_b)
     rotary = rotary_tables(config, positions_bt) if config.positions == "rotary" else None
     one_query = cache is not None and cache.length > 0 and tokens == 1
     return Context(mask, mask is None and not one_query, rotary, cache)
 
 
 def attention_mask(
-    config: ModelConfig, x_btd: Tensor, tokens: int, documents_bt: Tensor | None, past: int
+    config: ModelConfig,
+    x_btd: Tensor,
+    tokens: int,
+    documents_bt: Tensor | None,
+    past: int,
+    padding_b: Tensor | None = None,
 ) -> Tensor | None:
     """None where plain causal attention says it all (the fast kernels need no mask then).
 
@@ -65,7 +71,7 @@ def attention_mask(
     windowed = 0 < config.sliding_window < past + tokens
     alibi = config.positions == "alibi"
     catching_up = past > 0 and tokens > 1
-    if documents_bt is None and not (windowed or alibi or catching_up):
+    if documents_bt is None and padding_b is None and not (windowed or alibi or catching_up):
         return None
     query_t = torch.arange(past, past + tokens, device=x_btd.device)
     key_s = torch.arange(past + tokens, device=x_btd.device)
@@ -75,6 +81,9 @@ def attention_mask(
         allowed = allowed & (distance_ts < config.sliding_window)
     if documents_bt is not None:
         allowed = allowed & (documents_bt[:, None, :, None] == documents_bt[:, None, None, :])
+    if padding_b is not None:
+        # Padding attends to itself: a query that may attend to nothing would turn into NaN and spread.
+        allowed = (allowed & (key_s >= padding_b[:, None, None, None])) | (distance_ts == 0)
     if not alibi:
         return allowed
     slopes_n = alibi_slopes(config.heads, config.alibi_bias_max, x_btd.device)

@@ -34,10 +34,12 @@ class GatedMLP(nn.Module):
         self.block_width = config.ffn_size // gate_blocks(config)
         self.gate_up = make_linear(config.linear, config.hidden, 2 * config.ffn_size, config.bias)
         self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
+        self.joined = True
+        """Whether one kernel may span both products; tensor parallelism works between them and says no."""
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual."""
-        if isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
+        if self.joined and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
             return fp8_gated(x_btd, self.gate_up, self.down, self.block_width)
         fused = self.gate_up(x_btd)
         # Torch's own operators are as fast on a CPU, and can be differentiated twice.

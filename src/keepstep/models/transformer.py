@@ -86,6 +86,8 @@ class Transformer(nn.Module):
                 if documents_bt is None
                 else document_positions(documents_bt)
             )
+            if cache is not None and cache.padding_b is not None:
+                positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
         x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
         context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache)
         for block in self.blocks.values():

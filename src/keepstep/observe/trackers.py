@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from keepstep.core.files import write_atomic
 from keepstep.observe.folder import Record, RunFolder, number
 
 _NOT_LOGGED = frozenset({"step", "time", "sources"})
@@ -58,17 +58,20 @@ class MlflowSink:
         import mlflow
 
         self._client: Any = mlflow.MlflowClient()
-        self._id = self._same_run(folder.root / "mlflow_run_id", experiment, folder.name)
-        for key, value in config.items():
-            self._client.log_param(self._id, key, str(value)[:500])
-
-    def _same_run(self, kept: Path, experiment: str, name: str) -> str:
+        kept = folder.root / "mlflow_run_id"
         if kept.is_file():
-            return kept.read_text().strip()
+            self._id = kept.read_text().strip()
+        else:
+            self._id = self._new_run(experiment, folder.name, config)
+            write_atomic(kept, self._id + "\n")
+
+    def _new_run(self, experiment: str, name: str, config: Mapping[str, Any]) -> str:
         found = self._client.get_experiment_by_name(experiment)
-        number_of = found.experiment_id if found else self._client.create_experiment(experiment)
-        made = str(self._client.create_run(number_of, run_name=name).info.run_id)
-        kept.write_text(made + "\n")
+        place = found.experiment_id if found else self._client.create_experiment(experiment)
+        made = str(self._client.create_run(place, run_name=name).info.run_id)
+        # Only now: MLflow refuses a parameter that changes, and a resumed run may well be longer than it was.
+        for key, value in config.items():
+            self._client.log_param(made, key, str(value)[:500])
         return made
 
     def write(self, stream: str, record: Record) -> None:

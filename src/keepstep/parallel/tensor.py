@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from keepstep.models.attention import Attention
-from keepstep.models.mlp import GatedMLP
+from keepstep.models.mlp import GatedMLP, PlainMLP
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.collectives import gather_parts, scatter_sums
 from keepstep.parallel.local import COLUMNS, ROWS, local_part, place_module, place_parameter
@@ -36,8 +36,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
     for block in model.blocks.values():
         assert isinstance(block, Block)
         _split_attention(block.attention, mesh)
-        mlp = block.mlp
-        _split_products(mlp, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, mlp.down, mesh)
+        _split_mlp(block.mlp, mesh)
         place_module(block.attention_norm, mesh)
         place_module(block.mlp_norm, mesh)
     if model.norm is not None:
@@ -52,6 +51,14 @@ def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
     for norm in (attention.query_norm, attention.key_norm):
         if norm is not None:
             place_module(norm, mesh)
+
+
+def _split_mlp(mlp: GatedMLP | PlainMLP, mesh: DeviceMesh) -> None:
+    if isinstance(mlp, GatedMLP):
+        mlp.joined = False
+        _split_products(mlp, mlp.gate_up, mlp.down, mesh)
+    else:
+        _split_products(mlp, mlp.up, mlp.down, mesh)
 
 
 def _split_products(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ from keepstep.config.check import accumulation_steps
 from keepstep.config.layout import Layout, check_microbatches, resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError
-from keepstep.models.init import init_weights
+from keepstep.models.neftune import add_embedding_noise
 from keepstep.models.size import peak_flops
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.apply import apply_parallel
@@ -21,6 +21,7 @@ from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.record import measured_peak_flops
 from keepstep.train.scaler import LossScaler
+from keepstep.train.start import fill_weights, prepare_adapters
 from keepstep.train.step import StepSettings, TrainStep
 
 
@@ -64,6 +65,8 @@ def spread_model(config: RunConfig, grid: Grid, device: torch.device) -> SpreadM
     linear = "fp8" if config.precision == "fp8" else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
+    if config.lora.rank:
+        prepare_adapters(model, config.lora, dtype)
     modes = recompute_modes(config, grid.layout, device)
     stages = apply_parallel(model, grid, config.parallel, config.compute, dtype if sharded else None, modes)
     return SpreadModel(model, stages, sharded)
@@ -75,7 +78,9 @@ def fill_learner(config: RunConfig, grid: Grid, device: torch.device, spread: Sp
     dtype = compute_dtype(config.precision, device)
     for stage in stages:
         stage.to_empty(device="cpu" if config.parallel.offload else device)
-    init_weights(model, config.seed)
+    fill_weights(model, config)
+    if config.finetune.neftune:
+        add_embedding_noise(model, config.finetune.neftune)
     optimizers = Optimizers(model, config.optimizer, None if sharded else MasterWeights(model))
     scaler = LossScaler(enabled=dtype == torch.float16)
     settings = StepSettings(
@@ -107,7 +112,8 @@ def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> 
     if device.type != "cuda":
         return ["none"] * config.model.layers
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return choose_modes(config.model, MemoryFacts(config.microbatch, layout.shard * layout.tensor, total_bytes))
+    state_ranks = layout.weight_shards * layout.tensor * layout.pipeline
+    return choose_modes(config.model, MemoryFacts(config.microbatch, state_ranks, total_bytes))
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

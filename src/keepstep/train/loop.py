@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 from keepstep.config.schema import RunConfig
@@ -33,9 +34,12 @@ class LoopParts:
     recorder: Recorder
     profiler: Profiler
     stop: StopFlag
-    save: Callable[[], None]
+    save: Callable[[bool], None]
+    """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
+    enough: Callable[[], bool] = lambda: False
+    """Asked after an evaluation: whether going on is of no use."""
 
 
 def run_loop(parts: LoopParts, config: RunConfig) -> None:
@@ -49,15 +53,18 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     while not clock.reached(config.max_duration):
         stop = steps.advance(share_at(clock.step))
         if save_due.due() or stop:
-            steps.pause_for(parts.save)
+            steps.pause_for(partial(parts.save, stop))
             saved_step = clock.step
         if stop:
             raise StopRequested(f"stopped on request after step {clock.step}, saved", "start the same command to go on")
         if evaluate_due.due():
             steps.pause_for(parts.evaluate)
             evaluated_step = clock.step
+            if parts.enough():
+                parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
+                break
     if config.checkpoint.at_end and saved_step != clock.step:
-        steps.pause_for(parts.save)
+        steps.pause_for(partial(parts.save, True))
     if config.evaluate.at_end and evaluated_step != clock.step:
         steps.pause_for(parts.evaluate)
     steps.drain()

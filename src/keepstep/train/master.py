@@ -47,10 +47,12 @@ class MasterWeights:
         self._low: dict[nn.Parameter, Tensor] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+                continue
             high, low = split(parameter.data)
             parameter.data = high
-            if parameter.requires_grad:
-                self._low[parameter] = low
+            self._low[parameter] = low
 
     def low(self, parameter: nn.Parameter) -> Tensor:
         """The lower half of one weight."""

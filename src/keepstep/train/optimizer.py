@@ -54,10 +54,15 @@ class Optimizers:
             parameter.grad = None
 
     def weights(self) -> dict[str, Tensor]:
-        """All trainable weights in fp32 by name: the live tensors, or copies in host memory where they are split."""
+        """All trainable weights in fp32 by name: the live tensors, or copies where they are kept split.
+
+        Copies stay on the device where it has room for them, so that a save can take them behind training.
+        """
         if self._masters is None:
             return {name: parameter for parameter, name in self._names.items()}
-        return {name: self._masters.read(parameter).cpu() for parameter, name in self._names.items()}
+        keep = has_room(4 * sum(parameter.numel() for parameter in self._names), next(iter(self._names)).device)
+        copies = {name: self._masters.read(parameter) for parameter, name in self._names.items()} if keep else {}
+        return copies or {name: self._masters.read(parameter).cpu() for parameter, name in self._names.items()}
 
     def adopt(self, weights: dict[str, Tensor]) -> None:
         """Take over what a checkpoint filled into `weights()`."""
@@ -74,6 +79,11 @@ class Optimizers:
             for part in self._parts:
                 if parameter in part.state:
                     yield parameter, part.state[parameter]
+
+
+def has_room(size_bytes: int, device: torch.device) -> bool:
+    """Whether a GPU can take this much more without being short; host memory always counts as roomy."""
+    return device.type != "cuda" or size_bytes < 0.8 * torch.cuda.mem_get_info(device)[0]
 
 
 def _build(

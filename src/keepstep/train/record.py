@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from keepstep.config.schema import ModelConfig, ObserveConfig
 from keepstep.evaluate.perplexity import PerplexityResult
-from keepstep.models.size import flops_per_token
+from keepstep.models.size import flops_per_token, matmul_parameters
 from keepstep.observe.progress import Progress, Snapshot
 from keepstep.observe.sinks import Sinks
 from keepstep.train.rank_look import RankLook
@@ -38,9 +38,18 @@ class Rates:
     peak_lr: float
 
     @classmethod
-    def of(cls, model: ModelConfig, tokens_per_step: int, peak_flops: float | None, peak_lr: float) -> Rates:
-        """Rates of one model on one machine."""
-        return cls(tokens_per_step, flops_per_token(model, model.seq_len), peak_flops, peak_lr)
+    def of(
+        cls,
+        model: ModelConfig,
+        tokens_per_step: int,
+        peak_flops: float | None,
+        peak_lr: float,
+        *,
+        frozen: bool = False,
+    ) -> Rates:
+        """Rates of one model on one machine. `frozen` weights need no gradients: a third of their work falls away."""
+        flops = flops_per_token(model, model.seq_len) - (2 * matmul_parameters(model) if frozen else 0)
+        return cls(tokens_per_step, flops, peak_flops, peak_lr)
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s over the peak of all devices; None where nobody knows the peak."""

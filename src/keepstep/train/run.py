@@ -20,6 +20,8 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
+from keepstep.data.chat_loader import build_chat_loaders, is_chat
+from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder
@@ -28,11 +30,13 @@ from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.record import Rates, Recorder
+from keepstep.train.start import BEST, TOKENIZER, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.validate import ValidationRows, validate
 
@@ -52,6 +56,18 @@ def train(config: RunConfig) -> None:
         _Run(config, world, layout, folder).go(stop)
 
 
+def open_data(config: RunConfig) -> Loaders:
+    """The run's rows: a stream of tokens, or conversations with a loss on what the assistant says."""
+    data, cache_dir = config.data, Path(config.runs_dir) / ".data"
+    if not is_chat(data, config.chat):
+        return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
+    start = config.finetune.start_from
+    tokenizer = find_tokenizer(Path(start)) if start else None
+    return build_chat_loaders(
+        data, config.chat, config.model.seq_len, config.model.vocab, config.seed, cache_dir, tokenizer
+    )
+
+
 class _Run:
     """The parts of one run and the few actions that join several of them."""
 
@@ -62,9 +78,7 @@ class _Run:
         grid = build_grid(layout, device.type)
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
-        self.loaders = build_loaders(
-            config.data, model_config.seq_len, model_config.vocab, config.seed, Path(config.runs_dir) / ".data"
-        )
+        self.loaders = open_data(config)
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
 
@@ -74,6 +88,7 @@ class _Run:
         self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+        self.best = BestWeights(folder.root / BEST, config.evaluate)
 
     def go(self, stop: StopFlag) -> None:
         """Resume where a checkpoint allows it, then train."""
@@ -97,8 +112,9 @@ class _Run:
             profiler=profiler,
             stop=stop,
             save=self.save,
-            before_update=self.checkpointer.before_update,
+            before_update=self._before_update,
             evaluate=self.evaluate,
+            enough=lambda: self.best.enough,
         )
         outcome = "fault"
         try:
@@ -111,11 +127,17 @@ class _Run:
             self.recorder.event("stop" if stop.requested and outcome != "finish" else outcome, step=self.clock.step)
             self.recorder.close()
 
-    def save(self) -> None:
-        """Commit a checkpoint of the step just done."""
+    def save(self, durable: bool) -> None:
+        """Save the step just done: behind training, or so that it is on disk when this returns."""
         metadata = {"keepstep": __version__, "torch": torch.__version__, "world_size": self.world.ranks.world_size}
         state = {**self.state.tensors(), "numbers": self.state.numbers()}
-        self.checkpointer.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+        write = self.checkpointer.save if durable else self.checkpointer.save_async
+        write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+
+    def _before_update(self) -> None:
+        """Weights are about to change: a save under way must have its copy, and may have news."""
+        self.checkpointer.before_update()
+        self.checkpointer.poll()
 
     def evaluate(self) -> None:
         """Validation loss over the first rows of the validation data."""
@@ -136,6 +158,8 @@ class _Run:
         self.state.model.train()
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
+        if self.best.offer(self.clock.step, result.loss, self.state.weights):
+            self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
     def _resume(self) -> None:
         settings = self.config.checkpoint
@@ -160,7 +184,7 @@ class _Run:
         config, device = self.config, self.world.device
         tokens_per_step = config.global_batch * config.model.seq_len
         peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
-        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr)
+        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr, frozen=config.lora.rank > 0)
         sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
         if not self.world.is_first:
             return Recorder(config.observe, rates, sinks, None, device)
@@ -172,6 +196,8 @@ class _Run:
             return
         config, parameters = self.config, parameter_count(self.config.model)
         write_atomic(self.folder.config, dump_config(config))
+        if self.loaders.tokenizer is not None:
+            keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
         write_json(self.folder.facts, _facts(config, self.world, self.loaders, parameters))
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "

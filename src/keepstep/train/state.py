@@ -26,11 +26,11 @@ class TrainState:
 
     def tensors(self) -> dict[str, Any]:
         """What is saved; loading fills these and `adopt` takes them over."""
-        return {"model": self._weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
+        return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
 
-    def _weights(self) -> dict[str, Any]:
-        """Weights by name, those that are trained in fp32."""
-        return {**dict(self.model.named_parameters()), **self.optimizers.weights()}
+    def weights(self) -> dict[str, Any]:
+        """Trained weights by name, in fp32; frozen ones come back from where the run starts."""
+        return dict(self.optimizers.weights())
 
     def numbers(self) -> dict[str, Any]:
         """Plain values that go along."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.config.load import load_config
-from keepstep.config.schema import CheckpointConfig, RunConfig
-from keepstep.core.errors import CheckpointError
+from keepstep.config.schema import RunConfig
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.transformer import Transformer
 from keepstep.observe.folder import RunFolder
+from keepstep.train.start import whole_model
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,6 @@ class TrainedModel:
 
 
 def open_trained(folder: RunFolder, device: torch.device | None = None) -> TrainedModel:
-    """Load the newest whole checkpoint of a run."""
-    config = load_config(folder.config).config
-    model = Transformer(config.model)
-    place = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
-    checkpointer = Checkpointer(place, CheckpointConfig())
-    weights = dict(model.named_parameters())
-    loaded = checkpointer.load_newest({"model": weights})
-    if loaded is None:
-        raise CheckpointError(f"{place} holds no whole checkpoint", "train the run first")
-    return TrainedModel(model.eval().to(device or "cpu"), config, loaded.step)
+    """A run's best weights where it kept them, else those of its newest whole checkpoint; adapters are merged."""
+    model, config, step = whole_model(folder.root)
+    return TrainedModel(model.to(device or "cpu"), config, step)

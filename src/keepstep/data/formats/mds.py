@@ -149,8 +149,11 @@ def parse_index(raw: bytes, where: str) -> list[ShardEntry]:
     """The shards of an index.json; anything odd in it is an error that names the shard."""
     if len(raw) > _LARGEST_INDEX_BYTES:
         raise DataError(f"{where} is {len(raw):,} bytes long", "no index is that large: the file is damaged")
+    # An index of 10^12 tokens has tens of thousands of entries: the fast parser is what keeps opening it short.
+    import orjson
+
     try:
-        index = json.loads(raw)
+        index = orjson.loads(raw)
         shards = index["shards"]
         if index["version"] != 2 or not isinstance(shards, list):
             raise ValueError("not version 2")

@@ -1,0 +1,75 @@
+"""Function calling from nothing, offline: train the demo recipe, ask before and after, write the numbers.
+
+    python benchmarks/toolcalls.py
+
+Runs `keepstep finetune recipes/toolcalls-demo.yaml` and `keepstep eval tools` as anybody would, in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "toolcalls-demo.yaml"
+LEAST = 0.8
+MOST_BEFORE = 0.05
+
+
+def keepstep(*words: str) -> str:
+    print(f"── keepstep {' '.join(words)}", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", "keepstep", *words], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def ask(run: Path, rows: int, *more: str) -> dict[str, object]:
+    answer: dict[str, object] = json.loads(keepstep("eval", "tools", str(run), "--rows", str(rows), "--json", *more))
+    return answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--rows", type=int, default=400, help="held-out questions")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "toolcalls.json")
+    parser.add_argument("overrides", nargs="*", help="section.field=value for the recipe")
+    args = parser.parse_args()
+    number, run = 1, args.runs_dir / "toolcalls-demo"
+    while run.exists():
+        number += 1
+        run = args.runs_dir / f"toolcalls-demo-{number}"
+    started, cpu_started = time.monotonic(), os.times()
+    words = [f"runs_dir={args.runs_dir}", f"name={run.name}", *args.overrides]
+    keepstep("finetune", str(RECIPE), *words, "--procs", "1")
+    before = ask(run, args.rows, "--start", "--max-new-tokens", "64")
+    after = ask(run, args.rows, "--answers", str(run / "answers.jsonl"))
+    seconds, cpu = time.monotonic() - started, os.times()
+    print(keepstep("eval", "tools", str(run), "--rows", "100"))
+    result = {
+        "exact_before": before["exact"],
+        "exact": after["exact"],
+        "irrelevance": after["irrelevance"],
+        "categories": after["categories"],
+        "questions": args.rows,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(sum(cpu[2:4]) - sum(cpu_started[2:4]), 1),
+        "cores": os.cpu_count(),
+        "run": run.name,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"exact calls {result['exact_before']:.1%} → {result['exact']:.1%}, irrelevance {result['irrelevance']:.1%}, "
+          f"{seconds / 60:.1f} minutes; written to {args.out}")  # fmt: skip
+    good = before["exact"] <= MOST_BEFORE and after["exact"] >= LEAST and after["irrelevance"] >= LEAST  # type: ignore[operator]
+    if not good:
+        print(f"error: wanted at most {MOST_BEFORE:.0%} before, at least {LEAST:.0%} after", file=sys.stderr)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

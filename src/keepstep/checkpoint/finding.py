@@ -1,0 +1,193 @@
+"""Finding the step to go on from and loading it whole: repair, then fall back, and no damage loads in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepstep.checkpoint import commit, parity
+from keepstep.checkpoint.layout import split_state
+from keepstep.checkpoint.manifest import StepFolder
+from keepstep.checkpoint.nearby import Nearby
+from keepstep.checkpoint.restore import StateMismatchError, restore
+from keepstep.checkpoint.retention import reading
+from keepstep.checkpoint.store import Store, open_store
+from keepstep.checkpoint.together import Together
+from keepstep.config.schema import CheckpointConfig
+from keepstep.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """What a load gave back beside the tensors it filled."""
+
+    step: int
+    where: StepFolder
+    folder: str
+    """The step's folder, written out."""
+    values: dict[str, Any]
+    metadata: Mapping[str, Any]
+    world_size: int
+    """Processes that saved it."""
+    bytes_read: int
+    """What this process read."""
+
+
+class Finder:
+    """The loading half of a `Checkpointer`; its methods are documented there."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: CheckpointConfig,
+        together: Together,
+        nearby: Nearby | None,
+        warn: Callable[..., None],
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._together = together
+        self._nearby = nearby
+        self._warn = warn
+
+    def find(self) -> StepFolder | None:
+        """The newest committed step, or the one that `resume_from` names; None when there is none."""
+        steps = self._candidates()
+        return steps[0] if steps else None
+
+    def load(self, where: StepFolder, into: dict[str, Any], strict: bool = True) -> dict[str, Any]:
+        """Fill the tensors of `into` in place and return the plain values; CheckpointError names what is damaged.
+
+        Whole sections (top-level keys) may be left out of `into`; without `strict`, single tensors as well. What lies
+        below the key `rank` is filled if a process of this number saved it.
+        """
+        return self._load(where, into, strict).values
+
+    def load_newest(self, into: dict[str, Any], strict: bool = True) -> LoadedStep | None:
+        """Load the newest whole step, repairing it or falling back past it if it is damaged, with an event for each.
+
+        None when there is no step at all; when there are steps but none is whole this raises: starting over in
+        silence would lose the run.
+        """
+        elsewhere = frozenset().union(*self._together.gather(set(split_state(into)[0])))
+        problem: CheckpointError | None = None
+        for where in self._candidates():
+            loaded, problem = self._try_load(where, into, strict, elsewhere)
+            if isinstance(problem, StateMismatchError):
+                # Nothing is damaged: the run is not the one that saved this. Older steps would not fit either.
+                raise problem
+            if problem is not None and self._mended(where):
+                loaded, problem = self._try_load(where, into, strict, elsewhere)
+            if loaded is not None:
+                return loaded
+            assert problem is not None
+            self._warn("checkpoint_damaged", problem.message, step=where.step)
+        if problem is not None:
+            raise CheckpointError(
+                f"no checkpoint in {self._store.locate()} can be loaded; the last problem: {problem.message}",
+                problem.hint,
+            )
+        return None
+
+    def _try_load(
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str]
+    ) -> tuple[LoadedStep | None, CheckpointError | None]:
+        """Load on every rank; when one fails, all have failed."""
+        loaded, own = None, None
+        try:
+            if self._nearby is not None and self._store_of(where) is self._store:
+                self._nearby.bring(where, into)
+            loaded = self._load(where, into, strict, elsewhere)
+        except CheckpointError as error:
+            own = error
+        everyone = self._together.gather((type(own), own.message, own.hint) if own is not None else None)
+        failures = [failure for failure in everyone if failure is not None]
+        if failures:
+            kind, message, hint = failures[0]
+            return None, kind(message, hint)
+        return loaded, None
+
+    def _mended(self, where: StepFolder) -> bool:
+        """Rebuild a damaged step from its parity or its replicas; whether that is worth another try."""
+        if self._nearby is not None and self._store_of(where) is self._store:
+            dropped = self._nearby.drop_damaged(where)
+            if dropped:
+                self._warn("checkpoint_repaired", f"{where.name}: fetching {', '.join(dropped)} anew", step=where.step)
+            return bool(dropped)
+        rebuilt: list[str] = []
+        if self._together.rank == 0:
+            try:
+                _, rebuilt = parity.mend(self._store_of(where), where)
+            except (OSError, CheckpointError):
+                rebuilt = []
+        rebuilt = self._together.share(rebuilt)
+        if rebuilt:
+            self._warn(
+                "checkpoint_repaired", f"{where.name}: rebuilt {', '.join(rebuilt)} from parity", step=where.step
+            )
+        return bool(rebuilt)
+
+    def _load(
+        self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str] = frozenset()
+    ) -> LoadedStep:
+        store = self._store_of(where)
+        with reading(store, where.name):
+            manifest = commit.read_manifest(store, where)
+            threads = self._together.threads(share=1)
+            values, bytes_read = restore(
+                store,
+                where.name,
+                manifest,
+                into,
+                self._together.rank,
+                self._together.world_size,
+                strict,
+                threads,
+                elsewhere,
+            )
+        folder = store.locate(where.name)
+        return LoadedStep(manifest.step, where, folder, values, manifest.metadata, manifest.world_size, bytes_read)
+
+    def _resume_place(self) -> tuple[str, str] | None:
+        parent, _, name = self._config.resume_from.rstrip("/").rpartition("/")
+        return (parent or ".", name) if name else None
+
+    def _store_of(self, where: StepFolder) -> Store:
+        place = self._resume_place()
+        if place is not None and place[1] == where.name:
+            return open_store(place[0])
+        return self._store
+
+    def _candidates(self) -> list[StepFolder]:
+        """The steps to try, best first; rank 0 looks, and what it sees or fails with holds for all."""
+        if self._nearby is not None and self._resume_place() is None:
+            return self._nearby.steps()
+        steps: list[StepFolder] = []
+        failure: str | None = None
+        if self._together.rank == 0:
+            try:
+                steps = self._look()
+            except CheckpointError as error:
+                failure = error.message
+        steps, failure = self._together.share((steps, failure))
+        if failure is not None:
+            raise CheckpointError(failure)
+        return steps
+
+    def _look(self) -> list[StepFolder]:
+        place = self._resume_place()
+        if place is None:
+            damages: list[CheckpointError] = []
+            steps = commit.committed_steps(self._store, damages.append)
+            for error in damages:
+                self._warn("checkpoint_damaged", error.message)
+            if damages and not steps:
+                raise damages[0]
+            return steps
+        try:
+            return [commit.read_step(open_store(place[0]), place[1])]
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"checkpoint.resume_from is {self._config.resume_from}, and there is no committed step"
+            ) from error

@@ -1,0 +1,100 @@
+"""`keepstep data show` and `keepstep data chat`: look at conversations as a model sees them, and convert them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from keepstep.cli.data_common import add_action
+from keepstep.core.errors import UsageError
+
+FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca")
+
+
+def add_actions(actions: Any) -> None:
+    """`show` and `chat`, among the actions of `keepstep data`."""
+    _add_show_arguments(add_action(actions, "show", run_show, "show conversations as a model sees them"))
+    _add_chat_arguments(add_action(actions, "chat", run_chat, "turn conversations into canonical rows, or make some"))
+
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="conversations (.jsonl, .json, .parquet, a folder of them), or toolcalls")
+    parser.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
+    parser.add_argument("--first", type=int, default=1, help="number of the first row (default: 1)")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; its folder's chat template is used")
+    parser.add_argument("--template", default="", help="a jinja2 chat template instead")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="how rows are written (default: auto)")
+    parser.add_argument("--loss-on", choices=("assistant", "tool_calls"), default="assistant", help="what is learnt")
+    parser.add_argument("--tokens", action="store_true", help="show where tokens end; needs --tokenizer")
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print rows with the mask in colour."""
+    from keepstep.data.chat_show import ShowOptions, show_rows
+
+    if args.tokens and args.tokenizer is None:
+        raise UsageError("--tokens needs a tokenizer", "name one with --tokenizer")
+    options = ShowOptions(
+        path=args.path,
+        rows=args.rows,
+        first=args.first,
+        tokenizer=args.tokenizer,
+        template=args.template,
+        form=args.format,
+        loss_on=args.loss_on,
+        colour=wants_colour(),
+        tokens=args.tokens,
+    )
+    for line in show_rows(options):
+        print(line)
+    print(f"next: keepstep finetune --from MODEL --data {args.path}")
+    return 0
+
+
+def wants_colour() -> bool:
+    """Colour on a terminal, or where FORCE_COLOR asks for it; never with NO_COLOR."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="conversations in any known format, or toolcalls to generate them")
+    parser.add_argument("--out", type=Path, required=True, help="canonical .jsonl to write")
+    parser.add_argument("--valid-out", type=Path, help="write the held-out share here")
+    parser.add_argument("--valid-share", type=float, default=0.05, help="share held out (default: 0.05)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, and of generated rows")
+    parser.add_argument("--count", type=int, default=1000, help="rows to generate (default: 1000)")
+    parser.add_argument("--split", choices=("train", "test"), default="train", help="functions to generate from")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="how rows are written (default: auto)")
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Convert or generate, and say what became of every row."""
+    from keepstep.data.chat_files import NumberedRow, read_conversations, write_canonical
+    from keepstep.data.chat_generate import generate_rows
+
+    if args.path == "toolcalls":
+        made = generate_rows(args.count, args.seed, args.split)
+        rows = (NumberedRow("toolcalls", number, row.conversation) for number, row in enumerate(made, start=1))
+        written = write_canonical(rows, args.out, args.valid_out, args.valid_share, args.seed)
+    else:
+        found = read_conversations(Path(args.path), args.format)
+        written = write_canonical(found, args.out, args.valid_out, args.valid_share, args.seed)
+    facts = {"kept": written.kept, "held_out": written.held_out, "rejected": written.rejected}
+    if args.json:
+        print(json.dumps({**facts, "rejects": str(written.rejects) if written.rejects else None}))
+        return 0
+    print(
+        f"{written.kept:,} rows to {args.out}"
+        + (f", {written.held_out:,} to {args.valid_out}" if args.valid_out else "")
+    )
+    if written.rejects:
+        print(f"{written.rejected:,} rows refused, with reasons: {written.rejects}")
+    print(f"next: keepstep data show {args.out}")
+    return 0

@@ -1,0 +1,105 @@
+"""`keepstep eval`: perplexity on any text, and how right a model's tool calls are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+_ACTIONS = {
+    "ppl": "perplexity on held-out text",
+    "tools": "are its tool calls right? by category, with BFCL's error names",
+    "lm": "tasks of lm-evaluation-harness (pip install 'keepstep[lm-eval]')",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the verb."""
+    listed = "; ".join(f"{name}: {text}" for name, text in _ACTIONS.items())
+    parser.add_argument("action", choices=tuple(_ACTIONS), help=listed)
+    parser.add_argument("model", type=Path, help="a run's folder or a Hugging Face folder")
+    parser.add_argument(
+        "--data", default="", help="tools: conversations (default: generated ones); ppl: text or tokens"
+    )
+    parser.add_argument("--tasks", default="", help="lm: tasks by name, with commas between them")
+    parser.add_argument("--limit", type=int, default=0, help="lm: questions of each task (default: all)")
+    parser.add_argument("--rows", type=int, default=400, help="tools: questions to ask (default: 400)")
+    parser.add_argument("--windows", type=int, default=256, help="ppl: windows of text (default: 256)")
+    parser.add_argument("--length", type=int, default=0, help="ppl: tokens in a window (default: the model's seq_len)")
+    parser.add_argument("--batch", type=int, default=32, help="rows at a time (default: 32)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="tools: longest answer (default: 256)")
+    parser.add_argument("--start", action="store_true", help="the weights the run started from, not those it trained")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="tools: write every answer as a JSON line")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, where the model's folder has none")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print."""
+    match args.action:
+        case "tools":
+            return _tools(args)
+        case "lm":
+            return _lm(args)
+        case _:
+            return _ppl(args)
+
+
+def _tools(args: argparse.Namespace) -> int:
+    from keepstep.data.chat_loader import GENERATED
+    from keepstep.evaluate.toolcalls import table
+    from keepstep.train.speaker import Sampling, open_speaker
+    from keepstep.train.tooltest import ask, load_questions, write_answers
+
+    speaker = open_speaker(args.model, args.device, args.tokenizer, start=args.start)
+    questions = load_questions(args.data or GENERATED, args.rows)
+
+    def progress(done: int) -> None:
+        print(f"answered {done} of {len(questions)}", file=sys.stderr)
+
+    answered = ask(speaker, questions, Sampling(max_new_tokens=args.max_new_tokens), args.batch, progress)
+    if args.answers:
+        write_answers(answered.lines, args.answers)
+    if args.json:
+        print(json.dumps({"model": str(args.model), "step": speaker.step, **answered.report.as_json()}, indent=2))
+        return 0
+    print(table(answered.report))
+    print(f"next: keepstep chat {args.model}")
+    return 0
+
+
+def _ppl(args: argparse.Namespace) -> int:
+    from keepstep.train.texttest import text_perplexity
+
+    result = text_perplexity(
+        args.model,
+        args.data,
+        windows=args.windows,
+        length=args.length,
+        batch=args.batch,
+        tokenizer=args.tokenizer,
+        device=args.device,
+    )
+    if args.json:
+        facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+        print(json.dumps({"model": str(args.model), **facts}, indent=2))
+        return 0
+    print(f"perplexity {result.perplexity:.3f}   loss {result.loss:.4f}   {result.tokens:,} tokens")
+    print(f"next: keepstep chat {args.model}")
+    return 0
+
+
+def _lm(args: argparse.Namespace) -> int:
+    from keepstep.train.harness import run_tasks
+    from keepstep.train.speaker import open_speaker
+
+    speaker = open_speaker(args.model, args.device, args.tokenizer)
+    results = run_tasks(speaker, [name for name in args.tasks.split(",") if name], args.batch, args.limit)
+    if args.json:
+        print(json.dumps(results, indent=2))
+        return 0
+    for task, numbers in results.items():
+        print(f"{task:<24}" + "   ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+    return 0

@@ -1,0 +1,62 @@
+"""`keepstep finetune`: the short way from a model and conversations to a fine-tuned model. The loop is train's own."""
+
+from __future__ import annotations
+
+import argparse
+
+from keepstep.cli import train
+from keepstep.config.load import split_words
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the verb."""
+    train.add_arguments(parser)
+    parser.add_argument("--from", dest="start", metavar="DIR", help="a run's folder or a Hugging Face folder")
+    parser.add_argument("--data", metavar="PATH", help="conversations: .jsonl, .json, .parquet, or toolcalls")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of all weights")
+    parser.add_argument("--epochs", type=float, metavar="N", help="passes over the data")
+    parser.add_argument("--name", help="the run's name")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Turn flags into overrides and train."""
+    args.words = finetune_words(args)
+    code = train.run(args)
+    if code == 0:
+        config = train.load_run(*split_words(args.words))
+        where = f"{config.runs_dir}/{config.name}"
+        print(f"next: keepstep eval tools {where}   or   keepstep chat {where}")
+    return code
+
+
+def finetune_words(args: argparse.Namespace) -> list[str]:
+    """The words that `keepstep train` would take. Without a recipe, defaults that suit fine-tuning come first."""
+    path, written = split_words(args.words)
+    words: list[str] = [str(path)] if path else _defaults(args.lora or 0)
+    flags = {
+        "finetune.start_from": args.start,
+        "data.path": args.data,
+        "lora.rank": args.lora,
+        "max_duration": None if args.epochs is None else f"{args.epochs:g}ep",
+        "name": args.name,
+    }
+    words += [f"{field}={value}" for field, value in flags.items() if value is not None]
+    return words + written
+
+
+def _defaults(rank: int) -> list[str]:
+    # Adapters start from nothing and bear a rate ten times that of weights that are already good.
+    return [
+        "name=finetune",
+        "max_duration=3ep",
+        "global_batch=32",
+        "microbatch=4",
+        f"optimizer.lr={2e-4 if rank else 2e-5}",
+        "optimizer.weight_decay=0.0",
+        "schedule.warmup=20ba",
+        "evaluate.interval=1ep",
+        "evaluate.keep_best=true",
+        "checkpoint.interval=1ep",
+        "checkpoint.keep=1",
+        "data.valid_share=0.05",
+    ]

@@ -1,0 +1,223 @@
+"""A function-calling set of any size, offline: requests, right calls, and requests that need no call.
+
+Row i is a pure function of (seed, split, i). The two splits share neither functions nor argument values, so an
+evaluation on `test` cannot be passed by remembering `train`. Most functions of `train` are put together anew from the
+parts of real ones: a few hundred functions could be learnt by heart, endless ones have to be read in the prompt.
+`test` asks for the real functions of its own, as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from keepstep.data.chat_functions import Function, Parameter, standard_functions
+from keepstep.data.chat_rows import Conversation, call, canonical
+
+Split = Literal["train", "test"]
+Category = Literal["simple", "multiple", "parallel", "irrelevance"]
+
+CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevance")
+_WEIGHTS = (2, 3, 2, 2)
+TEST_SHARE = 0.15
+_MOST_TOOLS = 3
+_RECOMBINED_SHARE = 0.85
+_SHORT_SHARE = 0.5
+"""Rows of `train` with one small tool and few words: copying is learnt on short texts first, and cheaply."""
+FOLLOW_UP_SHARE = 0.05
+"""Rows that go on after the call: the tool answers and the assistant says so."""
+
+_REQUESTS = (
+    "Please {what}. {details}",
+    "{What}. {details}",
+    "I want to {what}. {details}",
+    "Can you {what}? {details}",
+    "{What}, please. {details}",
+)
+_DETAILS = ("Use {0}.", "With {0}.", "Take {0}.", "{0}.")
+_PAIRS = ("{name} {value}", "{name} = {value}", "{name} set to {value}")
+_REFUSAL = "None of these tools can do that."
+_RESULTS = ("ok", "done", "failed", "empty")
+
+
+@dataclass(frozen=True)
+class GeneratedRow:
+    """A conversation and what kind of task it is."""
+
+    conversation: Conversation
+    category: Category
+
+    def row(self) -> dict[str, Any]:
+        """The canonical JSON object with its category."""
+        return {**self.conversation.row(), "category": self.category}
+
+
+def generate_rows(count: int, seed: int, split: Split, first: int = 0) -> Iterator[GeneratedRow]:
+    """Rows [first, first + count) of an endless set."""
+    for index in range(first, first + count):
+        yield generate_row(index, seed, split)
+
+
+def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
+    """One row."""
+    draw = random.Random(f"{seed} {split} {index}")
+    short = split == "train" and draw.random() < _SHORT_SHARE
+    category = "simple" if short else draw.choices(CATEGORIES, _WEIGHTS)[0]
+    shown = 1 if category == "simple" else draw.randint(2, _MOST_TOOLS)
+    chosen = _choose_functions(shown + 1, draw, split)
+    if short:
+        chosen = [_shortened(function) for function in chosen]
+    tools, absent = chosen[:shown], chosen[shown]
+    if category == "irrelevance":
+        task = _Task([absent], draw, split)
+        return GeneratedRow(_conversation(tools, task.request(), _REFUSAL, []), category)
+    wanted = draw.sample(tools, 2) if category == "parallel" else [draw.choice(tools)]
+    task = _Task(wanted, draw, split)
+    calls = [call(name, arguments) for name, arguments in task.calls]
+    follow_up = draw.choice(_RESULTS) if draw.random() < FOLLOW_UP_SHARE else None
+    return GeneratedRow(_conversation(tools, task.request(), "", calls, follow_up), category)
+
+
+def _choose_functions(count: int, draw: random.Random, split: Split) -> list[Function]:
+    chosen = draw.sample(split_functions(split), count)
+    if split == "train":
+        chosen = [_recombined(item, draw) if draw.random() < _RECOMBINED_SHARE else item for item in chosen]
+    # Two tools of one name, or of one summary, would make the right answer a guess.
+    unique = len({item.name for item in chosen}) == len({item.summary for item in chosen}) == count
+    return chosen if unique else _choose_functions(count, draw, split)
+
+
+def _shortened(function: Function) -> Function:
+    """The same with three words of its summary and one parameter."""
+    return Function(function.name, " ".join(function.summary.split()[:3]), function.parameters[:1])
+
+
+def _recombined(function: Function, draw: random.Random) -> Function:
+    """A function that never was: the shape of one, with words and parameters of all others."""
+    pool = _parts()
+    name = "_".join(draw.sample(pool.names, draw.randint(2, 3)))
+    words = [word if draw.random() < 0.3 else draw.choice(pool.words) for word in function.summary.split()]
+    kinds = [draw.choice((item.kind, "string", "integer")) for item in function.parameters]
+    named = draw.sample(pool.parameters, len(kinds))
+    parameters = tuple(
+        Parameter(new, kind, old.required) for new, kind, old in zip(named, kinds, function.parameters, strict=True)
+    )
+    return Function(name, " ".join([draw.choice(pool.verbs), *words[1:]]), parameters)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    names: tuple[str, ...]
+    verbs: tuple[str, ...]
+    words: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@cache
+def _parts() -> _Parts:
+    functions = split_functions("train")
+    summaries = [function.summary.split() for function in functions]
+    return _Parts(
+        names=_unique(part for function in functions for part in function.name.split("_") if part),
+        verbs=_unique(words[0] for words in summaries),
+        words=_unique(word for words in summaries for word in words[1:]),
+        parameters=_unique(item.name for function in functions for item in function.parameters),
+    )
+
+
+def _unique(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(words)))
+
+
+def _conversation(
+    tools: Sequence[Function], request: str, said: str, calls: list[dict[str, Any]], result: str | None = None
+) -> Conversation:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": request}]
+    messages.append({"role": "assistant", "content": said, "tool_calls": calls})
+    if result is not None:
+        messages += [{"role": "tool", "content": result, "name": item["function"]["name"]} for item in calls]
+        messages.append({"role": "assistant", "content": f"The answer: {result}."})
+    return canonical(messages, [function.tool() for function in tools])
+
+
+class _Task:
+    """What is asked for: functions with values for their required and some of their other parameters."""
+
+    def __init__(self, functions: Sequence[Function], draw: random.Random, split: Split) -> None:
+        self._draw = draw
+        self._functions = functions
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        for function in functions:
+            given = [item for item in function.parameters if item.required or draw.random() < 0.3]
+            given = given or [draw.choice(function.parameters)]
+            self.calls.append((function.name, {item.name: _value(item, draw, split) for item in given}))
+
+    def request(self) -> str:
+        """The words of it."""
+        return " ".join(
+            self._one(function, arguments) for function, (_, arguments) in zip(self._functions, self.calls, strict=True)
+        )
+
+    def _one(self, function: Function, arguments: dict[str, Any]) -> str:
+        draw = self._draw
+        pair = draw.choice(_PAIRS)
+        pairs = [pair.format(name=name, value=_spoken(value)) for name, value in arguments.items()]
+        listed = pairs[0] if len(pairs) == 1 else f"{', '.join(pairs[:-1])} and {pairs[-1]}"
+        what = function.summary
+        return draw.choice(_REQUESTS).format(
+            what=what, What=what[0].upper() + what[1:], details=draw.choice(_DETAILS).format(listed)
+        )
+
+
+def _spoken(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value(parameter: Parameter, draw: random.Random, split: Split) -> Any:
+    match parameter.kind:
+        case "boolean":
+            return draw.random() < 0.5
+        case "integer":
+            return _drawn_number(draw, split)
+        case "number":
+            return _drawn_number(draw, split) + draw.choice((0.25, 0.5, 0.75))
+        case "string":
+            return " ".join(_drawn_word(draw, split) for _ in range(draw.choice((1, 1, 2))))
+
+
+def _drawn_word(draw: random.Random, split: Split) -> str:
+    if split == "train" and draw.random() < 0.3:
+        # Letters without sense: a value has to be copied whatever it is.
+        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(3, 7)))
+    return draw.choice(split_words(split))
+
+
+def _drawn_number(draw: random.Random, split: Split) -> int:
+    while True:
+        number = draw.randint(2, 9999)
+        if _split_of(str(number)) == split:
+            return number
+
+
+@cache
+def split_functions(split: Split) -> tuple[Function, ...]:
+    """The functions that only this split uses."""
+    return tuple(function for function in standard_functions() if _split_of(function.name) == split)
+
+
+@cache
+def split_words(split: Split) -> tuple[str, ...]:
+    """Words for argument values: those of all summaries and names, each in one split only."""
+    texts = (f"{function.name} {function.summary}".lower() for function in standard_functions())
+    words = {word for text in texts for word in re.findall(r"[a-z]{3,10}", text)}
+    return tuple(sorted(word for word in words if _split_of(word) == split))
+
+
+def _split_of(text: str) -> Split:
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") / 2**32
+    return "test" if share < TEST_SHARE else "train"

@@ -1,0 +1,280 @@
+"""Function-calling sets as they are published, into canonical rows: Glaive v2, xLAM, Hermes, ToolACE, plain chat.
+
+Each importer is a function from one published row to a conversation; what it cannot read it refuses with a reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from keepstep.data.chat_rows import BadRow, Conversation, call, canonical, parsed, parsed_list
+
+RowFormat = Literal["messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"]
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_TOOL_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+_TOOLS = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
+_GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):", re.MULTILINE)
+_GLAIVE_CALL = re.compile(r"<functioncall>\s*(.*)", re.DOTALL)
+_QUOTED_ARGUMENTS = re.compile(r"""^\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}$""", re.DOTALL)
+
+
+def convert(row: Any, form: RowFormat | None = None) -> Conversation:
+    """One published row as a conversation; the format is told from its keys unless named. Raises BadRow."""
+    if not isinstance(row, Mapping):
+        raise BadRow(f"the row is {type(row).__name__}, not an object")
+    return _IMPORTERS[form or detect(row)](row)
+
+
+def detect(row: Mapping[str, Any]) -> RowFormat:
+    """Which format a row is in, from its keys."""
+    if "messages" in row:
+        return "messages"
+    if "chat" in row and "system" in row:
+        return "glaive"
+    if "query" in row and "answers" in row:
+        return "xlam"
+    if "conversations" in row:
+        if "system" in row and "tools" not in row:
+            return "toolace"
+        text = json.dumps(row["conversations"])
+        return "hermes" if "tools" in row or "<tools>" in text or "<tool_call>" in text else "sharegpt"
+    if "instruction" in row or "prompt" in row:
+        return "alpaca"
+    raise BadRow(f"no known format has the keys {', '.join(map(str, row)) or '(none)'}")
+
+
+def _from_messages(row: Mapping[str, Any]) -> Conversation:
+    return canonical(row["messages"], row.get("tools") or row.get("functions"))
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
+    asked = row.get("instruction") or row.get("prompt") or ""
+    answer = row.get("output") or row.get("response") or row.get("completion") or ""
+    request = f"{asked}\n\n{row['input']}" if row.get("input") else asked
+    messages = [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return canonical(messages)
+
+
+def _from_xlam(row: Mapping[str, Any]) -> Conversation:
+    answers = parsed_list(row["answers"], "answers")
+    calls = [call(item.get("name"), item.get("arguments")) for item in map(_object, answers)]
+    if not calls:
+        raise BadRow("there are no answers")
+    messages = [
+        {"role": "user", "content": row["query"]},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    return canonical(messages, row.get("tools"))
+
+
+def _from_glaive(row: Mapping[str, Any]) -> Conversation:
+    system = re.sub(r"^\s*SYSTEM:\s*", "", str(row["system"])).strip()
+    said, tools = _split_objects(system)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": said}] if said else []
+    chat = str(row["chat"])
+    turns = list(_GLAIVE_TURN.finditer(chat))
+    if not turns or chat[: turns[0].start()].strip():
+        raise BadRow("the chat does not start with USER:, ASSISTANT: or FUNCTION RESPONSE:")
+    ends = [turn.start() for turn in turns[1:]] + [len(chat)]
+    for turn, end in zip(turns, ends, strict=True):
+        text = chat[turn.end() : end].replace("<|endoftext|>", "").strip()
+        match turn[1]:
+            case "USER":
+                messages.append({"role": "user", "content": text})
+            case "FUNCTION RESPONSE":
+                messages.append({"role": "tool", "content": text})
+            case _:
+                messages.append(_glaive_assistant(text))
+    return canonical(messages, tools)
+
+
+def _glaive_assistant(text: str) -> dict[str, Any]:
+    found = _GLAIVE_CALL.search(text)
+    if not found:
+        return {"role": "assistant", "content": text}
+    body = found[1].strip()
+    # Glaive puts the arguments' JSON between single quotes, which makes the whole no JSON.
+    quoted = _QUOTED_ARGUMENTS.match(body)
+    if quoted:
+        made = call(quoted[1], quoted[2].replace("\\'", "'"))
+    else:
+        value = _object(parsed(body, "the words after <functioncall>"))
+        made = call(value.get("name"), value.get("arguments"))
+    return {"role": "assistant", "content": text[: found.start()].strip(), "tool_calls": [made]}
+
+
+def _split_objects(text: str) -> tuple[str, list[Any]]:
+    """The prose before the first JSON object, and every object of the text from there on."""
+    start = text.find("{")
+    if start < 0:
+        return text, []
+    decoder, objects, at = json.JSONDecoder(), [], start
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except ValueError as error:
+            raise BadRow(f"the functions of the system text are no JSON: {error}") from None
+        objects.append(value)
+        at = text.find("{", end)
+    prose = text[:start].strip()
+    # The sentence that introduces the functions goes: the chat template introduces them in its own words.
+    kept = re.sub(r"[^.!?]*\bfunctions\b[^.!?]*([.!?]|[-:]|$)\s*(Use them if required\s*[-:.]?)?\s*$", "", prose)
+    return kept.strip(" -:\n"), objects
+
+
+def _from_hermes(row: Mapping[str, Any]) -> Conversation:
+    tools = parsed_list(row.get("tools"), "tools")
+    messages: list[dict[str, Any]] = []
+    for turn in _turns(row):
+        role, text = str(turn.get("from") or turn.get("role")), str(turn.get("value") or turn.get("content") or "")
+        if role == "system":
+            listed = _TOOLS.search(text)
+            if listed and not tools:
+                tools = _listed_tools(listed[1])
+            if not listed and text.strip():
+                messages.append({"role": "system", "content": text.strip()})
+        elif role in ("tool", "function"):
+            answers = _TOOL_RESPONSE.findall(text) or [text.strip()]
+            messages += [{"role": "tool", "content": answer} for answer in answers]
+        elif role in ("gpt", "assistant"):
+            calls = [_python_or_json(body) for body in _TOOL_CALL.findall(text)]
+            made = [call(item.get("name"), item.get("arguments")) for item in calls]
+            content = _TOOL_CALL.sub("", text).strip()
+            if "<tool_call>" in content:
+                raise BadRow("a <tool_call> does not end")
+            messages.append({"role": "assistant", "content": content, "tool_calls": made})
+        else:
+            messages.append({"role": "user", "content": text})
+    return canonical(messages, tools)
+
+
+def _listed_tools(text: str) -> list[Any]:
+    value = text.strip()
+    if value.startswith("["):
+        return parsed_list(value, "the tools of the system text")
+    return _split_objects(value)[1]
+
+
+def _python_or_json(body: str) -> Mapping[str, Any]:
+    try:
+        return _object(json.loads(body))
+    except ValueError:
+        pass
+    try:
+        # Part of the set was written with Python's quotes.
+        return _object(ast.literal_eval(body))
+    except (ValueError, SyntaxError):
+        raise BadRow(f"a call is neither JSON nor a Python literal: {body[:60]!r}") from None
+
+
+def _from_toolace(row: Mapping[str, Any]) -> Conversation:
+    system = str(row["system"])
+    start = system.find("[{")
+    tools: list[Any] = []
+    if start >= 0:
+        try:
+            tools, _ = json.JSONDecoder().raw_decode(system, start)
+        except ValueError as error:
+            raise BadRow(f"the functions of the system text are no JSON: {error}") from None
+    messages: list[dict[str, Any]] = []
+    for turn in _turns(row):
+        role, text = str(turn.get("from") or turn.get("role")), str(turn.get("value") or turn.get("content") or "")
+        if role == "assistant" and re.match(r"\s*\[\s*[A-Za-z_]", text) and text.rstrip().endswith(")]"):
+            messages.append({"role": "assistant", "content": "", "tool_calls": bracketed_calls(text)})
+        else:
+            messages.append({"role": role, "content": text})
+    return canonical(messages, tools)
+
+
+def bracketed_calls(text: str) -> list[dict[str, Any]]:
+    """The calls of `[first(a=1, b="x"), Second Name(c=[2])]`; names may hold spaces. Raises BadRow."""
+    body = text.strip().removeprefix("[").removesuffix("]").strip()
+    calls = []
+    while body:
+        name, opened, rest = body.partition("(")
+        if not opened:
+            raise BadRow(f"a call has no opening bracket: {body[:60]!r}")
+        inside, body = _until_closed(rest)
+        calls.append(call(name.strip(), _keywords(inside)))
+        body = body.lstrip(", \n")
+    return calls
+
+
+def _until_closed(text: str) -> tuple[str, str]:
+    depth, quote, skip = 1, "", False
+    for place, letter in enumerate(text):
+        if skip:
+            skip = False
+        elif quote:
+            skip, quote = letter == "\\", "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+            if not depth:
+                return text[:place], text[place + 1 :]
+    raise BadRow(f"a call's bracket does not close: {text[:60]!r}")
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    names = {"true": "True", "false": "False", "null": "None"}
+    try:
+        tree = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(tree, ast.Call)
+        if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+            raise BadRow(f"a call has arguments without a name: {text[:60]!r}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id in names:
+                node.id = names[node.id]
+        return {str(keyword.arg): _literal(keyword.value) for keyword in tree.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise BadRow(f"a call's arguments cannot be read: {text[:60]!r} ({error})") from None
+
+
+def _literal(node: ast.expr) -> Any:
+    constants = {"True": True, "False": False, "None": None}
+    if isinstance(node, ast.Name) and node.id in constants:
+        return constants[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
+        return {_literal(key): _literal(item) for key, item in zip(node.keys, node.values, strict=True) if key}
+    return ast.literal_eval(node)
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
+    turns = [
+        {"role": turn.get("from") or turn.get("role"), "content": turn.get("value") or turn.get("content")}
+        for turn in _turns(row)
+    ]
+    if row.get("system"):
+        turns.insert(0, {"role": "system", "content": row["system"]})
+    return canonical(turns, row.get("tools"))
+
+
+def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [_object(turn) for turn in parsed_list(row["conversations"], "conversations")]
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadRow(f"an entry is {type(value).__name__}, not an object")
+    return value
+
+
+_IMPORTERS: Mapping[RowFormat, Callable[[Mapping[str, Any]], Conversation]] = {
+    "messages": _from_messages,
+    "glaive": _from_glaive,
+    "xlam": _from_xlam,
+    "hermes": _from_hermes,
+    "toolace": _from_toolace,
+    "sharegpt": _from_sharegpt,
+    "alpaca": _from_alpaca,
+}

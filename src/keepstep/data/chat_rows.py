@@ -1,0 +1,227 @@
+"""Conversations in one canonical form: OpenAI `messages` and `tools`, arguments as objects.
+
+Everything that reads conversations goes through `canonical`: what it returns is sound, and what it refuses it refuses
+with a reason, so that nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+_ROLE_NAMES = {
+    "developer": "system", "human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool",
+}  # fmt: skip
+_JSON_TYPES = {
+    "str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number",
+    "bool": "boolean", "dict": "object", "map": "object", "list": "array", "tuple": "array", "set": "array",
+}  # fmt: skip
+_TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
+
+
+class BadRow(Exception):  # noqa: N818 - the row is at fault, not the program: it goes to the rejects file
+    """A row that is no sound conversation; the text says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages and the tools they may call, as chat templates take them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """The canonical JSON object; tools are left out where there are none."""
+        row: dict[str, Any] = {"messages": list(self.messages)}
+        if self.tools:
+            row["tools"] = list(self.tools)
+        return row
+
+
+def canonical(messages: Any, tools: Any = None) -> Conversation:
+    """A checked conversation. Arguments and tools may come as JSON text. Raises BadRow."""
+    known = tuple(tool(item) for item in parsed_list(tools, "tools"))
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise BadRow("messages is not a list with at least one message")
+    cleaned = tuple(_message(message, number) for number, message in enumerate(messages))
+    _check_order(cleaned)
+    _check_names(cleaned, known)
+    return Conversation(cleaned, known)
+
+
+def call(name: Any, arguments: Any) -> dict[str, Any]:
+    """One tool call; arguments as an object or as the JSON text of one."""
+    if not isinstance(name, str) or not name:
+        raise BadRow(f"a call names no function: {name!r}")
+    if isinstance(arguments, str):
+        arguments = parsed(arguments, f"the arguments of {name}") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise BadRow(f"the arguments of {name} are {type(arguments).__name__}, not an object")
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def calls_of(message: Message) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of a message's calls."""
+    return [(item["function"]["name"], item["function"]["arguments"]) for item in message.get("tool_calls", ())]
+
+
+def tool(value: Any) -> Tool:
+    """One tool as `{"type": "function", "function": {...}}`, its parameters as JSON Schema."""
+    if not isinstance(value, Mapping):
+        raise BadRow(f"a tool is {type(value).__name__}, not an object")
+    function = value.get("function") if isinstance(value.get("function"), Mapping) else value
+    assert isinstance(function, Mapping)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRow("a tool has no name")
+    given = function.get("parameters") or function.get("input_schema") or {}
+    if not isinstance(given, Mapping):
+        raise BadRow(f"the parameters of tool {name} are {type(given).__name__}, not an object")
+    described = {"name": name, "description": str(function.get("description") or "")}
+    return {"type": "function", "function": {**described, "parameters": parameter_schema(given)}}
+
+
+def parameter_schema(given: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON Schema of a function's parameters, from a schema with foreign type names or from a flat mapping."""
+    if "properties" not in given and given.get("type") not in ("object", "dict"):
+        given = {"type": "object", "properties": given, "required": _flat_required(given)}
+    schema = _schema(given)
+    schema.setdefault("properties", {})
+    return schema
+
+
+def _flat_required(flat: Mapping[str, Any]) -> list[str]:
+    """In a flat mapping a parameter is required unless it has a default or calls itself optional."""
+
+    def optional(value: Any) -> bool:
+        return isinstance(value, Mapping) and ("default" in value or "optional" in str(value.get("type", "")).lower())
+
+    return [name for name, value in flat.items() if not optional(value)]
+
+
+def _schema(given: Mapping[str, Any]) -> dict[str, Any]:
+    schema = {key: value for key, value in given.items() if value is not None}
+    if isinstance(schema.get("type"), str):
+        schema.update(_typed(schema.pop("type")))
+    if isinstance(schema.get("properties"), Mapping):
+        schema["properties"] = {
+            name: _schema(value) if isinstance(value, Mapping) else {} for name, value in schema["properties"].items()
+        }
+    if isinstance(schema.get("items"), Mapping):
+        schema["items"] = _schema(schema["items"])
+    # Type first: every reader of a schema looks there first.
+    return {"type": schema.pop("type"), **schema} if "type" in schema else schema
+
+
+def _typed(name: str) -> dict[str, Any]:
+    """`List[int], optional` and its kin as JSON Schema; a name nobody knows constrains nothing."""
+    word = name.split(",")[0].strip() if "[" not in name else name.strip()
+    outer, _, inner = word.partition("[")
+    outer = outer.strip().lower()
+    if outer == "optional" and inner:
+        return _typed(inner.rsplit("]", 1)[0])
+    kind = _JSON_TYPES.get(outer, outer)
+    if kind not in _TYPES:
+        return {}
+    if kind == "array" and inner:
+        items = _typed(inner.rsplit("]", 1)[0])
+        return {"type": kind, "items": items} if items else {"type": kind}
+    return {"type": kind}
+
+
+def parsed(text: str, what: str) -> Any:
+    """JSON, or a reason that says what it should have been."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRow(f"{what} are no JSON: {error}") from None
+
+
+def parsed_list(value: Any, what: str) -> list[Any]:
+    """A list, from a list, from the JSON text of one, or from nothing."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        value = parsed(value, what)
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRow(f"{what} are {type(value).__name__}, not a list")
+    return list(value)
+
+
+def _message(value: Any, number: int) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRow(f"message {number} is {type(value).__name__}, not an object")
+    named = str(value.get("role", ""))
+    role = _ROLE_NAMES.get(named, named)
+    if role not in ROLES:
+        raise BadRow(f"message {number} has the role {named!r}, which is none of {', '.join(ROLES)}")
+    content = _text(value.get("content"), number)
+    message: Message = {"role": role, "content": content}
+    if role == "assistant":
+        found = [_call(item) for item in parsed_list(value.get("tool_calls"), "tool_calls")]
+        if found:
+            message["tool_calls"] = found
+        elif not content:
+            raise BadRow(f"message {number} of the assistant says nothing and calls nothing")
+    if role == "tool":
+        message.update({key: str(value[key]) for key in ("name", "tool_call_id") if value.get(key)})
+    return message
+
+
+def _call(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadRow(f"a call is {type(value).__name__}, not an object")
+    inner = value.get("function") if isinstance(value.get("function"), Mapping) else value
+    assert isinstance(inner, Mapping)
+    made = call(inner.get("name"), inner.get("arguments", inner.get("parameters")))
+    return {"id": str(value["id"]), **made} if value.get("id") else made
+
+
+def _text(content: Any, number: int) -> str:
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case list() if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content)
+        case Mapping() | list():
+            # Tool results are often objects: their JSON is what a program would have sent.
+            return json.dumps(content, ensure_ascii=False)
+        case _:
+            raise BadRow(f"message {number} has a content of type {type(content).__name__}")
+
+
+def _check_order(messages: Sequence[Message]) -> None:
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow("the assistant says nothing: there is nothing to learn")
+    before = ""
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role == "system" and number:
+            raise BadRow(f"message {number} is a system message, which may only come first")
+        if role == "tool" and before not in ("assistant", "tool"):
+            raise BadRow(f"message {number} is a tool's answer, but nothing was called before it")
+        before = role
+
+
+def _check_names(messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    names = [item["function"]["name"] for item in tools]
+    doubled = {name for name in names if names.count(name) > 1}
+    if doubled:
+        raise BadRow(f"two tools are called {sorted(doubled)[0]}")
+    for message in messages:
+        for name, _ in calls_of(message):
+            if names and name not in names:
+                raise BadRow(f"{name} is called, but it is not among the tools")

@@ -1,0 +1,89 @@
+"""A small tokenizer for generated function calls, made so that names and values can be copied token by token.
+
+A call repeats names and values of its prompt, but after other characters: `width 42` and `"width": 42`. Spaces, digits
+and the fixed parts of tool schemas are therefore tokens of their own: a word has the same tokens wherever it stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from keepstep.core.files import write_atomic, write_json
+from keepstep.data.chat_generate import generate_rows
+from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate
+from keepstep.data.corpus import prepare_folder
+from keepstep.data.tokenize import END_OF_TEXT
+
+VOCAB = 1024
+_SAMPLE_ROWS = 2000
+_VERSION = 1
+
+_FIXED = (
+    '{"type": "function", "function": {"name": "', '", "description": "',
+    '.", "parameters": {"type": "object", "properties": {"',
+    '": {"type": "string"}', '": {"type": "integer"}', '": {"type": "number"}', '": {"type": "boolean"}',
+    ', "', '", "', '": "', '": ', '"]}}}', '}, "required": ["', '}, "required": []}}}',
+    '{"name": "', '", "arguments": {"', '"}}', "}}", '\nTo call one: ', '{"name": ..., "arguments": {...}}', "Tools:",
+)  # fmt: skip
+"""Parts that the template and JSON write the same way each time."""
+
+
+def prepare_tokenizer(cache_dir: Path, seed: int) -> Path:
+    """The tokenizer.json, with its chat template beside it, trained at first use on generated rows."""
+    key = hashlib.sha256(f"{_VERSION} {sys.version} {seed} {BUILT_IN}".encode()).hexdigest()[:12]
+    return prepare_folder(cache_dir / f"tokenizer-{key}", lambda folder: _build(folder, seed)) / "tokenizer.json"
+
+
+def _build(folder: Path, seed: int) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    steps = [
+        pre_tokenizers.Split(" ", "isolated"),
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, *SPECIAL_TOKENS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - len(_FIXED),
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(seed), trainer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in _FIXED])
+    write_atomic(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_atomic(folder / "chat_template.jinja", BUILT_IN)
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END, "pad_token": END_OF_TEXT}
+    write_json(folder / "tokenizer_config.json", facts)
+
+
+def _texts(seed: int) -> Iterator[str]:
+    template = ChatTemplate()
+    fixed = re.compile("|".join(re.escape(text) for text in sorted(_FIXED, key=len, reverse=True)))
+    for row in generate_rows(_SAMPLE_ROWS, seed, "train"):
+        # What becomes a token as a whole must not use up merges of the BPE.
+        yield from fixed.split(template.render(row.conversation).text)
+
+
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
+)  # fmt: skip
+"""What may belong to a tokenizer."""
+
+
+def keep_tokenizer(tokenizer: Path, folder: Path, template: str = "") -> None:
+    """Copy a tokenizer's files beside a run, so that the run is whole without the data it came from."""
+    for name in FILES:
+        source = tokenizer if name == "tokenizer.json" else tokenizer.parent / name
+        if source.is_file() and source.resolve() != (folder / name).resolve():
+            write_atomic(folder / name, source.read_bytes())
+    if template:
+        write_atomic(folder / "chat_template.jinja", Path(template).read_bytes())

@@ -1,0 +1,208 @@
+"""Are the calls right? An abstract-syntax check after BFCL's categories and error names.
+
+A call is compared by name, parameters, types and values. `exact` asks for equal values; `lenient` forgives what BFCL
+forgives: case, spaces and punctuation inside strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any, Literal
+
+from keepstep.data.chat_rows import Tool
+from keepstep.evaluate.calls import Call, Malformed, parse_calls
+
+ErrorName = Literal[
+    "wrong_func_name", "missing_required", "unexpected_param", "type_error", "value_error",
+    "wrong_count", "malformed", "irrelevance",
+]  # fmt: skip
+ERROR_NAMES: tuple[ErrorName, ...] = (
+    "wrong_func_name", "missing_required", "unexpected_param", "type_error", "value_error",
+    "wrong_count", "malformed", "irrelevance",
+)  # fmt: skip
+_MOST_ORDERS = 6
+"""Up to this many parallel calls every order is tried; beyond, the order counts."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question: the tools it may use and the calls it wants (none: it must not call anything)."""
+
+    category: str
+    tools: Sequence[Tool]
+    expected: Sequence[Call]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one answer did: the error of the strict comparison, and whether the lenient one passes."""
+
+    category: str
+    error: ErrorName | None
+    lenient: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether the answer is right to the letter."""
+        return self.error is None
+
+
+def judge(task: Task, text: str) -> Verdict:
+    """Compare an answer with what the task wants."""
+    try:
+        calls = parse_calls(text)
+    except Malformed:
+        # Where nothing was to be called, trying to is the mistake.
+        return Verdict(task.category, "malformed" if task.expected else "irrelevance", False)
+    error = compare(task, calls, lenient=False)
+    return Verdict(task.category, error, error is None or compare(task, calls, lenient=True) is None)
+
+
+def compare(task: Task, calls: Sequence[Call], *, lenient: bool) -> ErrorName | None:
+    """The first error, or None where all calls are right; parallel calls may come in any order."""
+    if not task.expected:
+        return "irrelevance" if calls else None
+    if len(calls) != len(task.expected):
+        return "wrong_count"
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in task.tools}
+
+    def first_error(order: Sequence[Call]) -> ErrorName | None:
+        found = (_check(want, got, schemas, lenient) for want, got in zip(task.expected, order, strict=True))
+        return next((error for error in found if error), None)
+
+    orders = permutations(calls) if len(calls) <= _MOST_ORDERS else [tuple(calls)]
+    errors = [first_error(order) for order in orders]
+    return None if None in errors else errors[0]
+
+
+def _check(want: Call, got: Call, schemas: Mapping[str, Any], lenient: bool) -> ErrorName | None:
+    (name, expected), (called, given) = want, got
+    if called != name:
+        return "wrong_func_name"
+    schema = schemas.get(name, {})
+    properties = schema.get("properties", {})
+    if any(required not in given for required in schema.get("required", ())):
+        return "missing_required"
+    if any(parameter not in properties for parameter in given):
+        return "unexpected_param"
+    if any(not has_type(value, properties[parameter].get("type")) for parameter, value in given.items()):
+        return "type_error"
+    if expected.keys() != given.keys():
+        return "value_error"
+    if all(_same(expected[parameter], given[parameter], lenient) for parameter in expected):
+        return None
+    return "value_error"
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Whether a value fits a JSON Schema type (or one of several); a number may be a whole one, a flag is no number."""
+    if isinstance(kind, list):
+        return any(has_type(value, one) for one in kind)
+    match kind:
+        case "string":
+            return isinstance(value, str)
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "boolean":
+            return isinstance(value, bool)
+        case "array":
+            return isinstance(value, list)
+        case "object":
+            return isinstance(value, dict)
+        case "null":
+            return value is None
+        case _:
+            return True
+
+
+def _same(expected: Any, given: Any, lenient: bool) -> bool:
+    if isinstance(expected, bool) or isinstance(given, bool):
+        return expected is given
+    if isinstance(expected, str) and isinstance(given, str) and lenient:
+        return _plain(expected) == _plain(given)
+    if isinstance(expected, list) and isinstance(given, list):
+        return len(expected) == len(given) and all(map(lambda a, b: _same(a, b, lenient), expected, given))
+    if isinstance(expected, dict) and isinstance(given, dict):
+        return expected.keys() == given.keys() and all(_same(expected[key], given[key], lenient) for key in expected)
+    return bool(expected == given)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s,./\-_*^]", "", text).lower().replace("'", '"')
+
+
+@dataclass
+class CategoryResult:
+    """One category's counts."""
+
+    count: int = 0
+    exact: int = 0
+    lenient: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class ToolReport:
+    """All categories, and what they come to."""
+
+    categories: Mapping[str, CategoryResult]
+
+    @property
+    def exact(self) -> float:
+        """Share of exactly right answers among those that want a call."""
+        return _share([result for name, result in self.categories.items() if name != "irrelevance"])
+
+    @property
+    def irrelevance(self) -> float | None:
+        """Share of requests that want no call and got none; None where there were none."""
+        result = self.categories.get("irrelevance")
+        return _share([result]) if result else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain numbers."""
+        categories = {
+            name: {
+                "count": result.count,
+                "exact": result.exact / result.count,
+                "lenient": result.lenient / result.count,
+                "errors": dict(result.errors),
+            }
+            for name, result in self.categories.items()
+        }
+        return {"exact": self.exact, "irrelevance": self.irrelevance, "categories": categories}
+
+
+def _share(results: Iterable[CategoryResult]) -> float:
+    listed = list(results)
+    count = sum(result.count for result in listed)
+    return sum(result.exact for result in listed) / count if count else 0.0
+
+
+def summarise(verdicts: Iterable[Verdict]) -> ToolReport:
+    """Counts by category, in the order the categories first come."""
+    categories: dict[str, CategoryResult] = {}
+    for verdict in verdicts:
+        result = categories.setdefault(verdict.category, CategoryResult())
+        result.count += 1
+        result.exact += verdict.exact
+        result.lenient += verdict.lenient
+        if verdict.error:
+            result.errors[verdict.error] += 1
+    return ToolReport(categories)
+
+
+def table(report: ToolReport) -> str:
+    """The report for a terminal."""
+    lines = [f"{'category':<13}{'count':>6}{'exact':>9}{'lenient':>9}  errors"]
+    for name, result in sorted(report.categories.items()):
+        errors = ", ".join(f"{error} {count}" for error, count in result.errors.most_common()) or "none"
+        exact, lenient = result.exact / result.count, result.lenient / result.count
+        lines.append(f"{name:<13}{result.count:>6}{exact:>9.1%}{lenient:>9.1%}  {errors}")
+    lines.append(f"{'all calls':<13}{'':>6}{report.exact:>9.1%}")
+    return "\n".join(lines)

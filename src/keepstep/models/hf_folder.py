@@ -1,0 +1,147 @@
+"""Hugging Face model folders: safetensors read tensor by tensor, and written in shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import CheckpointError, UsageError
+from keepstep.core.files import write_json
+from keepstep.models.hf_config import hf_family
+from keepstep.models.hf_names import import_parameters, rules
+from keepstep.models.init import keep_shard
+from keepstep.models.transformer import Transformer
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+"""Largest file of a sharded export, as Hugging Face's own tools have it."""
+
+
+class HfTensors(Mapping[str, Tensor]):
+    """The tensors of a folder by name. Asking for one reads it; nothing is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _tensor_files(folder)
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._folder / self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def dtype(self) -> torch.dtype:
+        """The precision of the weights, told by the largest kind there is."""
+        return self[next(name for name in self._files if name.endswith("weight"))].dtype
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX).is_file():
+        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        missing = sorted({file for file in index.values() if not (folder / file).is_file()})
+        if missing:
+            raise CheckpointError(f"{folder} lacks {missing[0]}, which its index names", "fetch the folder again")
+        return index
+    if not (folder / SINGLE).is_file():
+        raise CheckpointError(
+            f"{folder} holds neither {INDEX} nor {SINGLE}", "weights must be safetensors: save_pretrained writes them"
+        )
+    try:
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / SINGLE} is damaged: {error}", "fetch the file again") from None
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a Hugging Face model lies here."""
+    return (path / "config.json").is_file()
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    return config
+
+
+@torch.no_grad()
+def load_hf(model: Transformer, folder: Path) -> None:
+    """Fill a model, sharded or whole, from a folder; each process keeps its part of one parameter at a time."""
+    family = hf_family(read_hf_config(folder))
+    parameters = dict(model.named_parameters())
+    for name, whole in import_parameters(HfTensors(folder), model.config, family):
+        parameter = parameters[name]
+        if whole.shape != parameter.shape:
+            raise CheckpointError(
+                f"{folder}: {name} is {list(whole.shape)}, the model needs {list(parameter.shape)}",
+                "leave the model's shape to config.json: give no model.* fields that change it",
+            )
+        keep_shard(parameter, whole.to(device=parameter.device, dtype=parameter.dtype))
+
+
+def save_hf(
+    state: Mapping[str, Tensor], config: ModelConfig, described: Mapping[str, Any], folder: Path, dtype: torch.dtype
+) -> int:
+    """Write config.json and the weights of a whole model; returns the bytes of the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    family = hf_family(described)
+    theirs = (
+        (name, tensor.detach().to(device="cpu", dtype=dtype).contiguous())
+        for rule in rules(config, family)
+        for name, tensor in zip(rule.theirs, rule.unpack(state[rule.ours]), strict=True)
+    )
+    total = write_shards(theirs, folder)
+    write_json(folder / "config.json", dict(described))
+    return total
+
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, largest_bytes: int = SHARD_BYTES) -> int:
+    """Tensors into files of at most `largest_bytes`, with an index where there is more than one; total bytes."""
+    from safetensors.torch import save_file
+
+    parts: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    waiting_bytes = total = 0
+
+    def flush() -> None:
+        save_file(waiting, folder / f"part-{len(parts):05d}.safetensors", metadata={"format": "pt"})
+        parts.append(list(waiting))
+        waiting.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if waiting and waiting_bytes + size > largest_bytes:
+            flush()
+            waiting_bytes = 0
+        # A copy of its own: safetensors refuses tensors that share memory.
+        waiting[name] = tensor.clone()
+        waiting_bytes += size
+        total += size
+    flush()
+    weight_map = {}
+    for number, names in enumerate(parts):
+        name = SINGLE if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number:05d}.safetensors").replace(folder / name)
+        weight_map.update(dict.fromkeys(names, name))
+    if len(parts) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return total

@@ -1,0 +1,204 @@
+"""Low-rank adapters on the blocks' linears, in the fused layouts that the blocks compute with.
+
+Shape legend: o output rows of a linear (fused ones hold several projections), i inputs, p projections with an adapter,
+r rank.
+
+`lora_a` [p·r, i] holds the projections' first factors one after the other. `lora_b` [o, r] has the rows of the
+linear's own weight, and each row belongs to one projection: sharding and tensor slices cut it as they cut the weight,
+and Hugging Face's separate q, k, v, gate and up come out of it by the same rules as the weights do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from keepstep.config.schema import LoraConfig, ModelConfig
+from keepstep.core.errors import ConfigError
+from keepstep.models.init import keep_shard, parameter_seed
+from keepstep.models.mlp import gate_blocks
+from keepstep.models.transformer import Transformer
+
+ADAPTER_NAMES = ("lora_a", "lora_b")
+_FUSED = {
+    "attention.qkv": ("q", "k", "v"),
+    "attention.out": ("o",),
+    "mlp.gate_up": ("gate", "up"),
+    "mlp.up": ("up",),
+    "mlp.down": ("down",),
+}
+"""Our linears and the projections that each of them holds, in the order of the separate names."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """What a linear's adapters are: rank, scale and which projection each output row belongs to."""
+
+    rank: int
+    scale: float
+    dropout: float
+    slots: tuple[int, ...]
+    """Output rows repeat in groups of slots; for each slot the number of its projection, -1 where it has no adapter."""
+    width: int
+    """Rows in a slot."""
+
+    @property
+    def projections(self) -> int:
+        """Projections with an adapter."""
+        return max(self.slots) + 1
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear and its trained adapters; `weight` and `bias` keep their names, so that weights load as ever."""
+
+    def __init__(self, base: nn.Linear, shape: AdapterShape) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.shape = shape
+        device = base.weight.device
+        self.lora_a = nn.Parameter(torch.empty(shape.projections * shape.rank, base.in_features, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, shape.rank, device=device))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
+        """The linear's output and the adapters' on top."""
+        output = F.linear(input, self.weight, self.bias)
+        adapted = F.dropout(input, self.shape.dropout, self.training) if self.shape.dropout else input
+        inner = F.linear(adapted, self.lora_a)
+        # One product adds itself to the output: the adapters cost no second pass over it.
+        flat = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2), self._spread().t(), alpha=self.shape.scale)
+        return flat.view(output.shape)
+
+    def merged_weight(self) -> Tensor:
+        """The weight of a plain linear that computes the same (without dropout), in the weight's own precision."""
+        exact = self.weight.double() + self.shape.scale * (self._spread().double() @ self.lora_a.double())
+        return exact.to(self.weight.dtype)
+
+    def grouped(self) -> Tensor:
+        """`lora_b` as [groups, slots, width, r]; a slice of whole groups works too."""
+        return self.lora_b.view(-1, len(self.shape.slots), self.shape.width, self.shape.rank)
+
+    def _spread(self) -> Tensor:
+        """`lora_b` as a matrix [o, p·r] that is zero outside each row's own projection."""
+        if self.shape.slots == (0,):
+            return self.lora_b
+        grouped = self.grouped()
+        spread = grouped.new_zeros(*grouped.shape[:3], self.shape.projections, self.shape.rank)
+        for projection, slots in projection_slots(self.shape).items():
+            spread[:, slots, :, projection] = grouped[:, slots]
+        return spread.flatten(0, 2).flatten(1)
+
+
+def projection_slots(shape: AdapterShape) -> dict[int, slice]:
+    """Where each projection's rows stand in a group; they are neighbours in every layout we have."""
+    found = {}
+    for projection in range(shape.projections):
+        first = shape.slots.index(projection)
+        found[projection] = slice(first, first + shape.slots.count(projection))
+    return found
+
+
+def apply_lora(model: Transformer, config: LoraConfig) -> None:
+    """Freeze the model and put adapters on the projections that `config.targets` names, in place."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    found: set[str] = set()
+    for block in model.blocks.values():
+        for place, names in _FUSED.items():
+            parent = block.get_submodule(place.partition(".")[0])
+            child = place.partition(".")[2]
+            linear = getattr(parent, child, None)
+            if linear is None or not set(names) & set(config.targets):
+                continue
+            if type(linear) is not nn.Linear:
+                raise ConfigError(f"{place} is a {type(linear).__name__}, which takes no adapter", "model.linear=dense")
+            found.update(names)
+            slots, width = _slots(place, model.config, config.targets)
+            shape = AdapterShape(config.rank, config.alpha / config.rank, config.dropout, slots, width)
+            setattr(parent, child, LoraLinear(linear, shape))
+    missing = sorted(set(config.targets) - found)
+    if missing:
+        raise ConfigError(
+            f"lora.targets names {', '.join(missing)}, which this model does not have", "leave them out of lora.targets"
+        )
+
+
+def _slots(place: str, config: ModelConfig, targets: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
+    """The slots of the linear at `place` and their width, as its layout has them."""
+    wanted = [name for name in _FUSED[place] if name in targets]
+    numbers = [wanted.index(name) if name in wanted else -1 for name in _FUSED[place]]
+    match place:
+        case "attention.qkv":
+            query, key, value = numbers
+            return (*[query] * (config.heads // config.key_value_heads), key, value), config.head_size
+        case "mlp.gate_up":
+            return tuple(numbers), config.ffn_size // gate_blocks(config)
+        case "mlp.up":
+            return (0,), config.ffn_size
+        case _:
+            return (0,), config.hidden
+
+
+@torch.no_grad()
+def init_adapters(model: Transformer, seed: int) -> None:
+    """First adapters: the first factor uniform in ±1/√inputs, the second zero, so that nothing changes at first."""
+    for name, parameter in adapter_parameters(model):
+        whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        if name.endswith("lora_a"):
+            generator = torch.Generator(device=parameter.device).manual_seed(parameter_seed(seed, name))
+            bound = 1.0 / math.sqrt(parameter.shape[1])
+            whole.uniform_(-bound, bound, generator=generator)
+        keep_shard(parameter, whole)
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The adapters by name, in the model's order."""
+    return ((name, item) for name, item in model.named_parameters() if name.endswith(ADAPTER_NAMES))
+
+
+@torch.no_grad()
+def merge_lora(model: Transformer) -> None:
+    """Turn adapters into plain weights, in place. The model must be whole (not sharded)."""
+    for block in model.blocks.values():
+        for place in _FUSED:
+            parent, child = block.get_submodule(place.partition(".")[0]), place.partition(".")[2]
+            linear = getattr(parent, child, None)
+            if isinstance(linear, LoraLinear):
+                plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                plain.weight = nn.Parameter(linear.merged_weight())
+                if linear.bias is not None:
+                    plain.bias = nn.Parameter(linear.bias)
+                setattr(parent, child, plain)
+
+
+def lora_modules(model: Transformer) -> Iterator[tuple[str, LoraLinear]]:
+    """Every linear with adapters, by its name."""
+    return ((name, item) for name, item in model.named_modules() if isinstance(item, LoraLinear))
+
+
+def projection_factors(name: str, linear: LoraLinear, targets: tuple[str, ...]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The factors A [r, i] and B [rows, r] of each adapted projection, by its short name (q, gate, …)."""
+    wanted = [projection for projection in _FUSED[name.split(".", 2)[2]] if projection in targets]
+    factors_a = linear.lora_a.split(linear.shape.rank)
+    return {
+        wanted[number]: (factors_a[number], linear.grouped()[:, slots].flatten(0, 2))
+        for number, slots in projection_slots(linear.shape).items()
+    }
+
+
+@torch.no_grad()
+def set_projection_factors(
+    name: str, linear: LoraLinear, targets: tuple[str, ...], factors: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """The inverse of `projection_factors`."""
+    wanted = [projection for projection in _FUSED[name.split(".", 2)[2]] if projection in targets]
+    for number, slots in projection_slots(linear.shape).items():
+        first_a, rows_b = factors[wanted[number]]
+        linear.lora_a[number * linear.shape.rank : (number + 1) * linear.shape.rank] = first_a
+        place = linear.grouped()[:, slots]
+        place.copy_(rows_b.view(place.shape))

@@ -1,0 +1,23 @@
+"""NEFTune: uniform noise on the input embeddings while training, which makes fine-tuned answers less brittle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepstep.models.transformer import Transformer
+
+
+def add_embedding_noise(model: Transformer, alpha: float) -> None:
+    """Add noise in ±alpha / √(tokens × hidden) to what the embedding returns; evaluation is left alone."""
+
+    def noisy(_module: Any, _inputs: Any, embedded_btd: Tensor) -> Tensor:
+        if not model.training:
+            return embedded_btd
+        bound = alpha / math.sqrt(embedded_btd.shape[1] * embedded_btd.shape[2])
+        return embedded_btd + torch.empty_like(embedded_btd).uniform_(-bound, bound)
+
+    model.embed.register_forward_hook(noisy)

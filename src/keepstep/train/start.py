@@ -1,0 +1,177 @@
+"""Where weights come from before the first step: a seed, a run's checkpoint, or a Hugging Face folder.
+
+The model's shape follows from what training starts from; only what the user wrote about it counts more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.load import LoadedConfig, load_config
+from keepstep.config.schema import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
+from keepstep.core.errors import CheckpointError, UsageError
+from keepstep.models.hf_config import model_config_from_hf
+from keepstep.models.hf_folder import is_hf_folder, load_hf, read_hf_config
+from keepstep.models.init import init_weights
+from keepstep.models.lora import apply_lora, init_adapters, merge_lora
+from keepstep.models.transformer import Transformer
+from keepstep.observe.folder import RunFolder
+
+DEFAULT_SEQ_LEN = 2048
+"""Rows of a fine-tuning run are this long at most unless the user says otherwise: long contexts cost memory."""
+BEST = "best"
+"""Folder inside a run that holds the weights with the best validation."""
+TOKENIZER = "tokenizer"
+"""Folder inside a run that holds its tokenizer's files."""
+
+
+def adopt_start(loaded: LoadedConfig) -> RunConfig:
+    """The configuration with the shape of what it starts from; fields that were written down stay as written."""
+    config = loaded.config
+    if not config.finetune.start_from:
+        return config
+    shape = start_shape(Path(config.finetune.start_from))
+    written = {
+        path.removeprefix("model."): getattr(config.model, path.removeprefix("model."))
+        for path, origin in loaded.origins.items()
+        if path.startswith("model.") and origin.kind not in ("default", "preset")
+    }
+    longest = max(shape.max_positions, shape.seq_len)
+    shape = replace(shape, preset="custom", max_positions=longest, seq_len=min(longest, DEFAULT_SEQ_LEN))
+    return replace(config, model=replace(shape, **written))
+
+
+def start_shape(where: Path) -> ModelConfig:
+    """The shape of a model that lies in a folder."""
+    if is_hf_folder(where):
+        return ModelConfig(**model_config_from_hf(read_hf_config(where)))
+    return run_config(where).model
+
+
+def run_config(where: Path) -> RunConfig:
+    """The configuration a run was frozen with."""
+    folder = RunFolder(where)
+    if not folder.config.is_file():
+        raise UsageError(
+            f"{where} is neither a run's folder nor a Hugging Face model", "it needs a config.yaml or a config.json"
+        )
+    return load_config(folder.config).config
+
+
+def find_tokenizer(where: Path) -> Path | None:
+    """The tokenizer.json that belongs to a model's folder."""
+    candidates = [where / "tokenizer.json", where / TOKENIZER / "tokenizer.json"]
+    if not is_hf_folder(where) and RunFolder(where).config.is_file():
+        named = run_config(where).data.tokenizer
+        candidates += [Path(named)] if named else []
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def fill_weights(model: Transformer, config: RunConfig) -> None:
+    """First weights of a model that is on its device, sharded or whole; adapters start so that they change nothing."""
+    if config.finetune.start_from:
+        fill_from(model, Path(config.finetune.start_from))
+    else:
+        init_weights(model, config.seed)
+    if config.lora.rank:
+        init_adapters(model, config.seed)
+
+
+def fill_from(model: Transformer, where: Path) -> None:
+    """Weights from a folder into a model, adapters left alone. Each process reads its own part."""
+    if is_hf_folder(where):
+        load_hf(model, where)
+        return
+    config = run_config(where)
+    weights = {name: item for name, item in model.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
+    if config.lora.rank:
+        raise UsageError(
+            f"{where} holds adapters, not whole weights",
+            f"keepstep export {where} --hf OUT merges them; start from OUT",
+        )
+    loaded = load_step(where, {"model": weights}, cast=True)
+    if loaded is None:
+        raise CheckpointError(f"{where} holds no whole checkpoint", "train the run first")
+
+
+def load_step(where: Path, into: dict[str, Any], *, cast: bool = False) -> int | None:
+    """Fill tensors from a run's best weights where it kept them, else from its newest checkpoint; the step."""
+    folder = RunFolder(where)
+    config = load_config(folder.config).config
+    newest = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
+    filled = _in_fp32(into) if cast else into
+    for place in (folder.root / BEST, newest):
+        if place.is_dir():
+            loaded = Checkpointer(place, CheckpointConfig()).load_newest(filled)
+            if loaded is not None:
+                _copy_back(filled, into)
+                return loaded.step
+    return None
+
+
+def _in_fp32(into: dict[str, Any]) -> dict[str, Any]:
+    """Stand-ins for tensors of another precision than checkpoints have: frozen weights are kept in bf16."""
+    return {
+        key: {
+            name: tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
+            for name, tensor in tensors.items()
+        }
+        for key, tensors in into.items()
+    }
+
+
+@torch.no_grad()
+def _copy_back(filled: dict[str, Any], into: dict[str, Any]) -> None:
+    for key, tensors in into.items():
+        for name, tensor in tensors.items():
+            if filled[key][name] is not tensor:
+                tensor.copy_(filled[key][name])
+
+
+def prepare_adapters(model: Transformer, lora: LoraConfig, dtype: torch.dtype) -> None:
+    """Adapters on a model that is still on the meta device; frozen weights need no fp32 masters and get `dtype`."""
+    apply_lora(model, lora)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                frozen = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                setattr(module, name, frozen)
+
+
+def whole_model(where: Path, *, merge: bool = True) -> tuple[Transformer, RunConfig, int]:
+    """A model on the CPU, whole, in fp32, with its configuration and step (0 for a Hugging Face folder)."""
+    if is_hf_folder(where):
+        shape = ModelConfig(**model_config_from_hf(read_hf_config(where)))
+        model = Transformer(shape)
+        load_hf(model, where)
+        return model.eval(), replace(RunConfig(), name=where.resolve().name, model=shape), 0
+    config = run_config(where)
+    model = Transformer(config.model)
+    if config.lora.rank:
+        apply_lora(model, config.lora)
+        fill_weights(model, config)
+    trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    step = load_step(where, {"model": trained})
+    if step is None:
+        raise CheckpointError(f"{where} holds no whole checkpoint", "train the run first")
+    if config.lora.rank and merge:
+        merge_lora(model)
+    return model.eval(), config, step
+
+
+def start_model(where: Path) -> tuple[Transformer, RunConfig, int]:
+    """The weights a run began with, whole: what its training has to be compared with."""
+    config = run_config(where)
+    model = Transformer(config.model)
+    fill_weights(model, replace(config, lora=LoraConfig()))
+    return model.eval(), config, 0
+
+
+def describe_start(config: RunConfig) -> dict[str, Any]:
+    """What a model card says about where the weights came from."""
+    return {"start_from": config.finetune.start_from or None, "lora": asdict(config.lora) if config.lora.rank else None}

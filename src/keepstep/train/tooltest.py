@@ -1,0 +1,105 @@
+"""`keepstep eval tools`: questions, a model's answers, and how right its calls are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep.core.errors import DataError
+from keepstep.data.chat_files import Reject, read_conversations
+from keepstep.data.chat_generate import generate_rows
+from keepstep.data.chat_loader import GENERATED
+from keepstep.data.chat_rows import Conversation, calls_of
+from keepstep.evaluate.toolcalls import Task, ToolReport, judge, summarise
+from keepstep.train.speaker import Prompt, Sampling, Speaker
+
+TEST_SEED = 1234
+"""Generated questions: the same for every model, and of the split that no training sees."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and what a right answer calls."""
+
+    prompt: Prompt
+    task: Task
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The report, and every answer for whoever wants to look."""
+
+    report: ToolReport
+    lines: list[dict[str, Any]]
+
+
+def load_questions(path: str, rows: int) -> list[Question]:
+    """The first `rows` questions of a conversation file, or generated ones of held-out functions and values."""
+    if path == GENERATED:
+        generated = generate_rows(rows, TEST_SEED, "test")
+        return [question(row.conversation, row.category) for row in generated]
+    found = list(_from_file(Path(path), rows))
+    if not found:
+        raise DataError(f"{path} holds no question: no row with tools and an answer", "rows need messages and tools")
+    return found
+
+
+def _from_file(path: Path, rows: int) -> Iterator[Question]:
+    refused = 0
+    for item in read_conversations(path):
+        if isinstance(item, Reject):
+            refused += 1
+            print(f"{item.file} row {item.row}: {item.reason}", file=sys.stderr)
+        elif item.conversation.tools and rows:
+            rows -= 1
+            yield question(item.conversation)
+    if refused:
+        print(f"{refused} rows were refused and not asked", file=sys.stderr)
+
+
+def question(conversation: Conversation, category: str = "") -> Question:
+    """The conversation up to the assistant's first turn, and that turn's calls as the right answer."""
+    turn = next(number for number, item in enumerate(conversation.messages) if item["role"] == "assistant")
+    expected = calls_of(conversation.messages[turn])
+    prompt = Prompt(conversation.messages[:turn], conversation.tools)
+    return Question(prompt, Task(category or _category(conversation, len(expected)), conversation.tools, expected))
+
+
+def _category(conversation: Conversation, calls: int) -> str:
+    if not calls:
+        return "irrelevance"
+    if calls > 1:
+        return "parallel"
+    return "simple" if len(conversation.tools) == 1 else "multiple"
+
+
+def ask(
+    speaker: Speaker,
+    questions: list[Question],
+    sampling: Sampling,
+    batch: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Answered:
+    """Ask all questions and judge the answers."""
+    answers = speaker.answers([item.prompt for item in questions], sampling, batch, progress)
+    verdicts = [judge(item.task, text) for item, text in zip(questions, answers, strict=True)]
+    lines = [
+        {
+            "category": item.task.category,
+            "request": item.prompt.messages[-1]["content"],
+            "expected": [{"name": name, "arguments": arguments} for name, arguments in item.task.expected],
+            "answer": text,
+            "error": verdict.error,
+        }
+        for item, text, verdict in zip(questions, answers, verdicts, strict=True)
+    ]
+    return Answered(summarise(verdicts), lines)
+
+
+def write_answers(lines: list[dict[str, Any]], path: Path) -> None:
+    """One JSON line for each answer."""
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

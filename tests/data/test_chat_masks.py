@@ -1,0 +1,187 @@
+"""The loss mask covers what the assistant says, to the byte, in both ways of finding it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.data import tokenize
+from keepstep.data.chat_masks import encode, encode_rendered
+from keepstep.data.chat_rows import BadRow, Conversation, calls_of, canonical
+from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate
+
+UNMARKED = BUILT_IN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+WORDS = [
+    "alpha",
+    "βeta",
+    "\n",
+    "  ",
+    "<|im_end|",
+    "{",
+    '"quoted"',
+    "日本語",
+    "🙂",
+    "\\n",
+    "assistant",
+    "</tool_call",
+    "0",
+    "a\u0301",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    texts = [" ".join(WORDS) + f" some text {number}\n\n" for number in range(50)]
+    tokenize.train_bpe(texts, 400, path, special=(tokenize.END_OF_TEXT, *SPECIAL_TOKENS))
+    return tokenize.load(path)
+
+
+def random_text(draw: random.Random) -> str:
+    return "".join(draw.choice(WORDS) + draw.choice(["", " ", "\n"]) for _ in range(draw.randint(1, 6)))
+
+
+def random_conversation(seed: int) -> Conversation:
+    draw = random.Random(seed)
+    tools = [
+        {"name": f"tool_{number}", "description": random_text(draw), "parameters": {"x": {"type": "string"}}}
+        for number in range(draw.randint(0, 3))
+    ]
+    messages: list[dict[str, Any]] = []
+    if draw.random() < 0.5:
+        messages.append({"role": "system", "content": random_text(draw)})
+    for _ in range(draw.randint(1, 4)):
+        messages.append({"role": "user", "content": random_text(draw)})
+        calls = [
+            {"name": draw.choice(tools)["name"], "arguments": {"x": random_text(draw), "n": draw.randint(-5, 5)}}
+            for _ in range(draw.randint(0, 3) if tools else 0)
+        ]
+        said = random_text(draw) if not calls or draw.random() < 0.3 else ""
+        messages.append({"role": "assistant", "content": said, "tool_calls": calls})
+        if calls and draw.random() < 0.7:
+            messages += [{"role": "tool", "content": random_text(draw)} for _ in calls]
+            messages.append({"role": "assistant", "content": random_text(draw)})
+    return canonical(messages, tools)
+
+
+def spoken(conversation: Conversation) -> list[str]:
+    """What the assistant says in each turn, written down without any template."""
+    turns = []
+    for message in conversation.messages:
+        if message["role"] != "assistant":
+            continue
+        calls = [
+            f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, '
+            f'"arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+            for name, arguments in calls_of(message)
+        ]
+        turns.append("\n".join([*([message["content"]] if message["content"] else []), *calls]) + TURN_END)
+    return turns
+
+
+def test_1000_random_conversations_mask_exactly_what_the_assistant_says_in_both_modes(tokenizer: Any) -> None:
+    marked, unmarked = ChatTemplate(BUILT_IN), ChatTemplate(UNMARKED)
+    assert marked.marks_turns
+    assert not unmarked.marks_turns
+    for seed in range(1000):
+        conversation = random_conversation(seed)
+        expected = spoken(conversation)
+        by_marks, by_prefix = marked.render(conversation), unmarked.render(conversation)
+        assert by_marks == by_prefix
+        assert [by_marks.text[span.start : span.end] for span in by_marks.spans] == expected
+        row = encode_rendered(by_marks, tokenizer)
+        learnt = row.tokens[row.loss].tolist()
+        assert _bytes(tokenizer, learnt) == "".join(expected).encode()
+        assert _bytes(tokenizer, row.tokens.tolist()) == by_marks.text.encode()
+
+
+def _bytes(tokenizer: Any, ids: list[int]) -> bytes:
+    """The very bytes that tokens stand for; decoding to text would hide a character cut in two."""
+    table = _byte_table()
+    special = set(SPECIAL_TOKENS) | {tokenize.END_OF_TEXT}
+    pieces = [tokenizer.id_to_token(token) for token in ids]
+    return b"".join(
+        piece.encode() if piece in special else bytes(table[character] for character in piece) for piece in pieces
+    )
+
+
+def _byte_table() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE uses: a byte that can be printed stands for itself."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
+def test_any_text_at_all_is_masked_exactly(texts: list[str]) -> None:
+    messages = [
+        item for text in texts for item in ({"role": "user", "content": text}, {"role": "assistant", "content": text})
+    ]
+    conversation = canonical(messages)
+    for template in (ChatTemplate(BUILT_IN), ChatTemplate(UNMARKED)):
+        rendered = template.render(conversation)
+        assert [rendered.text[span.start : span.end] for span in rendered.spans] == [text + TURN_END for text in texts]
+
+
+def test_a_token_that_would_reach_across_the_edge_is_cut_there(tmp_path: Path) -> None:
+    tokenize.train_bpe(["\n\n\n hello\n\n"] * 50, 270, tmp_path / "tokenizer.json")
+    tokenizer = tokenize.load(tmp_path / "tokenizer.json")
+    conversation = canonical([{"role": "user", "content": "x"}, {"role": "assistant", "content": "\n\n hello"}])
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}\n{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}\n{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    row = encode(conversation, template, tokenizer)
+    assert tokenizer.decode(row.tokens[row.loss].tolist()) == "\n\n hello"
+
+
+def test_loss_on_tool_calls_leaves_out_turns_that_only_talk(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "do it"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": "It is done."},
+    ]
+    row = encode(canonical(messages), ChatTemplate(), tokenizer, "tool_calls")
+    text = tokenizer.decode(row.tokens[row.loss].tolist(), skip_special_tokens=False)
+    assert "tool_call" in text
+    assert "done" not in text
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_rather_than_masked_wrongly() -> None:
+    rewriting = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] if loop.last else '…' }}{% endfor %}"
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+    with pytest.raises(BadRow, match="differently"):
+        ChatTemplate(rewriting).render(canonical(messages))
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    conversation = canonical([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+    with pytest.raises(BadRow, match="refuses"):
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(conversation)
+    with pytest.raises(BadRow, match="not like this"):
+        ChatTemplate("{{ raise_exception('not like this') }}").render(conversation)
+
+
+def test_rendering_equals_transformers(tmp_path: Path, tokenizer: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TURN_END)
+    theirs.chat_template = BUILT_IN
+    for seed in range(20):
+        conversation = random_conversation(seed)
+        made = theirs.apply_chat_template(
+            list(conversation.messages),
+            tools=list(conversation.tools) or None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        rendered = ChatTemplate(BUILT_IN).render(conversation)
+        assert theirs.decode(made["input_ids"]) == rendered.text

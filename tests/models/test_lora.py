@@ -1,0 +1,112 @@
+"""Adapters: nothing changes at first, merging changes nothing, and PEFT computes the same from our files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_variants import random_tokens
+from test_reference import imported, reference
+
+from keepstep.config.schema import LoraConfig, ModelConfig
+from keepstep.core.errors import ConfigError
+from keepstep.models.hf_describe import export_family
+from keepstep.models.init import init_weights
+from keepstep.models.lora import adapter_parameters, apply_lora, init_adapters, merge_lora
+from keepstep.models.peft import load_adapter, lora_config_of, save_adapter
+from keepstep.models.transformer import Transformer
+
+SHAPE = ModelConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=61, seq_len=32, positions="rotary", norm="rmsnorm",
+    activation="swiglu", bias=False,
+)  # fmt: skip
+TARGETS = [("q", "v"), ("k", "o", "gate"), ("q", "k", "v", "o", "gate", "up", "down")]
+
+
+def adapted(config: ModelConfig, lora: LoraConfig, seed: int = 1) -> Transformer:
+    model = Transformer(config)
+    init_weights(model, seed)
+    apply_lora(model, lora)
+    init_adapters(model, seed)
+    return model
+
+
+def disturb(model: Transformer) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for _, parameter in adapter_parameters(model):
+        parameter.data.normal_(0.0, 0.2, generator=generator)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_fresh_adapters_change_nothing_and_merged_ones_change_no_logit(targets: tuple[str, ...]) -> None:
+    lora = LoraConfig(rank=4, targets=targets)
+    tokens_bt = random_tokens(SHAPE, 2, 9)
+    plain = Transformer(SHAPE)
+    init_weights(plain, 1)
+    model = adapted(SHAPE, lora)
+    assert torch.equal(model(tokens_bt), plain(tokens_bt))
+    disturb(model)
+    expected = model(tokens_bt)
+    assert (expected - plain(tokens_bt)).abs().max() > 0.01
+    merge_lora(model)
+    assert not list(adapter_parameters(model))
+    torch.testing.assert_close(model(tokens_bt), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_only_adapters_are_trained() -> None:
+    model = adapted(SHAPE, LoraConfig(rank=2))
+    disturb(model)
+    model(random_tokens(SHAPE, 2, 9), random_tokens(SHAPE, 2, 9, seed=2)).backward()
+    adapters = dict(adapter_parameters(model))
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (name in adapters)
+        assert (parameter.grad is not None) == (name in adapters)
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in adapters.values())
+
+
+def test_targets_a_model_lacks_are_an_error() -> None:
+    plain = ModelConfig(layers=1, hidden=16, heads=2, vocab=31, seq_len=8)
+    with pytest.raises(ConfigError, match="gate"):
+        adapted(plain, LoraConfig(rank=2, targets=("q", "gate")))
+
+
+def test_compiled_adapters_compute_the_same() -> None:
+    model = adapted(SHAPE, LoraConfig(rank=2))
+    disturb(model)
+    tokens_bt = random_tokens(SHAPE, 2, 9)
+    expected = model(tokens_bt)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens_bt), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ("q", "v")),
+        ("llama", ("q", "k", "v", "o", "gate", "up", "down")),
+        ("qwen3", ("q", "k", "o", "up")),
+        ("gpt2", ("q", "k", "v", "o", "up", "down")),
+        ("mpt with alibi", ("q", "v", "up")),
+    ],
+)
+def test_peft_loads_our_files_and_computes_the_same(tmp_path: Path, name: str, targets: tuple[str, ...]) -> None:
+    peft = pytest.importorskip("peft")
+    theirs = reference(name)
+    model, config, family = imported(theirs)
+    assert export_family(config) == family
+    lora = LoraConfig(rank=3, alpha=7.0, targets=targets)
+    apply_lora(model, lora)
+    init_adapters(model, 1)
+    disturb(model)
+    save_adapter(model, lora, family, "base", tmp_path)
+    tokens_bt = random_tokens(config, 2, 12)
+    adapted_theirs = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
+    torch.testing.assert_close(model(tokens_bt), adapted_theirs(tokens_bt).logits, atol=2e-5, rtol=1e-4)
+    if family in ("llama", "qwen3"):
+        again, _, _ = imported(reference(name))
+        assert set(lora_config_of(tmp_path)["targets"]) == set(targets)
+        apply_lora(again, lora)
+        load_adapter(again, lora, family, tmp_path)
+        assert torch.equal(again(tokens_bt), model(tokens_bt))

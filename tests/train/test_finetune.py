@@ -1,0 +1,135 @@
+"""Fine-tuning goes through the one loop: adapters, weights to start from, best weights, early stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import TINY, losses, metrics, run_here, run_processes
+
+from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.cli.finetune import finetune_words
+from keepstep.cli.main import main
+from keepstep.config.load import load_config
+from keepstep.config.schema import CheckpointConfig, EvaluateConfig
+from keepstep.core.errors import UsageError
+from keepstep.models.neftune import add_embedding_noise
+from keepstep.models.transformer import Transformer
+from keepstep.train.best import BestWeights
+from keepstep.train.run import train
+from keepstep.train.start import adopt_start, run_config, start_model, whole_model
+
+LORA = ["lora.rank=2", "lora.targets=[q, v, up, down]"]
+
+
+def finetune_here(root: Path, *overrides: str) -> None:
+    short = [word for word in TINY if not word.startswith("model.")]
+    train(adopt_start(load_config(None, [*short, f"runs_dir={root}", "model.seq_len=16", *overrides])))
+
+
+@pytest.mark.slow
+def test_adapters_learn_in_one_process_and_in_two_alike_and_resume_exactly(tmp_path: Path) -> None:
+    run_here(tmp_path, *LORA, "name=one", "max_duration=12ba")
+    done = run_processes(tmp_path, 2, *LORA, "name=two", "max_duration=12ba")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
+    run_here(tmp_path, *LORA, "name=cut", "max_duration=12ba", "checkpoint.interval=5ba", "checkpoint.at_end=false")
+    run_here(tmp_path, *LORA, "name=cut", "max_duration=12ba")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "one")
+    assert losses(tmp_path, "one")[-1] < losses(tmp_path, "one")[0]
+
+
+@pytest.mark.slow
+def test_a_lora_checkpoint_holds_adapters_only_and_opens_merged_on_its_start(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=base")
+    finetune_here(tmp_path, f"finetune.start_from={tmp_path}/base", *LORA, "name=tuned", "max_duration=8ba")
+    saved = Checkpointer(tmp_path / "tuned" / "checkpoints", CheckpointConfig())
+    adapted, config, _ = whole_model(tmp_path / "tuned", merge=False)
+    adapters = {name: item for name, item in adapted.named_parameters() if item.requires_grad}
+    assert all(name.endswith(("lora_a", "lora_b")) for name in adapters)
+    assert saved.load_newest({"model": adapters}) is not None, "exactly the adapters are there, or loading refuses"
+
+    base, _, _ = whole_model(tmp_path / "base")
+    began, _, _ = start_model(tmp_path / "tuned")
+    merged, _, step = whole_model(tmp_path / "tuned")
+    assert step == 8
+    tokens_bt = torch.randint(0, config.model.vocab, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(base(tokens_bt), began(tokens_bt))
+    assert (merged(tokens_bt) - base(tokens_bt)).abs().max() > 1e-3
+    torch.testing.assert_close(merged(tokens_bt), adapted(tokens_bt), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_full_fine_tuning_starts_from_the_weights_it_names(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=base", "max_duration=40ba")
+    finetune_here(tmp_path, f"finetune.start_from={tmp_path}/base", "name=tuned", "max_duration=3ba")
+    assert run_config(tmp_path / "tuned").model.layers == 2
+    assert losses(tmp_path, "tuned")[0] == pytest.approx(losses(tmp_path, "base")[-1], abs=0.3)
+    assert losses(tmp_path, "tuned")[0] < losses(tmp_path, "base")[0] - 1
+
+
+@pytest.mark.slow
+def test_two_processes_import_what_one_process_reads(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+             "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path / "hf")
+    for processes in ("1", "2"):
+        words = ["import", str(tmp_path / "hf"), "--name", f"by-{processes}", "--runs-dir", str(tmp_path)]
+        assert main([*words, "--procs", processes]) == 0
+    one, two = (whole_model(tmp_path / f"by-{processes}")[0].state_dict() for processes in (1, 2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert main([*words, "--procs", "1"]) == 2, "a run that is there is never written over"
+
+
+def test_the_best_weights_are_kept_and_patience_runs_out(tmp_path: Path) -> None:
+    weight = torch.zeros(3)
+    best = BestWeights(tmp_path / "best", EvaluateConfig(keep_best=True, patience=2))
+    for step, loss in enumerate([3.0, 2.0, 2.5], start=1):
+        weight.fill_(step)
+        assert best.offer(step, loss, lambda: {"weight": weight}) == (step < 3)
+    assert not best.enough
+    resumed = BestWeights(tmp_path / "best", EvaluateConfig(keep_best=True, patience=2))
+    assert not resumed.offer(4, 2.2, lambda: {"weight": weight})
+    assert not resumed.offer(5, 2.1, lambda: {"weight": weight})
+    assert resumed.enough
+    kept = torch.zeros(3)
+    Checkpointer(tmp_path / "best", CheckpointConfig()).load_newest({"model": {"weight": kept}})
+    assert kept.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.slow
+def test_a_run_that_no_longer_improves_stops_early(tmp_path: Path) -> None:
+    run_here(tmp_path, "max_duration=40ba", "optimizer.lr=1e-9", "evaluate.interval=2ba", "evaluate.patience=2")
+    assert metrics(tmp_path)[-1]["step"] < 40
+
+
+def test_noise_on_embeddings_is_bounded_and_only_there_in_training() -> None:
+    config = load_config(None, TINY).config.model
+    model = Transformer(config)
+    tokens_bt = torch.randint(0, 128, (2, 16))
+    plain = model.embed(tokens_bt)
+    add_embedding_noise(model, 5.0)
+    noise = model.train().embed(tokens_bt) - plain
+    assert 0 < noise.abs().max() <= 5.0 / (16 * 32) ** 0.5 + 1e-6
+    assert torch.equal(model.eval().embed(tokens_bt), plain)
+
+
+def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
+    import argparse
+
+    from keepstep.cli import finetune
+
+    parser = argparse.ArgumentParser()
+    finetune.add_arguments(parser)
+    args = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "--lora", "8", "--epochs", "2", "seed=4"])
+    words = finetune_words(args)
+    config = load_config(None, words).config
+    assert (config.finetune.start_from, config.data.path, config.lora.rank, config.seed) == ("hf", "rows.jsonl", 8, 4)
+    assert (str(config.max_duration), config.optimizer.lr, config.evaluate.keep_best) == ("2ep", 2e-4, True)
+
+
+def test_starting_from_nothing_says_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a run's folder nor a Hugging Face model"):
+        adopt_start(load_config(None, [f"finetune.start_from={tmp_path}"]))

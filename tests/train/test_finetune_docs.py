@@ -1,0 +1,57 @@
+"""Every command of the pages on fine-tuning, Hugging Face and evaluation runs, on a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.cli.main import main
+from keepstep.data.chat_generate import generate_rows
+from keepstep.data.chat_tokenizer import prepare_tokenizer
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages take for granted."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("desk")
+    shape = {"vocab_size": 1024, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(folder / "model")
+    for file in prepare_tokenizer(folder / "cache", 1).parent.iterdir():
+        shutil.copy(file, folder / "model" / file.name)
+    rows = [json.dumps(row.row()) for row in generate_rows(24, 1, "train")]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    for sample in (DOCS / "samples").iterdir():
+        shutil.copy(sample, folder / sample.name)
+    (folder / "prompts.txt").write_text("hello\nwhat is new?\n")
+    (folder / "tools.json").write_text('[{"name": "f", "description": "d", "parameters": {"x": {"type": "str"}}}]')
+    (folder / "text.txt").write_text("some words to predict, one after the other. " * 40)
+    return folder
+
+
+def commands(page: str) -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_every_command_of_the_pages_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    for command in [*commands("finetuning.md"), *commands("huggingface.md"), *commands("evaluation.md")]:
+        program, *words = shlex.split(command)
+        assert program == "keepstep"
+        assert main(words) == 0, command

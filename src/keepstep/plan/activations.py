@@ -57,7 +57,7 @@ def block_activations(work: Workload) -> BlockActivations:
             kept = size * (stream_width(work) + products) + FP32 * widths.heads
         case "full":
             kept = size * stream_width(work)
-    # The gate's backward holds three gradients of the inner width where the forward's product has just gone.
+    # Gradients of the inner tensors take the place of the forward's product, which has just gone, and more.
     working = size * ((2 if gated else 1) * widths.ffn + stream_width(work))
     return BlockActivations(kept * tokens, whole * tokens, working * tokens)
 
@@ -80,7 +80,8 @@ def _saved_numbers(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         widths.qkv if model.clip_qkv else 0,
         widths.query,  # attention's output, kept by attention and by the output projection
     ]
-    inner = 4 if model.activation == "swiglu" else 2
+    # The gate's kernel keeps its input, of two widths, and the next product keeps its output.
+    inner = 3 if model.activation == "swiglu" else 2
     mlp = [stream_width(work), widths.hidden, inner * widths.ffn]
     return sum(attention) + sum(mlp)
 

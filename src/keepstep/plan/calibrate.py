@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from keepstep.config.presets import PRESETS, preset_fields
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import DataError
-from keepstep.plan.cluster import Cluster, Gpu
+from keepstep.plan.cluster import Cluster, Gpu, read_profiles
 from keepstep.plan.memory import plan_memory
 from keepstep.plan.speed import Factors, plan_speed
 from keepstep.plan.workload import Degrees, Workload
@@ -97,13 +97,19 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
     peak = entry.get("peak_memory_gib")
     kernels = entry.get("breakdown") or {}
     return Measured(
-        work,
+        replace(work, device_bytes=_device_bytes(str(entry["device"]))),
         str(entry["device"]),
         float(step_s),
         None if peak is None else float(peak),
         kernels.get("matmul"),
         kernels.get("attention"),
     )
+
+
+def _device_bytes(device: str) -> int:
+    """Memory of a device that a profile knows by name, else a common size."""
+    known = [gpu for gpu in read_profiles().gpus.values() if same_device(device, gpu)]
+    return int(known[0].memory_gib * 2**30) if known else 80 * 2**30
 
 
 def same_device(device: str, gpu: Gpu) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -22,10 +23,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepstep.config.schema import RunConfig
+from keepstep.core.errors import KeepstepError
 from keepstep.data.loader import Batch
-from keepstep.models import head
 from keepstep.parallel.mesh import Grid, build_grid
-from keepstep.plan.memory import PIECE_BYTES, stage_memory
+from keepstep.plan.memory import stage_memory
 from keepstep.plan.network import StepBytes, step_bytes
 from keepstep.plan.parameters import stage_parameters
 from keepstep.plan.trace import StepTrace, gpu_kernels
@@ -60,11 +61,11 @@ class StageTrace:
     @property
     def traffic_error(self) -> float | None:
         """The same for the bytes of all collectives; None where there are none."""
-        traced = sum(asdict(self.traced_traffic).values())
+        traced = self.traced_traffic.total
         if traced < 2**20:
             # Loss, norm and counts are always summed: a few numbers.
             return None
-        return sum(asdict(self.predicted_traffic).values()) / traced - 1
+        return self.predicted_traffic.total / traced - 1
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class DryRun:
         seconds = sum(each.seconds for each in self.stages)
         yield f"dry run   {self.world_size} processes on one CPU, {seconds:.0f} s: formula against trace"
         for each in self.stages:
-            traffic = sum(asdict(each.predicted_traffic).values()), sum(asdict(each.traced_traffic).values())
-            error = each.traffic_error
+            planned, traced = each.predicted_traffic.total / 2**30, each.traced_traffic.total / 2**30
+            error = "" if each.traffic_error is None else f" ({each.traffic_error:+.1%})"
             yield (
-                f"  stage {each.stage:<3} {each.predicted_bytes / 2**30:8.2f} GiB, traced "
-                f"{each.traced_bytes / 2**30:8.2f} ({each.memory_error:+.1%}); collectives {traffic[0] / 2**30:8.2f} GiB,"
-                f" traced {traffic[1] / 2**30:8.2f}{'' if error is None else f' ({error:+.1%})'}"
+                f"  stage {each.stage:<3} {each.predicted_bytes / 2**30:8.2f} GiB, "
+                f"traced {each.traced_bytes / 2**30:8.2f} ({each.memory_error:+.1%}); "
+                f"collectives {planned:8.2f} GiB, traced {traced:8.2f}{error}"
             )
 
 
@@ -104,8 +105,18 @@ def dry_run(config: RunConfig, work: Workload, spread_step: SpreadStep) -> DryRu
     # A process each: torch remembers meshes of groups that are gone. Spawned, as torch's threads do not survive a fork.
     workers = min(len(stages), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as pool:
-        played = [pool.submit(_play, settled, work, stage, spread_step) for stage in stages]
+        played = [pool.submit(_tell, settled, work, stage, spread_step) for stage in stages]
         return DryRun(work.degrees.world_size, [each.result() for each in played])
+
+
+def _tell(config: RunConfig, work: Workload, stage: int, spread_step: SpreadStep) -> StageTrace:
+    """Play, and let a failure travel as text: torch's own errors hold what no other process can be sent."""
+    try:
+        return _play(config, work, stage, spread_step)
+    except KeepstepError:
+        raise
+    except Exception:
+        raise RuntimeError(f"the dry run of stage {stage} failed:\n{traceback.format_exc()}") from None
 
 
 def _play(config: RunConfig, work: Workload, stage: int, spread_step: SpreadStep) -> StageTrace:
@@ -115,7 +126,7 @@ def _play(config: RunConfig, work: Workload, stage: int, spread_step: SpreadStep
     trace = StepTrace()
     rows = np.zeros((config.microbatch, config.model.seq_len), dtype=np.int64)
     batches = [Batch(rows, rows, None, None, 0)] * work.microbatches
-    with _fake_world(rank, work.degrees.world_size), _gpu_pieces(), gpu_kernels(), _known_shapes():
+    with _fake_world(rank, work.degrees.world_size), gpu_kernels(work.device_bytes), _known_shapes():
         # Meshes look at their own small tensors, so all that asks them comes before tensors are fake.
         fill = spread_step(config, build_grid(work.layout, "cpu"), torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), trace.following():
@@ -150,13 +161,6 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _gpu_pieces() -> Iterator[None]:
-    """Cut the loss into the pieces a GPU would get."""
-    with mock.patch.dict(head._PIECE_BYTES, {"cpu": PIECE_BYTES}):
-        yield
 
 
 @contextmanager

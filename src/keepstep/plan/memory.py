@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from keepstep.config.schema import ModelConfig
 from keepstep.plan.activations import FP32, BlockActivations, block_activations, mask_bytes, stream_width
 from keepstep.plan.parameters import StageParameters, stage_parameters
 from keepstep.plan.workload import Workload
 
-PIECE_BYTES = 1 << 30
-"""fp32 logits of one piece of the loss, as models/head.py chooses them on a GPU."""
+PIECE_SHARE = 16
+"""Logits of one piece of the loss take this part of a GPU's memory, as models/head.py chooses."""
 CONTEXT_BYTES = int(0.55 * 2**30)
 """CUDA context, cuBLAS workspaces and kernels, before the first tensor."""
 GROUP_BYTES = int(0.25 * 2**30)
@@ -78,9 +77,11 @@ def in_flight(work: Workload, stage: int) -> int:
     return min(work.degrees.pipeline - stage, work.microbatches)
 
 
-def loss_pieces(model: ModelConfig, tokens: int, tensor: int, chunks: int) -> int:
-    """Pieces in which head and loss are computed, as models/head.py chooses them."""
-    return max(1, min(tokens, chunks or -(-tokens * (model.padded_vocab // tensor) * FP32 // PIECE_BYTES)))
+def loss_pieces(work: Workload) -> int:
+    """Pieces in which head and loss are computed, as models/head.py chooses them on a GPU."""
+    tokens = work.tokens_per_microbatch
+    logits = tokens * (work.model.padded_vocab // work.degrees.tensor) * work.compute_bytes
+    return max(1, min(tokens, work.loss_chunks or -(-logits // (work.device_bytes // PIECE_SHARE))))
 
 
 def stage_memory(work: Workload, stage: int) -> MemoryPlan:
@@ -135,14 +136,16 @@ class _Account:
         chosen = {
             "backward of the last block": self._backward(blocks_left=self.counts.blocks),
             "backward of the first block": self._backward(blocks_left=1),
-            "reduction of the last block": self._reduction(blocks_left=self.counts.blocks),
-            "reduction of the first block": self._reduction(blocks_left=1),
             "update": replace(self.fixed, gradients=self._gradients(self.counts.total)),
         }
         if self.last:
             chosen["loss"] = self._loss()
+        if not self.work.whole:
+            chosen["reduction of the last block"] = self._reduction(blocks_left=self.counts.blocks)
+            chosen["reduction of the first block"] = self._reduction(blocks_left=1)
         if self.counts.table:
             chosen["gradient of the embedding"] = self._embedding()
+        if self.counts.table and not self.work.whole:
             chosen["reduction of embedding and head"] = self._root_reduction()
         return chosen
 
@@ -154,11 +157,16 @@ class _Account:
 
     def _gradients(self, done: int) -> int:
         """Gradients of `done` parameters; all of them where an earlier micro batch has left its sum."""
+        if self.work.whole:
+            # In compute precision as they come; sums of several micro batches are fp32.
+            return self.size * done + (FP32 * self.counts.total if self.accumulates else 0)
         counted = self.counts.total if self.accumulates else done
         return FP32 * counted // (1 if self.local_gradients else self.shard)
 
     def _gathered(self) -> int:
         """Weights of the ends, and of all blocks where they are kept."""
+        if self.work.whole:
+            return 0
         kept = self.counts.block * self.counts.blocks if self.work.stays_gathered else 0
         return self.size * (self.counts.ends + kept)
 
@@ -184,30 +192,28 @@ class _Account:
             self.fixed,
             gradients=self._gradients(0),
             activations=self._activations(self.counts.blocks) + self.stream + self.row,
-            logits=self._pieces_bytes() + FP32 * self.counts.table + self.row,
+            logits=self._pieces_bytes() + self.row,
             buffers=self._gathered() + last_gather,
         )
 
     def _pieces_bytes(self) -> int:
-        """What one piece of head and loss holds at its worst, with what is left of the piece before."""
-        work, model, tensor = self.work, self.work.model, self.work.degrees.tensor
-        tokens, rows = work.tokens_per_microbatch, model.padded_vocab // tensor
-        pieces = loss_pieces(model, tokens, tensor, work.loss_chunks)
-        piece = -(-tokens // pieces) * rows
-        mixed = self.size < FP32
+        """What one piece of head and loss holds at its worst, with the head's gradient."""
+        work, tensor, pieces = self.work, self.work.degrees.tensor, loss_pieces(self.work)
+        piece = -(-work.tokens_per_microbatch // pieces) * (work.model.padded_vocab // tensor)
         if tensor == 1:
-            # Logits, their fp32 copy, and the log-probabilities made from it.
-            return piece * (self.size + (FP32 if mixed else 0) + FP32)
+            # The kernel overwrites logits with their gradient; one piece's product needs no wider sum.
+            return self.size * piece + (self.size if pieces == 1 else FP32) * self.counts.table
         # fp32 logits, overwritten by their gradient, and that in compute precision; the head's gradient is added up.
-        held = piece * (FP32 + (self.size if mixed else 0))
-        return held * (2 if pieces > 1 else 1) + (self.size * self.counts.table if pieces == 1 else 0)
+        held = piece * (FP32 + (self.size if self.size < FP32 else 0))
+        return held * (2 if pieces > 1 else 1) + (FP32 + (self.size if pieces == 1 else 0)) * self.counts.table
 
     def _backward(self, blocks_left: int) -> Parts:
         counts, model = self.counts, self.work.model
         done = (counts.blocks - blocks_left) * counts.block
         weight_gradient = self.size * model.hidden * model.ffn_size // self.work.degrees.tensor
-        reducing = FP32 * counts.block if blocks_left < counts.blocks and not self.local_gradients else 0
-        gathered = 0 if self.work.stays_gathered else self.gather_copies * self.size * counts.block
+        whole = self.work.whole
+        reducing = 0 if whole or self.local_gradients or blocks_left == counts.blocks else FP32 * counts.block
+        gathered = 0 if whole or self.work.stays_gathered else self.gather_copies * self.size * counts.block
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient() + weight_gradient,
@@ -220,13 +226,16 @@ class _Account:
         counts = self.counts
         done = (counts.blocks - blocks_left) * counts.block
         prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
-        incoming = self.size * counts.block
-        outgoing = FP32 * counts.block // self.shard
+        # Sums kept on this process are what is copied into the buffer; else it is the last micro batch's gradients.
+        incoming = 0 if self.local_gradients else self.size * counts.block
+        outgoing = 0 if self.local_gradients else FP32 * counts.block // self.shard
+        # The block's own weights are let go just before.
+        let_go = self.size * counts.block if self.work.stays_gathered else 0
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient(),
             activations=self._activations(blocks_left - 1) + self.stream,
-            buffers=self._gathered() + prefetched + FP32 * counts.block + max(incoming, outgoing),
+            buffers=self._gathered() - let_go + prefetched + FP32 * counts.block + max(incoming, outgoing),
         )
 
     def _embedding(self) -> Parts:
@@ -238,7 +247,7 @@ class _Account:
             self.fixed,
             gradients=self._gradients(blocks) + tables * self.size * counts.table,
             activations=self._activations(0) + self.stream,
-            buffers=self._gathered() + (0 if self.local_gradients else FP32 * counts.block),
+            buffers=self._gathered() + (0 if self.local_gradients or self.work.whole else FP32 * counts.block),
         )
 
     def _root_reduction(self) -> Parts:

@@ -24,6 +24,11 @@ class StepBytes:
     all_reduce: int = 0
     send: int = 0
 
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.send
+
 
 class Network:
     """The wires of one cluster as one workload uses them."""
@@ -157,7 +162,7 @@ def weight_passes(work: Workload) -> tuple[int, int]:
 
 
 def ring_bytes(work: Workload) -> int:
-    """What one process sends round the ring for one block and micro batch: keys and values twice, fp32 gradients once."""
+    """What a process sends round the ring for a block and micro batch: keys and values twice, fp32 gradients once."""
     others = work.degrees.context - 1
     if not others:
         return 0

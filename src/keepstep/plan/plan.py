@@ -15,7 +15,7 @@ from keepstep.plan.cluster import Cluster, Gpu, read_profiles
 from keepstep.plan.fit import Remedy, remedies
 from keepstep.plan.goodput import GoodputPlan, Recovery, known_recoveries, llama3_share, plan_goodput
 from keepstep.plan.memory import MemoryPlan, plan_memory
-from keepstep.plan.speed import Factors, SpeedPlan, plan_speed
+from keepstep.plan.speed import UNCALIBRATED, Factors, SpeedPlan, plan_speed
 from keepstep.plan.storage import (
     SaveTime,
     cheapest,
@@ -33,10 +33,10 @@ GIB = 2**30
 class Assumptions:
     """What a plan takes as given beside the run and the cluster."""
 
-    factors: Factors = Factors()
+    recovery: Recovery
+    factors: Factors = UNCALIBRATED
     calibrated_by: int = 0
     """Measured runs behind the factors."""
-    recovery: Recovery = Recovery(stall_s=0.3, restart_s=60)
     save_within_s: float = 60.0
 
 
@@ -95,7 +95,9 @@ class Plan:
 
 def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, precision: Precision = "bf16") -> Plan:
     """Plan a run on all GPUs of a cluster; a ConfigError where its layout does not make up their number."""
-    work = workload_of(config, cluster.gpus, precision)
+    work = workload_of(config, cluster.gpus, precision, int(cluster.gpu.memory_gib * GIB))
+    if config.compute.recompute == "auto":
+        work = _least_recompute(work)
     memory = plan_memory(work)
     speed = plan_speed(work, cluster, assumptions.factors)
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -119,6 +121,13 @@ def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, pre
         goodput=plan_goodput(cluster.failures_per_gpu_hour, gpus, recovery, every_s),
         assumptions=replace(assumptions, recovery=recovery),
     )
+
+
+def _least_recompute(work: Workload) -> Workload:
+    """The run chooses block by block; a plan says what the least that fits for all of them would be."""
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    choices = [replace(work, recompute=mode) for mode in modes]
+    return next((each for each in choices if plan_memory(each).needed <= work.device_bytes), choices[-1])
 
 
 def _storage(config: RunConfig, cluster: Cluster, within_s: float) -> StoragePlan:
@@ -262,7 +271,7 @@ def plan_for_run(config: RunConfig, facts: DeviceFacts, precision: Precision) ->
     cluster = cluster_from(facts)
     runs = shipped_runs()
     usable = sum(same_device(run.device, cluster.gpu) for run in runs)
-    assumptions = Assumptions(calibrate(runs, cluster), usable, known_recoveries()["keepstep"])
+    assumptions = Assumptions(known_recoveries()["keepstep"], calibrate(runs, cluster), usable)
     return as_values(make_plan(config, cluster, assumptions, precision))
 
 

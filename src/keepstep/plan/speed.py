@@ -1,4 +1,4 @@
-"""How long a step takes: products, attention, memory traffic, exposed communication by axis, and the pipeline's bubble."""
+"""How long a step takes: products, attention, memory traffic, communication that shows, and the pipeline's bubble."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class Factors:
     communication: float = 1.0
     step_s: float = 0.0
     """Fixed seconds a step beside all else."""
+
+
+UNCALIBRATED = Factors()
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class _MicroBatch:
         return self.matmul_s + self.attention_s + self.memory_s
 
 
-def plan_speed(work: Workload, cluster: Cluster, factors: Factors = Factors()) -> SpeedPlan:
+def plan_speed(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED) -> SpeedPlan:
     """Predict one step on this cluster."""
     slowest = max(
         ((stage, _micro_batch(work, cluster, stage, factors)) for stage in {0, work.degrees.pipeline - 1}),

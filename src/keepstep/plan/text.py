@@ -42,8 +42,8 @@ def verdict(plan: Plan) -> str:
 def _run(plan: Plan) -> Iterator[str]:
     model, work, cluster = plan.config.model, plan.work, plan.cluster
     yield (
-        f"run       {model.preset}, {format_count(parameter_count(model))} parameters, rows of {model.seq_len:,} tokens, "
-        f"{work.precision}, recompute {work.recompute}"
+        f"run       {model.preset}, {format_count(parameter_count(model))} parameters, "
+        f"rows of {model.seq_len:,} tokens, {work.precision}, recompute {work.recompute}"
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
     yield f"cluster   {cluster.name}: {machines}{f' ({cluster.sku})' if cluster.sku else ''}"

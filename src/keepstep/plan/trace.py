@@ -6,10 +6,12 @@ and refills its buffers so) are followed, and collectives are counted in the byt
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from keepstep.models import head
+from keepstep.models.mlp import GatedMLP
+from keepstep.models.swiglu import swiglu
+from keepstep.parallel import vocabulary
+from keepstep.plan.memory import PIECE_SHARE
 
 COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
@@ -41,7 +49,7 @@ class StepTrace(TorchDispatchMode):
     """Live and peak bytes of all tensors, and bytes sent by kind of collective. Enter it inside a FakeTensorMode."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_operation = ""
@@ -130,20 +138,40 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *_grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _inverse = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
 
 @contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """Stand in for kernels that a GPU has and a CPU takes apart: RMSNorm keeps fp32 copies on a CPU only."""
+def gpu_kernels(device_bytes: int) -> Iterator[None]:
+    """Stand in for kernels that a GPU has and a CPU takes apart: only what they keep and allocate matters here."""
 
-    def fused(x: Tensor, _shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    def fused_norm(x: Tensor, _shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         del eps
         ones = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
         apply: Callable[..., Tensor] = _FusedRMSNorm.apply
         return apply(x, ones)
 
-    with mock.patch.object(torch.nn.functional, "rms_norm", fused):
+    def fused_loss(logits_nv: Tensor, _targets_n: Tensor, _vocab: int, with_gradient: bool) -> Tensor:
+        del with_gradient
+        return torch.empty(logits_nv.shape[0], dtype=torch.float32, device=logits_nv.device)
+
+    def pieces(tokens: int, rows: int, logits: Tensor) -> int:
+        return max(1, min(tokens, -(-tokens * rows * logits.element_size() // (device_bytes // PIECE_SHARE))))
+
+    def add_in_place(total: Tensor, _left: Tensor, _right: Tensor) -> None:
+        total.zero_()
+
+    with ExitStack() as stack:
+        kernels = {"keepstep.models.kernels.cross_entropy": SimpleNamespace(cross_entropy_=fused_loss)}
+        stack.enter_context(mock.patch.dict(sys.modules, kernels))
+        stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
+        stack.enter_context(mock.patch.object(head, "_fused", return_value=True))
+        stack.enter_context(mock.patch.object(head, "_add_product", add_in_place))
+        for module in (head, vocabulary):
+            stack.enter_context(mock.patch.object(module, "default_chunks", pieces))
+        stack.enter_context(
+            mock.patch.object(GatedMLP, "_plain_swiglu", lambda mlp, fused: swiglu(fused, mlp.block_width))
+        )
         yield

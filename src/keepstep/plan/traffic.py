@@ -27,7 +27,7 @@ _EAGER = {
     "residual": (_Widths(12, 0, 0, 0), _Widths(12, 0, 0, 0)),
     "rotary": (_Widths(0, 48, 48, 0), _Widths(0, 50, 50, 0)),
     "split": (_Widths(0, 0, 0, 0), _Widths(0, 22, 42, 0)),
-    "swiglu": (_Widths(0, 0, 0, 10), _Widths(0, 0, 0, 26)),
+    "swiglu": (_Widths(0, 0, 0, 6), _Widths(0, 0, 0, 10)),
     "gelu": (_Widths(0, 0, 0, 4), _Widths(0, 0, 0, 6)),
     "bias": (_Widths(0, 0, 0, 0), _Widths(4, 2, 4, 2)),
 }
@@ -36,15 +36,17 @@ _COMPILED = {
     "residual": (_Widths(4, 0, 0, 0), _Widths(4, 0, 0, 0)),
     "rotary": (_Widths(0, 4, 4, 0), _Widths(0, 4, 4, 0)),
     "split": (_Widths(0, 0, 0, 0), _Widths(0, 2, 4, 0)),
-    "swiglu": (_Widths(0, 0, 0, 6), _Widths(0, 0, 0, 12)),
+    "swiglu": (_Widths(0, 0, 0, 6), _Widths(0, 0, 0, 10)),
     "gelu": (_Widths(0, 0, 0, 4), _Widths(0, 0, 0, 6)),
     "bias": (_Widths(0, 0, 0, 0), _Widths(4, 2, 4, 2)),
 }
 
-LOGIT_BYTES = 28
-"""For each token and row of the head: logits, their fp32 copy, log-softmax, exponential, gradient."""
+LOGIT_BYTES = 10
+"""For each token and row of the head, logits are written, read and overwritten by a gradient that is read twice."""
 UPDATE_BYTES = 40
 """For each parameter: norm, clipping and Adam read 28 and write 12."""
+WHOLE_UPDATE_BYTES = 28
+"""The same for one process alone, whose gradients and halves of weights are 2 bytes each."""
 CAST_BYTES = 20
 """For each parameter: masters are cast and copied out for forward, and again for backward."""
 REDUCE_BYTES = 14
@@ -85,6 +87,8 @@ def head_traffic(work: Workload) -> float:
 
 def weight_traffic(work: Workload, parameters: int) -> float:
     """Bytes that gathering and reducing a stage's weights move in one micro batch, beside what the network carries."""
+    if work.whole:
+        return 0.0
     if work.stays_gathered:
         return (CAST_BYTES / 2 + REDUCE_BYTES) * parameters / work.microbatches
     return (CAST_BYTES + REDUCE_BYTES) * parameters
@@ -92,4 +96,6 @@ def weight_traffic(work: Workload, parameters: int) -> float:
 
 def update_traffic(work: Workload, parameters: int) -> float:
     """Bytes that clipping and the update move in one step."""
+    if work.whole:
+        return float(WHOLE_UPDATE_BYTES * parameters)
     return UPDATE_BYTES * parameters / work.degrees.weight_shards

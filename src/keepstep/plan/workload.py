@@ -75,6 +75,9 @@ class Workload:
     optimizer: Literal["adamw", "muon"] = "adamw"
     schedule: Schedule = "1f1b"
     stages_per_process: int = 1
+    device_bytes: int = 80 * 2**30
+    """Memory of the device: the loss is cut into pieces by it."""
+    offload: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -107,13 +110,23 @@ class Workload:
         return self.keep_gathered or self.degrees.pipeline > 1
 
     @property
+    def whole(self) -> bool:
+        """Whether one process holds everything: bf16 weights with their lower halves beside them, and no FSDP."""
+        return self.degrees.world_size == 1 and self.precision in ("bf16", "fp8") and not self.offload
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number in products of matrices and activations."""
         return 4 if self.precision == "fp32" else 2
 
 
-def workload_of(config: RunConfig, world_size: int, precision: Precision = "bf16") -> Workload:
-    """The step that `config` means on `world_size` processes; `precision` is what `auto` stands for there."""
+def workload_of(
+    config: RunConfig, world_size: int, precision: Precision = "bf16", device_bytes: int = 80 * 2**30
+) -> Workload:
+    """The step that `config` means on `world_size` processes; `precision` is what `auto` stands for there.
+
+    Where recomputation is left to the device's memory, none is assumed.
+    """
     layout = resolve_layout(config.parallel, world_size)
     check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
     return Workload(
@@ -122,11 +135,13 @@ def workload_of(config: RunConfig, world_size: int, precision: Precision = "bf16
         global_batch=config.global_batch,
         microbatch=config.microbatch,
         precision=precision if config.precision == "auto" else config.precision,
-        recompute=config.compute.recompute,
+        recompute="none" if config.compute.recompute == "auto" else config.compute.recompute,
         keep_gathered=config.parallel.keep_gathered,
         compiled=config.compute.compile,
         loss_chunks=config.compute.loss_chunks,
         optimizer=config.optimizer.name,
         schedule=config.parallel.schedule,
         stages_per_process=config.parallel.stages_per_process,
+        device_bytes=device_bytes,
+        offload=config.parallel.offload,
     )

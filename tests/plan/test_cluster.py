@@ -1,0 +1,64 @@
+"""Clusters are data: ours and the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.errors import ConfigError, UsageError
+from keepstep.plan.cluster import find_cluster, read_profiles
+
+MINE = """
+gpus:
+  mi300x: {memory_gib: 191.5, tflops: {bf16: 1307, fp32: 163}, memory_gb_s: 5300}
+clusters:
+  cellar: {gpu: mi300x, gpus_per_node: 4, link_gb_s: 64, network_gb_s: 12, storage: [amlfs-125]}
+"""
+
+
+def test_machines_are_counted_by_cluster_and_gpus_by_bare_name() -> None:
+    profiles = read_profiles()
+    assert find_cluster("azure-nd-h100-v5:16", profiles).gpus == 128
+    assert find_cluster("h200:4", profiles).gpus == 4
+    assert find_cluster("h200", profiles).gpus == 1
+
+
+@pytest.mark.parametrize("gpu", ["a100-40", "a100-80", "h100", "h200", "b200"])
+def test_known_gpus_ship(gpu: str) -> None:
+    assert read_profiles().gpus[gpu].flops("bf16") >= 312e12
+
+
+def test_a_users_file_adds_to_ours(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINE)
+    cluster = find_cluster("cellar:2", read_profiles(path))
+    assert (cluster.gpus, cluster.gpu.name, cluster.storage[0].name) == (8, "mi300x", "amlfs-125")
+    assert "azure-nd-h100-v5" in read_profiles(path).clusters
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("gpus: {x: {memory_gib: 80, tflops: {bf16: 1}, memory_gbs: 1}}", "unknown key memory_gbs", "memory_gb_s"),
+        ("gpus: {x: {memory_gib: 80}}", "lacks tflops", "memory_gb_s"),
+        ("clusters: {x: {gpu: nothing}}", "nothing", "h100"),
+        ("gpus: {x: {memory_gib: -1, tflops: {bf16: 1}, memory_gb_s: 1}}", "must be 0 or more", ""),
+        ("machines: {}", "unknown key machines", "gpus"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str, hint: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_profiles(path)
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_an_unknown_name_gets_a_suggestion() -> None:
+    with pytest.raises(UsageError) as caught:
+        find_cluster("azure-nd-h10-v5:2", read_profiles())
+    assert caught.value.hint == "did you mean azure-nd-h100-v5?"
+    with pytest.raises(UsageError):
+        find_cluster("h100:many", read_profiles())

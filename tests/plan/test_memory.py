@@ -1,0 +1,78 @@
+"""The formula says what the code allocates: the real model, split by the real apply, counted on fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.cli.plan import _spread_step
+from keepstep.config.load import load_config
+from keepstep.plan.dryrun import dry_run
+from keepstep.plan.memory import plan_memory
+from keepstep.plan.workload import Workload, workload_of
+
+SMALL = "model.layers=2 model.hidden=512 model.heads=8 model.ffn_hidden=2048 model.vocab=8192 model.seq_len=512"
+LLAMA = f"model=llama-1b {SMALL} model.kv_heads=4"
+MPT = f"model=mpt-1b {SMALL}"
+
+
+def workload(words: str, processes: int) -> Workload:
+    return workload_of(load_config(None, words.split()).config, processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        (f"{LLAMA} microbatch=8 global_batch=8", 1),
+        (f"{MPT} microbatch=8 global_batch=64 compute.recompute=full parallel.replicate=2", 4),
+        (f"{LLAMA} microbatch=8 global_batch=32 compute.recompute=selective parallel.tensor=2", 4),
+        (f"{LLAMA} microbatch=4 global_batch=16 parallel.pipeline=2 parallel.shard=2", 4),
+    ],
+)
+def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) -> None:
+    config = load_config(None, [*words.split(), "precision=bf16"]).config
+    traced = dry_run(config, workload_of(config, processes), _spread_step)
+    for stage in traced.stages:
+        assert abs(stage.memory_error) < 0.05, list(traced.lines())
+        assert stage.traffic_error is None or abs(stage.traffic_error) < 0.05, list(traced.lines())
+
+
+@pytest.mark.slow
+def test_175b_on_512_processes_is_within_5_percent_of_its_trace() -> None:
+    words = "model=gpt3-175b microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
+    axes = "parallel.tensor=8 parallel.pipeline=16 parallel.shard=4"
+    config = load_config(None, f"{words} {axes}".split()).config
+    traced = dry_run(config, workload_of(config, 512), _spread_step)
+    assert [stage.stage for stage in traced.stages] == [0, 1, 15]
+    for stage in traced.stages:
+        assert abs(stage.memory_error) < 0.05, list(traced.lines())
+        assert stage.traffic_error is not None
+        assert abs(stage.traffic_error) < 0.05, list(traced.lines())
+
+
+def test_sharding_over_twice_the_processes_halves_the_state() -> None:
+    few, many = (plan_memory(workload(f"{LLAMA} microbatch=1 global_batch=64", count)) for count in (8, 16))
+    assert many.parts.optimizer == few.parts.optimizer // 2
+    assert many.parts.parameters == few.parts.parameters // 2
+
+
+def test_each_mode_of_recomputation_keeps_less_than_the_one_before() -> None:
+    words = f"{LLAMA} microbatch=8 global_batch=64"
+    none, selective, full = (
+        plan_memory(workload(f"{words} compute.recompute={mode}", 8)).allocated
+        for mode in ("none", "selective", "full")
+    )
+    assert none > selective > full
+
+
+def test_parts_add_up_to_what_is_needed() -> None:
+    memory = plan_memory(workload(f"{LLAMA} microbatch=2 global_batch=16", 8))
+    assert memory.allocated == memory.parts.total == memory.instants[memory.instant]
+    assert memory.needed == memory.allocated + memory.slack
+
+
+def test_later_stages_of_a_pipeline_hold_fewer_micro_batches() -> None:
+    from keepstep.plan.memory import in_flight
+
+    work = workload("model=gpt3-175b microbatch=1 global_batch=256 parallel.tensor=8 parallel.pipeline=16", 512)
+    assert [in_flight(work, stage) for stage in (0, 1, 15)] == [16, 15, 1]

@@ -1,0 +1,122 @@
+"""The verb answers fast and without torch, says in one line whether a run fits, and every run can store its plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keepstep.cli.main import main
+from keepstep.config.load import load_config
+from keepstep.plan.plan import DeviceFacts, plan_for_run, predicted_beside_measured
+
+WITHOUT_TORCH = """
+import sys, time
+started = time.perf_counter()
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "numpy"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+from keepstep.cli.main import main
+code = main(sys.argv[1:])
+print(time.process_time(), file=sys.stderr)
+raise SystemExit(code)
+"""
+
+
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "plan", *words], capture_output=True, text=True)
+
+
+def test_a_plan_needs_no_torch_and_less_than_a_second() -> None:
+    answer = without_torch(
+        "model=mpt-30b", "global_batch=2048", "compute.recompute=full", "--cluster", "azure-nd-h100-v5:4"
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines()[-2].startswith("verdict: fits")
+    assert float(answer.stderr) < 1.0
+
+
+def test_a_dry_run_without_torch_says_what_is_missing() -> None:
+    answer = without_torch("model=mpt-125m", "--cluster", "h100:1", "--dry-run")
+    assert answer.returncode == 2
+    assert "--dry-run needs torch" in answer.stderr or "--dry-run needs numpy" in answer.stderr
+
+
+def test_json_holds_every_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=llama-8b", "microbatch=1", "--cluster", "h100:8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer) >= {"memory", "speed", "storage", "goodput", "run", "layout", "verdict"}
+    assert answer["memory"]["fits"] is True
+    assert sum(answer["memory"]["parts_gib"].values()) == pytest.approx(answer["memory"]["allocated_gib"])
+    spent = ("matmul_s", "attention_s", "memory_s", "update_s", "bubble_s", "fixed_s")
+    speed = answer["speed"]
+    assert sum(speed[name] for name in spent) + sum(speed["exposed_s"].values()) == pytest.approx(speed["step_s"])
+
+
+def test_what_does_not_fit_exits_with_3_and_three_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=llama-8b", "--cluster", "h100:8"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("  would fit") for line in lines) == 3
+    assert lines[-2].startswith("verdict: does not fit")
+    assert lines[-1].startswith("next: keepstep plan model=llama-8b ")
+    assert main(lines[-1].split()[2:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=llama-8b"], "--cluster is missing"),
+        (["model=llama-8b", "--cluster", "h100:0"], "number of machines"),
+        (["model=llama-8b", "--cluster", "h100:8", "--stall", "soon"], "--stall is 'soon'"),
+        (["model=llama-8b", "--cluster", "h100:8", "--recovery", "nobody"], "--recovery is 'nobody'"),
+        (["model=llama-8b", "--cluster", "h100:8", "--measured", "nowhere.json"], "there is no file nowhere.json"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) in (2, 4)
+    assert message in capsys.readouterr().err
+
+
+def test_search_ranks_layouts_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "pareto.png"
+    words = ["model=llama-8b", "microbatch=1", "global_batch=16", "--cluster", "azure-nd-h100-v5:1"]
+    assert main(["plan", *words, "--search", "--top", "3", "--png", str(picture), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["search"]
+    assert len(found["best"]) == 3
+    assert found["fitting"] <= found["layouts"]
+    assert picture.stat().st_size > 10_000
+
+
+def test_every_run_can_store_its_plan_and_be_held_against_it() -> None:
+    config = load_config(None, ["model=llama-1b", "global_batch=8", "microbatch=8"]).config
+    facts = DeviceFacts("NVIDIA H200", int(139.8 * 2**30), 989.5e12, processes=1, processes_per_node=1)
+    plan = json.loads(json.dumps(plan_for_run(config, facts, "bf16")))
+    line = {"step_s": 2 * plan["speed"]["step_s"], "tokens_per_s": plan["speed"]["tokens_per_s"] / 2}
+    rows = predicted_beside_measured(plan, [{**line, "memory_gib": plan["memory"]["allocated_gib"]}] * 10)
+    errors = {row["name"]: row["error"] for row in rows}
+    assert errors == pytest.approx({"step_s": -0.5, "tokens_per_s": 1.0, "memory_gib": 0.0})
+    assert predicted_beside_measured(plan, []) == []
+
+
+def test_a_run_on_a_cpu_has_a_plan_too() -> None:
+    config = load_config(None, ["model=mpt-tiny", "global_batch=8", "microbatch=4"]).config
+    plan = plan_for_run(config, DeviceFacts("CPU", 24 * 2**30, 1e11, processes=2, processes_per_node=2), "fp32")
+    assert plan["speed"]["step_s"] > 0
+    assert plan["layout"]["shard"] == 2
+
+
+def test_planning_takes_milliseconds() -> None:
+    config = load_config(None, ["model=llama-8b", "microbatch=1"]).config
+    facts = DeviceFacts("NVIDIA H200", int(139.8 * 2**30), 989.5e12, processes=8, processes_per_node=8)
+    plan_for_run(config, facts, "bf16")
+    started = time.process_time()
+    plan_for_run(config, facts, "bf16")
+    assert time.process_time() - started < 0.2

@@ -1,0 +1,75 @@
+"""All sound layouts, fast; the front is a front; remedies fit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from keepstep.config.load import load_config
+from keepstep.plan.cluster import find_cluster, read_profiles
+from keepstep.plan.fit import fits, remedies
+from keepstep.plan.search import pareto, pareto_picture, search
+from keepstep.plan.sound import sound
+from keepstep.plan.speed import Factors
+from keepstep.plan.workload import Workload, workload_of
+
+CLUSTER = find_cluster("azure-nd-h100-v5:16", read_profiles())
+
+
+def workload(words: str, processes: int) -> Workload:
+    return workload_of(load_config(None, words.split()).config, processes)
+
+
+@pytest.mark.slow
+def test_ten_thousand_layouts_in_under_a_minute(tmp_path: Path) -> None:
+    base = workload("model=llama-70b microbatch=1 global_batch=1024", CLUSTER.gpus)
+    started = time.process_time()
+    found = search(base, CLUSTER, Factors(), ("bf16", "fp8"))
+    assert len(found) >= 10_000
+    assert time.process_time() - started < 60
+    assert all(each.work.degrees.world_size == CLUSTER.gpus and sound(each.work) for each in found)
+    fitting = [each for each in found if each.fits]
+    assert found[: len(fitting)] == sorted(fitting, key=lambda each: each.step_s)
+    front = pareto(found)
+    for each in front:
+        assert not any(other.needed_bytes < each.needed_bytes and other.step_s < each.step_s for other in found)
+    picture = tmp_path / "pareto.png"
+    pareto_picture(found, CLUSTER, picture, "layouts")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_words_of_a_layout_ask_for_that_very_layout() -> None:
+    base = workload("model=llama-8b microbatch=1 global_batch=64", 8)
+    cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
+    best = search(base, cluster, Factors(), ("bf16",))[0]
+    again = workload(f"model=llama-8b global_batch=64 {' '.join(best.words())}", 8)
+    assert (again.degrees, again.microbatch, again.recompute) == (
+        best.work.degrees,
+        best.work.microbatch,
+        best.work.recompute,
+    )
+
+
+def test_remedies_fit_and_change_as_little_as_possible() -> None:
+    cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
+    words = "model=llama-8b microbatch=8 global_batch=1024"
+    assert not fits(workload(words, 8), cluster)
+    found = remedies(workload(words, 8), cluster, Factors())
+    assert len(found) == 3
+    assert [each.fields for each in found] == sorted(each.fields for each in found)
+    for each in found:
+        assert fits(workload(f"{words} {' '.join(each.words)}", 8), cluster), each
+
+
+def test_a_fixed_shard_degree_is_named_in_the_remedy() -> None:
+    cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
+    words = "model=llama-8b microbatch=8 global_batch=1024 parallel.shard=8"
+    for each in remedies(workload(words, 8), cluster, Factors(), open_shard=False):
+        assert fits(workload(f"{words} {' '.join(each.words)}", 8), cluster), each
+
+
+def test_nothing_is_promised_where_nothing_fits() -> None:
+    cluster = find_cluster("a100-40:1", read_profiles())
+    assert remedies(workload("model=llama-70b microbatch=1 global_batch=8", 1), cluster, Factors()) == []

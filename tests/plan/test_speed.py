@@ -1,0 +1,93 @@
+"""Step times: near what was published for machines we do not have, and exact after calibration on what we measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keepstep.config.load import load_config
+from keepstep.core.errors import DataError
+from keepstep.plan.calibrate import agreement, calibrate, measured_run, read_runs, same_device
+from keepstep.plan.cluster import find_cluster, read_profiles
+from keepstep.plan.speed import Factors, bubble_share, plan_speed
+from keepstep.plan.workload import Degrees, Workload, workload_of
+
+RUN = {
+    "model": "llama-1b", "seq_len": 4096, "microbatch": 4, "recompute": "none", "precision": "bf16",
+    "device": "NVIDIA H200", "step_s": 0.3, "peak_memory_gib": 45.0,
+}  # fmt: skip
+
+
+def workload(words: str, processes: int) -> Workload:
+    return workload_of(load_config(None, words.split()).config, processes)
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "tokens_per_s_per_gpu"),
+    [
+        ("model=mpt-7b microbatch=8 global_batch=1024 compute.recompute=full", "azure-nd-h100-v5:1", 10643),
+        ("model=mpt-30b microbatch=8 global_batch=2048 compute.recompute=full", "azure-nd-h100-v5:4", 2308),
+        ("model=mpt-70b microbatch=4 global_batch=2048 compute.recompute=full", "azure-nd-h100-v5:16", 1058),
+    ],
+)
+def test_uncalibrated_speed_is_within_a_fifth_of_llm_foundrys_tables(
+    words: str, cluster: str, tokens_per_s_per_gpu: float
+) -> None:
+    machines = find_cluster(cluster, read_profiles())
+    planned = plan_speed(workload(words, machines.gpus), machines)
+    assert planned.tokens_per_s_per_gpu == pytest.approx(tokens_per_s_per_gpu, rel=0.2)
+
+
+def test_one_measured_run_brings_its_own_prediction_to_the_measurement() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    runs = [measured_run(RUN)]
+    (line,) = agreement(runs, cluster, calibrate(runs, cluster))
+    assert line.step_error == pytest.approx(0, abs=1e-6)
+    assert line.memory_error is not None
+
+
+def test_a_profile_tells_products_and_attention_apart() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    step = plan_speed(measured_run(RUN).work, cluster).step
+    rest = step.total_s - step.matmul_s - step.attention_s
+    kernels = {"matmul": 1.2 * step.matmul_s, "attention": 2.0 * step.attention_s}
+    total = sum(kernels.values()) + 1.5 * rest
+    factors = calibrate([measured_run({**RUN, "step_s": total, "breakdown": kernels})], cluster)
+    assert (factors.matmul, factors.attention, factors.memory) == pytest.approx((1.2, 2.0, 1.5), rel=1e-6)
+
+
+def test_runs_of_another_device_change_nothing() -> None:
+    runs = [measured_run({**RUN, "device": "NVIDIA A100-SXM4-40GB"})]
+    assert calibrate(runs, find_cluster("h200:1", read_profiles())) == Factors()
+    gpus = read_profiles().gpus
+    assert same_device("NVIDIA A100-SXM4-40GB", gpus["a100-40"])
+    assert not same_device("NVIDIA A100-SXM4-40GB", gpus["a100-80"])
+
+
+def test_a_file_of_runs_is_read_in_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    for form in (RUN, [RUN, RUN], {"runs": [RUN]}):
+        path.write_text(json.dumps(form))
+        assert {run.step_s for run in read_runs(path)} == {0.3}
+    path.write_text(json.dumps({key: value for key, value in RUN.items() if key != "recompute"}))
+    with pytest.raises(DataError, match="lacks recompute"):
+        read_runs(path)
+
+
+def test_bubble_shrinks_with_better_schedules() -> None:
+    work = replace(workload("model=llama-8b global_batch=64 microbatch=1", 1), degrees=Degrees(pipeline=4))
+    plain = bubble_share(work)
+    assert plain == 3
+    assert bubble_share(replace(work, schedule="interleaved", stages_per_process=2)) == plain / 2
+    assert bubble_share(replace(work, schedule="zero_bubble")) == plain / 3
+
+
+def test_a_slower_network_is_waited_for() -> None:
+    cluster = find_cluster("azure-nd-h100-v5:16", read_profiles())
+    work = workload("model=llama-70b microbatch=1 global_batch=1024 compute.recompute=full", cluster.gpus)
+    fast, slow = plan_speed(work, cluster), plan_speed(work, replace(cluster, network_gb_s=1))
+    assert slow.step.exposed_s["shard"] > 10 * fast.step.exposed_s["shard"]
+    assert slow.mfu < fast.mfu

@@ -1,0 +1,68 @@
+"""The published checkpoint sizes and write times come out of our arithmetic, in their units and in ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.config.presets import preset_fields
+from keepstep.config.schema import ModelConfig
+from keepstep.plan.cluster import read_profiles
+from keepstep.plan.storage import cheapest, checkpoint_bytes, dataset_bytes, save_time, save_times, smallest_size_tib
+
+
+def model(name: str) -> ModelConfig:
+    return ModelConfig(preset=name, **preset_fields(name, {}))
+
+
+@pytest.mark.parametrize(("name", "gib"), [("mpt-30b", 336), ("mpt-70b", 725)])
+def test_checkpoints_of_mpt_are_as_large_as_published(name: str, gib: float) -> None:
+    assert checkpoint_bytes(model(name)) / 2**30 == pytest.approx(gib, rel=0.005)
+
+
+def test_a_megatron_checkpoint_of_175b_is_about_2_3_tib() -> None:
+    assert checkpoint_bytes(model("gpt3-175b"), layout="megatron") / 2**40 == pytest.approx(2.3, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("tier", "size_tib", "gb_s", "published_min", "exact_min"),
+    [
+        ("amlfs-40", 480, 19.2, 2.04, 2.195),
+        ("amlfs-125", 512, 64, 0.61, 0.659),
+        ("amlfs-250", 512, 128, 0.31, 0.329),
+        ("amlfs-500", 512, 256, 0.15, 0.165),
+    ],
+)
+def test_lustre_table_in_its_own_units_and_in_ours(
+    tier: str, size_tib: float, gb_s: float, published_min: float, exact_min: float
+) -> None:
+    save = save_time(read_profiles().storage[tier], size_tib, 2.3 * 2**40)
+    assert save.write_gb_s == pytest.approx(gb_s)
+    assert round(save.minutes_mixed_units, 2) == pytest.approx(published_min, abs=0.006)
+    assert save.minutes == pytest.approx(exact_min, abs=0.001)
+
+
+def test_lustre_comes_in_its_own_steps() -> None:
+    storage = read_profiles().storage
+    sizes = {name: smallest_size_tib(storage[name], 1) for name in storage if name.startswith("amlfs")}
+    assert sizes == {"amlfs-40": 48, "amlfs-125": 16, "amlfs-250": 8, "amlfs-500": 4}
+
+
+def test_the_cheapest_storage_saves_in_time_and_nothing_cheaper_does() -> None:
+    tiers = [each for name, each in read_profiles().storage.items() if name.startswith("amlfs")]
+    size = 2.3 * 2**40
+    best = cheapest(tiers, size, copies=4, within_s=60)
+    assert best is not None
+    assert best.seconds <= 60
+    assert best.size_tib * 2**40 >= 4 * size
+    for tier in tiers:
+        for steps in range(1, 200):
+            other = save_time(tier, steps * tier.step_tib, size)
+            if other.seconds <= 60 and other.size_tib * 2**40 >= 4 * size:
+                assert other.price_per_month >= best.price_per_month
+    assert cheapest(tiers[:0], size, 4, 60) is None
+    assert [each.tier for each in save_times(tiers, size, 4)] == [tier.name for tier in tiers]
+
+
+def test_tokens_take_two_bytes_where_the_vocabulary_fits() -> None:
+    assert dataset_bytes(1000, 50368) == 2000
+    assert dataset_bytes(1000, 128256) == 4000

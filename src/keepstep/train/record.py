@@ -69,9 +69,12 @@ class Recorder:
         self._device = device
         self._look = RankLook(config.rank_interval, dist.get_world_size())
         self.last_saved_at: float | None = None
+        self.last_loss: float | None = None
+        """Loss of the newest step that was read, the same on every process."""
 
     def step_done(self, facts: StepFacts, step_s: float, loss: float, grad_norm: float) -> None:
         """A step's numbers have arrived."""
+        self.last_loss = loss
         memory_gib = self._memory_gib()
         look = self._look.take(facts.step, step_s, facts.data_s, memory_gib)
         if self._sinks is None:

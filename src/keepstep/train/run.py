@@ -116,10 +116,13 @@ class _Run:
             evaluate=self.evaluate,
             enough=lambda: self.best.enough,
         )
+        self.checkpointer.prepare(self.state.tensors())
         outcome = "fault"
         try:
             with profiler:
                 run_loop(parts, self.config)
+            # Together while all are well; closing must not wait for a process that is gone.
+            self.checkpointer.wait()
             outcome = "finish"
         finally:
             feed.close()
@@ -129,7 +132,8 @@ class _Run:
 
     def save(self, durable: bool) -> None:
         """Save the step just done: behind training, or so that it is on disk when this returns."""
-        metadata = {"keepstep": __version__, "torch": torch.__version__, "world_size": self.world.ranks.world_size}
+        metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
+        metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
         state = {**self.state.tensors(), "numbers": self.state.numbers()}
         write = self.checkpointer.save if durable else self.checkpointer.save_async
         write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})

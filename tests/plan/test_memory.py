@@ -56,6 +56,12 @@ def test_sharding_over_twice_the_processes_halves_the_state() -> None:
     assert many.parts.parameters == few.parts.parameters // 2
 
 
+def test_offloaded_state_is_not_on_the_device() -> None:
+    parts = plan_memory(workload(f"{LLAMA} microbatch=1 global_batch=8 parallel.offload=true", 8)).parts
+    assert (parts.parameters, parts.optimizer) == (0, 0)
+    assert parts.activations > 0
+
+
 def test_each_mode_of_recomputation_keeps_less_than_the_one_before() -> None:
     words = f"{LLAMA} microbatch=8 global_batch=64"
     none, selective, full = (

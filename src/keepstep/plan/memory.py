@@ -128,8 +128,9 @@ class _Account:
     @property
     def fixed(self) -> Parts:
         """Alive from the first step to the last, and between steps."""
-        counts = self.counts
-        return Parts(parameters=FP32 * counts.total // self.shard, optimizer=self._optimizer_bytes())
+        if self.work.offload:
+            return Parts()
+        return Parts(parameters=FP32 * self.counts.total // self.shard, optimizer=self._optimizer_bytes())
 
     def instants(self) -> dict[str, Parts]:
         """Bytes at each instant that can be the highest."""
@@ -160,6 +161,9 @@ class _Account:
         if self.work.whole:
             # In compute precision as they come; sums of several micro batches are fp32.
             return self.size * done + (FP32 * self.counts.total if self.accumulates else 0)
+        if self.work.offload and not self.local_gradients:
+            # Shards go to host memory as they come.
+            return 0
         counted = self.counts.total if self.accumulates else done
         return FP32 * counted // (1 if self.local_gradients else self.shard)
 

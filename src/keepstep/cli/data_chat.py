@@ -28,7 +28,9 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; its folder's chat template is used")
     parser.add_argument("--template", default="", help="a jinja2 chat template instead")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="how rows are written (default: auto)")
-    parser.add_argument("--loss-on", choices=("assistant", "tool_calls", "all"), default="assistant", help="what is learnt")
+    parser.add_argument(
+        "--loss-on", choices=("assistant", "tool_calls", "all"), default="assistant", help="what is learnt"
+    )
     parser.add_argument("--tokens", action="store_true", help="show where tokens end; needs --tokenizer")
 
 

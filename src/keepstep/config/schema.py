@@ -359,6 +359,24 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class ResilienceConfig:
+    """What happens when something breaks."""
+
+    max_restarts: int = 8
+    """Restarts in a row that bring the run no step further before it is given up; 0 restarts nothing."""
+    hang_s: float = 10.0
+    """A step that takes longer than this, and than three times the slowest in a hundred, counts as hanging."""
+    start_timeout_s: float = 1800.0
+    """The same limit for everything that is not a step: building, compiling, evaluating, saving."""
+    snapshot_interval: int = -1
+    """Steps between copies of the state into memory that survives the processes, so that a crash costs only the steps
+    since. -1 chooses: each step where that is cheap, about twice a minute on GPUs; 0 keeps none."""
+    grace_s: float = 0.0
+    """Seconds between a stop request and the kill, where they are known (KillWait of Slurm, Kubernetes' grace period):
+    a save that would not fit is left out, and the last checkpoint stands. 0 means there is time enough."""
+
+
+@dataclass(frozen=True)
 class ProfileConfig:
     """A torch profiler schedule, and a memory snapshot when memory runs out."""
 
@@ -409,6 +427,7 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 

@@ -16,6 +16,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self._interrupts = 0
 
     @property
     def requested(self) -> bool:
@@ -23,7 +24,8 @@ class StopFlag:
         return bool(self.signal_name)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal_name == "SIGINT":
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
             # A second Ctrl-C: the person does not want to wait for the save.
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name

@@ -15,6 +15,8 @@ from math import isfinite
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import KeepstepError, StopRequested
 from keepstep.data.loader import StepFeed
+from keepstep.resilience.chaos import Chaos
+from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag
 from keepstep.train.clock import Clock, Interval
 from keepstep.train.profile import Profiler
@@ -38,6 +40,12 @@ class LoopParts:
     """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
+    pulse: Pulse
+    keep_due: Callable[[], bool] = lambda: False
+    """Whether the step just done is to be kept in memory."""
+    keep: Callable[[], None] = lambda: None
+    chaos: Chaos | None = None
+    """Faults to suffer on purpose."""
     enough: Callable[[], bool] = lambda: False
     """Asked after an evaluation: whether going on is of no use."""
 
@@ -52,6 +60,12 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     saved_step = evaluated_step = -1
     while not clock.reached(config.max_duration):
         stop = steps.advance(share_at(clock.step))
+        if parts.chaos is not None:
+            parts.chaos.after_step(clock.step)
+        if parts.keep_due():
+            # Numbers first: a state is kept together with its loss, and a broken one not at all.
+            stop = steps.drain() or stop
+            parts.keep()
         if save_due.due() or stop:
             steps.pause_for(partial(parts.save, stop))
             saved_step = clock.step
@@ -93,23 +107,28 @@ class _Steps:
         started = time.perf_counter()
         batches = parts.feed.next_step()
         data_s = time.perf_counter() - started
+        parts.recorder.meet(parts.clock.step + 1)
         self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))
         stop = self._take() if len(self._pending) > 1 else False
         parts.clock.advance(time.perf_counter() - started)
         self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
         parts.profiler.step()
+        parts.pulse.stepped(parts.clock.step)
         return stop
 
     def pause_for(self, action: Callable[[], None]) -> None:
         """Read every step under way (a broken one must not be saved), act, and leave that time out of step times."""
         self.drain()
+        self._parts.pulse.busy()
         action()
         self._pending.restart()
 
-    def drain(self) -> None:
-        """Read every step under way. A stop asked for in one of them shows again in the next step."""
+    def drain(self) -> bool:
+        """Read every step under way; True when any process asked to stop (which shows again in the next step)."""
+        stop = False
         while len(self._pending):
-            self._take()
+            stop = self._take() or stop
+        return stop
 
     def _take(self) -> bool:
         numbers, step_s = self._pending.pop()

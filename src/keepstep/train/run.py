@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.checkpoint.memory import holds_step
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
@@ -27,15 +29,18 @@ from keepstep.data.chat_loader import build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
-from keepstep.observe.folder import RunFolder
+from keepstep.observe.folder import RunFolder, read_last_step
 from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
+from keepstep.resilience.chaos import Chaos
+from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
+from keepstep.train.keeper import Keeper
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.record import Rates, Recorder
@@ -69,7 +74,7 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with (
         stop_on_signals() as stop,
-        joined_world(ranks, device) as world,
+        joined_world(ranks, device, config.resilience.start_timeout_s) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
     ):
         _Run(config, world, layout, folder).go(stop, planner)
@@ -101,13 +106,21 @@ class _Run:
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
 
-        seed_everything(config.seed, world.ranks.rank)
-        learner = build_learner(config, grid, device)
-        self.step = learner.step
-        self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+        self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
+        self.grid = grid
+        self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
+
+    def _build(self, fill: bool) -> None:
+        """Model, optimizer and step. A state that is about to be loaded needs no first weights to `fill` them with."""
+        seed_everything(self.config.seed, self.world.ranks.rank)
+        learner = build_learner(self.config, self.grid, self.world.device, fill=fill)
+        self.filled = fill
+        self.step = learner.step
+        self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
+        self.keeper = Keeper(self.world.ranks.memory_files, self.config.resilience, self.state, self.world.device)
 
     def go(self, stop: StopFlag, planner: Planner | None) -> None:
         """Resume where a checkpoint allows it, then train."""
@@ -133,6 +146,10 @@ class _Run:
             save=self.save,
             before_update=self._before_update,
             evaluate=self.evaluate,
+            pulse=self.pulse,
+            keep_due=lambda: self.keeper.due(self.clock),
+            keep=self._keep,
+            chaos=Chaos.from_environment(self.world.ranks.rank),
             enough=lambda: self.best.enough,
         )
         self.checkpointer.prepare(self.state.tensors())
@@ -145,20 +162,29 @@ class _Run:
             outcome = "finish"
         finally:
             feed.close()
+            self.keeper.close()
             self.checkpointer.close()
-            self.recorder.event("stop" if stop.requested and outcome != "finish" else outcome, step=self.clock.step)
+            outcome = "stop" if stop.requested and outcome != "finish" else outcome
+            if outcome != "fault" or not self.world.ranks.supervised:
+                # An agent tells of faults itself: it knows those of processes that can say nothing any more.
+                self.recorder.event(outcome, step=self.clock.step)
             self.recorder.close()
 
     def save(self, durable: bool) -> None:
         """Save the step just done: behind training, or so that it is on disk when this returns."""
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
-        state = {**self.state.tensors(), "numbers": self.state.numbers()}
+        state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
         write = self.checkpointer.save if durable else self.checkpointer.save_async
         write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
 
+    def _keep(self) -> None:
+        """Keep the step just done in memory, with its numbers."""
+        self.keeper.keep(self.clock.step, {"numbers": self.state.numbers(), "tail": list(self.recorder.tail)})
+
     def _before_update(self) -> None:
         """Weights are about to change: a save under way must have its copy, and may have news."""
+        self.keeper.before_update()
         self.checkpointer.before_update()
         self.checkpointer.poll()
 
@@ -184,24 +210,58 @@ class _Run:
         if self.best.offer(self.clock.step, result.loss, self.state.weights):
             self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
+    def _may_resume(self) -> bool:
+        """Whether a state seems to be there to go on from; the same on every process."""
+        settings = self.config.checkpoint
+        wanted = settings.autoresume or bool(settings.resume_from)
+        here = holds_step(self.world.ranks.memory_files) or self.checkpointer.find() is not None
+        found = torch.tensor(float(wanted and here))
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
+
     def _resume(self) -> None:
+        """Go on from memory or from a checkpoint, whichever is newer; else begin."""
         settings = self.config.checkpoint
         self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
-        if not settings.autoresume and not settings.resume_from:
+        if (settings.autoresume or settings.resume_from) and (self._resume_from_memory() or self._resume_from_disk()):
             return
+        if not self.filled:
+            # What seemed to be there does not fit: begin after all.
+            self._build(fill=True)
+
+    def _resume_from_disk(self) -> bool:
+        settings = self.config.checkpoint
+        weights_only = settings.skip_optimizer and bool(settings.resume_from)
         into = self.state.tensors()
-        if settings.skip_optimizer and settings.resume_from:
+        if weights_only:
             into = {"model": into["model"]}
         loaded = self.checkpointer.load_newest(into)
         if loaded is None:
-            return
-        if settings.skip_optimizer and settings.resume_from:
+            return False
+        if weights_only:
             self.state.optimizers.adopt(into["model"])
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
-            return
-        self.state.adopt(loaded.values["numbers"], into)
-        self.recorder.event("resume", step=self.clock.step, folder=loaded.where.name)
-        self.recorder.note(f"resumed at step {self.clock.step} from {loaded.where.name}")
+        else:
+            self.state.adopt(loaded.values["numbers"], into)
+            self._resumed(loaded.where.name, loaded.values.get("tail", []))
+        return True
+
+    def _resume_from_memory(self) -> bool:
+        """Go on from what the agent's memory holds, where that is newer than every checkpoint."""
+        step = self.keeper.newest()
+        newest = self.checkpointer.find()
+        if step is None or (newest is not None and newest.step > step):
+            return False
+        values = self.keeper.restore(step)
+        self._resumed("memory", values["tail"])
+        return True
+
+    def _resumed(self, source: str, tail: list[dict[str, Any]]) -> None:
+        if self.world.is_first:
+            recorded = read_last_step(self.folder.metrics)
+            self.recorder.complete([line for line in tail if line["step"] <= self.clock.step], recorded)
+        self.recorder.event("resume", step=self.clock.step, folder=source)
+        self.recorder.note(f"resumed at step {self.clock.step} from {source}")
 
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device

@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_by_one(args: argparse.Namespace, stage: Any) -> list[Outcome]:
-    from keepstep.launch.plays import UnavailableError, choose
+    from keepstep.launch.plays import choose
     from keepstep.launch.rehearsal import play, undisturbed
+    from keepstep.launch.two_hosts import UnavailableError
 
     chosen = choose(stage, [kind for kind in args.kinds.split(",") if kind])
     _say(f"an undisturbed run of {stage.steps} steps on {stage.processes} processes")
@@ -71,11 +72,10 @@ def _one_by_one(args: argparse.Namespace, stage: Any) -> list[Outcome]:
     outcomes = []
     for number, (kind, make) in enumerate(chosen.items(), start=1):
         try:
-            part = make()
+            outcome = play(stage, make(), wanted)
         except UnavailableError as error:
             _say(f"{number}/{len(chosen)} {kind}: left out, {error}")
             continue
-        outcome = play(stage, part, wanted)
         _say(f"{number}/{len(chosen)} {kind}: {'survived' if outcome.passed else 'FAILED ' + outcome.note}")
         outcomes.append(outcome)
     return outcomes

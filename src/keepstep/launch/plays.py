@@ -16,6 +16,7 @@ import numpy as np
 
 from keepstep.core.errors import UsageError
 from keepstep.data.formats.mds import TokenShardWriter, write_index
+from keepstep.launch import two_hosts
 from keepstep.launch.rehearsal import Play, Stage, kill_session, wait_for_step
 from keepstep.resilience.chaos import ALL_RANKS, Fault
 
@@ -49,6 +50,8 @@ def all_plays(stage: Stage) -> dict[str, Callable[[], Play]]:
         "slow-disk": _slow_disk,
         "full-disk": partial(_full_disk, stage),
         "data-server": partial(_data_server, stage),
+        "lost-network": partial(Play, "lost-network", "no network between two hosts", perform=two_hosts.lose_network),
+        "lost-host": partial(Play, "lost-host", "a host is lost and replaced", perform=two_hosts.lose_host),
     }
 
 
@@ -131,11 +134,7 @@ def _own_mounts() -> list[str]:
         probe = [*command, "sh", "-c", "mount -t tmpfs none /mnt"]
         if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0:
             return command
-    raise UnavailableError("mounting a small disk needs root or user namespaces")
-
-
-class UnavailableError(Exception):
-    """A fault that cannot be played on this machine, with the reason."""
+    raise two_hosts.UnavailableError("mounting a small disk needs root or user namespaces")
 
 
 def _data_server(stage: Stage) -> Play:
@@ -165,8 +164,9 @@ def _data_server(stage: Stage) -> Play:
         servers.pop().kill()
         return struck_at
 
-    # Few steps' worth of rows a shard, and a cache that holds two: the run must fetch again and again.
-    overrides = [f"data.path=http://127.0.0.1:{port}", f"data.cache_dir={stage.folder / 'cache'}", "data.shuffle=false"]
+    # Rows from all over, and a cache that holds few of the files: the run must fetch again and again.
+    cache = [f"data.cache_dir={stage.folder / 'cache'}", "data.cache_limit=1MiB", "data.prefetch=1"]
+    overrides = [f"data.path=http://127.0.0.1:{port}", *cache]
     return Play(
         "data-server", "the data server is away", overrides=overrides, beside=strike, unnoticed=True, own_reference=True
     )
@@ -178,8 +178,8 @@ def _write_tokens(folder: Path) -> None:
         return
     numbers = np.random.default_rng(0)
     writer = TokenShardWriter(folder, "shard", np.dtype(np.int32))
-    for _ in range(64):
-        writer.add_rows(numbers.integers(0, 100, (64, 256), dtype=np.int32))
+    for _ in range(16):
+        writer.add_rows(numbers.integers(0, 100, (256, 256), dtype=np.int32))
         writer.flush()
     write_index(folder, writer.entries)
 

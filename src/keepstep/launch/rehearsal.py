@@ -73,6 +73,8 @@ class Play:
     """Acts while the run runs, and returns when it struck."""
     between: Callable[[Stage], None] | None = None
     """Acts after the run has ended and before it is started again."""
+    perform: Callable[[Stage], tuple[float | None, int | None]] | None = None
+    """Plays it whole, where one command is not enough; returns when the fault struck and how the run ended."""
     mark: Path | None = None
     """A file that says when the fault struck, where the fault itself leaves it."""
     own_reference: bool = False
@@ -111,6 +113,8 @@ def play(stage: Stage, part: Play, wanted: Mapping[int, float]) -> Outcome:
     """Let the fault strike, start the run again as often as it stops itself, and judge."""
     if part.own_reference:
         wanted = undisturbed(stage, f"{part.kind}-undisturbed", part.overrides)
+    if part.perform is not None:
+        return judge(stage, part, wanted, *part.perform(stage))
     environment = {**part.environment, **to_environment(part.faults, _marks(stage, part))}
     words = [*stage.name_words(part.kind), *part.overrides]
     struck_at: float | None = None

@@ -192,6 +192,9 @@ class _Agent:
             if not forwarded and time.monotonic() - looked_at > WAITING_NODES_S:
                 looked_at = time.monotonic()
                 if not making_room and self._meetings.others_wait():
+                    if self._furthest_step() < 0:
+                        # Nothing is done yet that could be saved; perhaps because it is the newcomer who is missing.
+                        return _Ending()
                     # Save and stop, here and with that on every node, then meet again with the newcomer.
                     making_room = True
                     self._workers.signal(signal.SIGTERM)
@@ -231,7 +234,7 @@ class _Agent:
 
     def _goes_on(self, cause: Cause) -> bool:
         """Tell of a fault and judge whether another attempt makes sense."""
-        furthest = max(self._board.read(place).step for place in range(self._processes))
+        furthest = self._furthest_step()
         self._fruitless = 0 if furthest > self._furthest else self._fruitless + 1
         self._furthest = max(self._furthest, furthest)
         limit = min(self._settings.max_restarts, OOM_ATTEMPTS) if cause.kind == "oom" else self._settings.max_restarts
@@ -245,6 +248,9 @@ class _Agent:
             return False
         print(f"fault: {cause.message}; going on from the last state", file=sys.stderr, flush=True)
         return True
+
+    def _furthest_step(self) -> int:
+        return max(self._board.read(place).step for place in range(self._processes))
 
     def _stopped_by_us(self, ending: _Ending) -> bool:
         """A process that our own forwarded signal ended before it had anything to save has lost nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,5 +139,27 @@ class Elastic:
         if group.is_host is not None:
             settings["is_host"] = group.is_host
         return get_rendezvous_handler(
-            RendezvousParameters("c10d", group.endpoint, group.run_id, group.min_nodes, group.max_nodes, **settings)
+            RendezvousParameters(
+                "c10d",
+                group.endpoint,
+                group.run_id,
+                group.min_nodes,
+                group.max_nodes,
+                local_addr=own_address(group.endpoint),
+                **settings,
+            )
         )
+
+
+def own_address(endpoint: str) -> str | None:
+    """This node's address on the network that leads to the meeting point; None where that cannot be told."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: the system only chooses the way.
+            probe.connect(address)
+            own: str = probe.getsockname()[0]
+            return own
+    except OSError:
+        return None

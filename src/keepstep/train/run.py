@@ -214,8 +214,8 @@ class _Run:
         """Whether a state seems to be there to go on from; the same on every process."""
         settings = self.config.checkpoint
         wanted = settings.autoresume or bool(settings.resume_from)
-        here = holds_step(self.world.ranks.memory_files) or self.checkpointer.find() is not None
-        found = torch.tensor(float(wanted and here))
+        on_disk = self.checkpointer.find() is not None
+        found = torch.tensor(float(wanted and (on_disk or holds_step(self.world.ranks.memory_files))))
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return bool(found)
 

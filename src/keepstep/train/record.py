@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -166,6 +167,7 @@ class Recorder:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+@cache
 def measured_peak_flops(device: torch.device) -> float:
     """This machine's own matrix rate in fp32, for hardware that no table knows: the best of a few products."""
     size = 1024

@@ -5,6 +5,7 @@ The only file that sees the whole configuration; every part below is handed its 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -102,6 +103,7 @@ class _Run:
         grid = build_grid(layout, device.type)
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
+        self.known_facts = self._known_facts()
         self.loaders = open_data(config)
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
@@ -266,8 +268,11 @@ class _Run:
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device
         tokens_per_step = config.global_batch * config.model.seq_len
-        peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
-        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr, frozen=config.lora.rank > 0)
+        # Only the first process tells of MFU, and a restarted one knows the rate of its machine already.
+        known = self.known_facts.get("peak_flops")
+        peak = (known or device_peak_flops(device, dtype)) if self.world.is_first else None
+        whole_peak = peak * self.world.ranks.world_size if peak else None
+        rates = Rates.of(config.model, tokens_per_step, whole_peak, config.optimizer.lr, frozen=config.lora.rank > 0)
         sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
         if not self.world.is_first:
             return Recorder(config.observe, rates, sinks, None, device)
@@ -281,15 +286,24 @@ class _Run:
         write_atomic(self.folder.config, dump_config(config))
         if self.loaders.tokenizer is not None:
             keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
-        facts = _facts(config, self.world, self.loaders, parameters)
-        if planner is not None:
-            facts["plan"] = planner(config, _machine(config, self.world))
-        write_json(self.folder.facts, facts)
+        if not self.known_facts:
+            facts = _facts(config, self.world, self.loaders, parameters)
+            if planner is not None:
+                machine = _machine(config, self.world)
+                facts |= {"plan": planner(config, machine), "peak_flops": machine.peak_flops}
+            write_json(self.folder.facts, facts)
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "
             f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
+
+    def _known_facts(self) -> dict[str, Any]:
+        """What an earlier attempt with as many processes found out, so that a restart need not."""
+        if not self.world.ranks.restarts or not self.folder.facts.is_file():
+            return {}
+        facts: dict[str, Any] = json.loads(self.folder.facts.read_text())
+        return facts if facts.get("world_size") == self.world.ranks.world_size else {}
 
     def _checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
         self.recorder.event(kind, **fields)

@@ -52,15 +52,11 @@ def run(args: argparse.Namespace) -> int:
         train(config, _plan)
         code = 0
     else:
-        from keepstep.config.check import accumulation_steps
-        from keepstep.config.layout import check_microbatches, resolve_layout
+        from keepstep.config.check import check_layout
         from keepstep.resilience.agent import run_processes
 
         # Told here once, before any process starts, rather than by each of them.
-        layout = resolve_layout(config.parallel, processes)
-        check_microbatches(
-            config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
-        )
+        check_layout(config, processes)
         code = run_processes(["train", *args.words], processes)
     if code == 0:
         print(f"done: {config.runs_dir}/{config.name}")

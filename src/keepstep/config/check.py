@@ -12,6 +12,7 @@ from math import lcm
 from typing import Any
 
 from keepstep.config.fields import value_at
+from keepstep.config.layout import Layout, check_microbatches, resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.config.values import listed
 from keepstep.core.errors import ConfigError
@@ -233,6 +234,21 @@ def _weights_only_from_somewhere(config: RunConfig) -> Found:
     return "only means something with checkpoint.resume_from, which is empty", "name a step folder to start from"
 
 
+def _elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
+    if config.reproducible != "elastic":
+        return None
+    parallel = config.parallel
+    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1]
+    if split:
+        axes = " and ".join(f"parallel.{axis}" for axis in split)
+        return f"is for data parallel runs only, and {axes} is not 1", ", ".join(f"parallel.{axis}=1" for axis in split)
+    if parallel.offload:
+        return "keeps weights where they compute, and parallel.offload is on", "parallel.offload=false"
+    if config.precision == "fp16":
+        return "has no scaled losses, which fp16 needs", "precision=bf16 or precision=fp32"
+    return None
+
+
 _LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -273,7 +289,21 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("parallel.async_tensor", "parallel.tensor", "compute.device", "compute.compile"), _async_tensor_needs_kernels),
     (("compute.attention", "compute.device"), _flash_needs_a_gpu),
     (("checkpoint.skip_optimizer", "checkpoint.resume_from"), _weights_only_from_somewhere),
+    (
+        ("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision"),
+        _elastic_runs_hold_whole_weights,
+    ),
 )
+
+
+def check_layout(config: RunConfig, world_size: int) -> Layout:
+    """How this many processes share the run; a ConfigError where they cannot."""
+    layout = resolve_layout(config.parallel, world_size)
+    if config.reproducible == "elastic":
+        # Micro batches are dealt out as they come: any number of processes will do, and each has whole weights.
+        return Layout(replicate=layout.data_ranks, shard=1)
+    check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
+    return layout
 
 
 def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> int:

@@ -395,6 +395,9 @@ class RunConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """auto is bf16 on a GPU that has it and fp32 elsewhere. fp8 is bf16 with the blocks' matrix products in fp8. Master
     weights and optimizer stay fp32 in all."""
+    reproducible: Literal["resume", "elastic"] = "resume"
+    """When two runs have bitwise equal losses. resume: at the same number of processes, stops and restarts included.
+    elastic: at any number, also one that changes on the way; data parallel only, whole weights on every process."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Free values that `${variables.name}` refers to."""
     model: ModelConfig = field(default_factory=ModelConfig)

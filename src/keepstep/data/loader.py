@@ -133,13 +133,23 @@ def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 class StepFeed:
     """One rank's micro batches, step by step, read ahead by a thread.
 
-    Micro batch j of a global batch belongs to rank j % ranks. An error in the thread is raised by `next_step`.
+    Micro batch j of a global batch belongs to rank j % ranks; `uneven` lets some ranks have one more. An error in the
+    thread is raised by `next_step`.
     """
 
     def __init__(
-        self, loader: Loader, at: int, global_batch: int, microbatch: int, rank: int, ranks: int, prefetch: int
+        self,
+        loader: Loader,
+        at: int,
+        global_batch: int,
+        microbatch: int,
+        rank: int,
+        ranks: int,
+        prefetch: int,
+        *,
+        uneven: bool = False,
     ) -> None:
-        if global_batch % (microbatch * ranks):
+        if global_batch % microbatch or (not uneven and global_batch % (microbatch * ranks)):
             raise ConfigError(
                 f"global_batch is {global_batch}, but it must be a multiple of microbatch × data ranks "
                 f"({microbatch} × {ranks})",
@@ -190,7 +200,7 @@ class StepFeed:
 
     def _read_ahead(self, at: int) -> None:
         try:
-            while not self._closed.is_set():
+            while self._offsets and not self._closed.is_set():
                 for offset in self._offsets:
                     batch = self._loader.rows(at + offset, self._microbatch)
                     if not self._offer(batch):

@@ -80,6 +80,10 @@ class MasterWeights:
                 self._sums[parameter] = parameter.grad.float()
             parameter.grad = None
 
+    def take_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Use these sums, added up elsewhere."""
+        self._sums = dict(gradients)
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of the whole step so far."""
         return self._sums.get(parameter, parameter.grad)

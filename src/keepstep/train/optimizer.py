@@ -30,6 +30,19 @@ class Optimizers:
         """Whatever has the gradient of each trainable parameter in its `grad`."""
         return self._masters.holders() if self._masters else list(self._names)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that is trained, in the model's order."""
+        return list(self._names)
+
+    def take_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Use these fp32 gradients in the next step."""
+        if self._masters:
+            self._masters.take_gradients(gradients)
+            return
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
     def add_up_gradients(self) -> None:
         """Called after each of several micro batches."""
         if self._masters:

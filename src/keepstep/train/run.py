@@ -17,6 +17,7 @@ import torch
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
@@ -34,8 +35,9 @@ from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
-from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
+from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
+from keepstep.train.exact import repeatable_kernels
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.record import Rates, Recorder
@@ -65,9 +67,12 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     ranks = from_environment()
     layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
-    share_cores(config.compute.threads, ranks.local_world_size)
+    exact = config.reproducible == "elastic"
+    # Sums of two threads are not those of one: a share of the cores would depend on the number of processes.
+    share_cores(config.compute.threads or int(exact), ranks.local_world_size)
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with (
+        repeatable_kernels(exact),
         stop_on_signals() as stop,
         joined_world(ranks, device) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
@@ -121,6 +126,7 @@ class _Run:
             rank=self.data_rank,
             ranks=self.data_ranks,
             prefetch=self.config.data.prefetch,
+            uneven=self.config.reproducible == "elastic",
         )
         profiler = Profiler(self.config.profile, self.folder.profile, self.world.ranks.rank, self.world.device)
         parts = LoopParts(
@@ -280,6 +286,7 @@ def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -
         "host": platform.node(),
         "device": device_name(world.device),
         "world_size": world.ranks.world_size,
+        "threads": torch.get_num_threads(),
         "parameters": parameters,
         "total_steps": pace.steps(config.max_duration),
         "samples_per_epoch": loaders.train.samples_per_epoch,

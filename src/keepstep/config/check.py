@@ -34,7 +34,7 @@ ABOVE_ZERO = frozenset({
     "model.rotary_base", "model.norm_eps", "model.alibi_bias_max", "model.init_std",
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
     "parallel.tensor", "parallel.pipeline", "parallel.context", "evaluate.batches", "observe.log_interval",
-    "chat.generated_rows", "lora.alpha",
+    "chat.generated_rows", "lora.alpha", "guard.spike_factor", "guard.window", "guard.keep_interval",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -46,7 +46,7 @@ ZERO_OR_MORE = frozenset({
     "parallel.stages", "compute.loss_chunks", "compute.threads",
     "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune",
     "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best",
-    "observe.rank_interval",
+    "observe.rank_interval", "guard.outlier_factor", "guard.limit", "guard.recheck_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 

@@ -338,6 +338,35 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What happens when numbers go wrong: NaN, loss spikes, gradients far out, bits that flip."""
+
+    nan: Literal["skip", "rollback", "stop"] = "skip"
+    """A loss or gradient norm that is not finite. skip: this step changes neither weights nor optimizer. rollback: go
+    back to the last good state, and never use these samples. stop: end the run."""
+    spike: Literal["ignore", "rollback"] = "ignore"
+    """A loss far above those before it, by `spike_factor`."""
+    spike_factor: float = 10.0
+    """A loss is a spike when it is this many median deviations above the median of the last `window` losses."""
+    outlier_factor: float = 10.0
+    """A gradient norm this many times the median of the last `window` is logged with its samples; 0 logs none."""
+    window: int = 100
+    """Steps that medians are taken over, and over which `limit` counts."""
+    limit: int = 5
+    """More skips and rollbacks than this within `window` steps end the run: something is wrong for good."""
+    keep_interval: int = 10
+    """Steps between two states kept in host memory to roll back to, where one of the policies is rollback."""
+    recheck_interval: int = 0
+    """Steps between two looks for silent corruption: all processes compute one micro batch and compare the bits of its
+    loss; 0 looks never."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any policy needs earlier states."""
+        return "rollback" in (self.nan, self.spike)
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What the run tells while it runs."""
 
@@ -411,6 +440,7 @@ class RunConfig:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 

@@ -153,18 +153,20 @@ class ExactStep(TrainStep):
         grid = self._settings.grid
         targets = torch.full((), sum(map(count_targets, batches)), dtype=torch.int64, device=self.device)
         dist.all_reduce(targets)
+        weight = self._poisoned(1.0 / targets)
         self._sums.start()
         for place, batch in enumerate(batches):
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
             loss_sum = self._loss_sum(batch)
-            torch.autograd.backward(loss_sum / targets)
+            torch.autograd.backward(loss_sum * weight)
             self._sums.add_loss(grid.data_rank + place * grid.layout.data_ranks, loss_sum.detach())
         self._sums.reduce(stop)
         before_update()
         total_loss, self._overflow, stops = self._sums.numbers()
         self._optimizers.take_gradients(self._sums.gradients())
-        norm = self._update(lr_share)
-        return torch.stack([(total_loss / targets).float(), norm, stops])
+        loss = (total_loss / targets).float()
+        norm = self._update(lr_share, loss)
+        return torch.stack([loss, norm, stops])
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import KeepstepError, StopRequested
+from keepstep.core.errors import StopRequested
 from keepstep.data.loader import StepFeed
+from keepstep.resilience.guard import Guard, Reading, Verdict
 from keepstep.resilience.signals import StopFlag
 from keepstep.train.clock import Clock, Interval
 from keepstep.train.profile import Profiler
@@ -38,6 +38,13 @@ class LoopParts:
     """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
+    guard: Guard
+    keep: Callable[[int], None] = lambda _: None
+    """Keep the state after this step to go back to, where the guard may want that."""
+    rollback: Callable[[Reading], None] = lambda _: None
+    """Go back to the last good state before this step, and leave its samples out from now on."""
+    recheck: Callable[[], None] = lambda: None
+    """Look for silent corruption; raises where some is found."""
     enough: Callable[[], bool] = lambda: False
     """Asked after an evaluation: whether going on is of no use."""
 
@@ -50,24 +57,32 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     share_at = _schedule(config, clock)
     steps = _Steps(parts)
     saved_step = evaluated_step = -1
-    while not clock.reached(config.max_duration):
+    parts.keep(clock.step)
+    # The last steps may prove bad when they are read, and take the clock back.
+    while not (clock.reached(config.max_duration) and steps.drain()):
         stop = steps.advance(share_at(clock.step))
-        if save_due.due() or stop:
-            steps.pause_for(partial(parts.save, stop))
-            saved_step = clock.step
-        if stop:
-            raise StopRequested(f"stopped on request after step {clock.step}, saved", "start the same command to go on")
-        if evaluate_due.due():
-            steps.pause_for(parts.evaluate)
+        # What comes due at a step that is not good waits for one that is; a step done again is not saved again.
+        if (save_due.due() or stop) and clock.step > saved_step:
+            if steps.pause_for(partial(parts.save, stop)):
+                saved_step = clock.step
+            else:
+                save_due.again()
+        if stop and clock.step <= saved_step:
+            raise StopRequested(f"stopped on request after step {saved_step}, saved", "start the same command to go on")
+        if evaluate_due.due() and clock.step > evaluated_step:
+            if not steps.pause_for(parts.evaluate):
+                evaluate_due.again()
+                continue
             evaluated_step = clock.step
             if parts.enough():
                 parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
                 break
+        if config.guard.recheck_interval and clock.step % config.guard.recheck_interval == 0:
+            steps.pause_for(parts.recheck)
     if config.checkpoint.at_end and saved_step != clock.step:
-        steps.pause_for(partial(parts.save, True))
+        parts.save(True)
     if config.evaluate.at_end and evaluated_step != clock.step:
-        steps.pause_for(parts.evaluate)
-    steps.drain()
+        parts.evaluate()
 
 
 def _schedule(config: RunConfig, clock: Clock) -> Callable[[int], float]:
@@ -86,6 +101,8 @@ class _Steps:
         self._parts = parts
         self._pending = Readback(parts.step.device)
         self._facts: list[StepFacts] = []
+        self._good = True
+        """Whether the newest step that was read can be trusted."""
 
     def advance(self, share: float) -> bool:
         """Start the next step and read the last one; True when any process asked to stop."""
@@ -94,30 +111,65 @@ class _Steps:
         batches = parts.feed.next_step()
         data_s = time.perf_counter() - started
         self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))
-        stop = self._take() if len(self._pending) > 1 else False
-        parts.clock.advance(time.perf_counter() - started)
+        parts.clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
+        newest = parts.clock.step
+        stop = self._take() if len(self._pending) > 1 else False
+        if parts.clock.step == newest:
+            parts.keep(newest)
+        parts.clock.elapsed_s += time.perf_counter() - started
         parts.profiler.step()
         return stop
 
-    def pause_for(self, action: Callable[[], None]) -> None:
-        """Read every step under way (a broken one must not be saved), act, and leave that time out of step times."""
-        self.drain()
+    def pause_for(self, action: Callable[[], None]) -> bool:
+        """Read every step under way, act, and leave that time out of step times.
+
+        False, and no action, where the newest step is not good: nothing is saved or measured on its word.
+        """
+        if not self.drain() or not self._good:
+            return False
         action()
         self._pending.restart()
+        return True
 
-    def drain(self) -> None:
-        """Read every step under way. A stop asked for in one of them shows again in the next step."""
+    def drain(self) -> bool:
+        """Read every step under way; False where that took the run back. A stop asked for in one shows again later."""
+        newest = self._parts.clock.step
         while len(self._pending):
             self._take()
+        return self._parts.clock.step == newest
 
     def _take(self) -> bool:
+        """Read the oldest step under way and act on it; True when a process asked to stop."""
+        parts = self._parts
         numbers, step_s = self._pending.pop()
         facts = self._facts.pop(0)
-        if not isfinite(numbers[LOSS]):
-            raise KeepstepError(
-                f"the loss is {numbers[LOSS]} at step {facts.step}: weights saved before this step are still good",
-                "lower optimizer.lr or lengthen schedule.warmup, then start again from the last checkpoint",
-            )
-        self._parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM])
+        count = parts.clock.pace.samples_per_step
+        reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], facts.samples - count, count)
+        verdict = parts.guard.judge(reading)
+        self._good = verdict.what == "good"
+        if self._good:
+            parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM])
+            usual = parts.guard.outlier(reading)
+            if usual is not None:
+                parts.recorder.event("outlier", **reading.facts(), usual=usual)
+        else:
+            self._intervene(verdict, reading)
         return numbers[STOP] > 0
+
+    def _intervene(self, verdict: Verdict, reading: Reading) -> None:
+        parts = self._parts
+        parts.recorder.event("guard", what=verdict.what, action=verdict.action, **reading.facts())
+        found = f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}"
+        if verdict.action == "skip":
+            # Already done: no optimizer takes a step on numbers that are not finite.
+            parts.recorder.note(f"{found}: skipped, weights are as before")
+            return
+        # A step that is under way stands on the bad one.
+        while len(self._pending):
+            self._pending.pop()
+        self._facts.clear()
+        parts.before_update()
+        parts.rollback(reading)
+        parts.recorder.note(f"{found}: back to step {parts.clock.step}, without these samples")
+        self._pending.restart()

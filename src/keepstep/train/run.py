@@ -10,10 +10,12 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
@@ -21,6 +23,7 @@ from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
+from keepstep.core.errors import HardwareError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -33,6 +36,7 @@ from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
+from keepstep.resilience.guard import Guard, Reading
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
@@ -40,7 +44,9 @@ from keepstep.train.clock import Clock, Pace
 from keepstep.train.exact import repeatable_kernels
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
+from keepstep.train.recheck import gather_bits, odd_ranks, same_work
 from keepstep.train.record import Rates, Recorder
+from keepstep.train.rewind import Rewind, SkippedSamples
 from keepstep.train.start import BEST, TOKENIZER, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.validate import ValidationRows, validate
@@ -100,6 +106,7 @@ class _Run:
         device, model_config = world.device, config.model
         dtype = compute_dtype(config.precision, device)
         grid = build_grid(layout, device.type)
+        self.grid = grid
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
         self.loaders = open_data(config)
@@ -112,6 +119,7 @@ class _Run:
         self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+        self.skipped = SkippedSamples(folder.skipped)
         self.best = BestWeights(folder.root / BEST, config.evaluate)
 
     def go(self, stop: StopFlag, planner: Planner | None) -> None:
@@ -127,6 +135,7 @@ class _Run:
             ranks=self.data_ranks,
             prefetch=self.config.data.prefetch,
             uneven=self.config.reproducible == "elastic",
+            skipped=self.skipped.ranges,
         )
         profiler = Profiler(self.config.profile, self.folder.profile, self.world.ranks.rank, self.world.device)
         parts = LoopParts(
@@ -139,8 +148,13 @@ class _Run:
             save=self.save,
             before_update=self._before_update,
             evaluate=self.evaluate,
+            guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
+            recheck=self.recheck,
             enough=lambda: self.best.enough,
         )
+        if self.config.guard.rolls_back:
+            rewind = Rewind(self.state, self.config.guard.keep_interval)
+            parts.keep, parts.rollback = rewind.keep, partial(self._roll_back, rewind, feed)
         self.checkpointer.prepare(self.state.tensors())
         outcome = "fault"
         try:
@@ -167,6 +181,34 @@ class _Run:
         """Weights are about to change: a save under way must have its copy, and may have news."""
         self.checkpointer.before_update()
         self.checkpointer.poll()
+
+    def _roll_back(self, rewind: Rewind, feed: StepFeed, reading: Reading) -> None:
+        """Back to the last good state, without the samples of this step: written down first, so that it stays so."""
+        self.skipped.add(reading.first_sample, reading.count, reading.step)
+        rewind.restore(before=reading.step)
+        feed.rewind(self.clock.samples, self.skipped.ranges)
+
+    def recheck(self) -> None:
+        """Let every process compute the same micro batch; a HardwareError names those whose bits differ."""
+        first = max(0, self.clock.samples - self.config.global_batch)
+        batch = self.loaders.train.rows(first, self.config.microbatch)
+        self.state.model.eval()
+        with torch.no_grad():
+            loss, _ = self.step.evaluate(batch)
+        self.state.model.train()
+        odd = odd_ranks(gather_bits(loss, same_work(self.grid)))
+        if not odd:
+            return
+        hosts: list[str] = [""] * self.world.ranks.world_size
+        dist.all_gather_object(hosts, platform.node())
+        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+        self.recorder.event(
+            "fault", step=self.clock.step, reason="corruption", ranks=odd, hosts=[hosts[rank] for rank in odd]
+        )
+        raise HardwareError(
+            f"step {self.clock.step}: {named} computed other bits than the rest from the same rows",
+            "take that machine out and look at it with keepstep doctor; start again from a checkpoint before this step",
+        )
 
     def evaluate(self) -> None:
         """Validation loss over the first rows of the validation data."""

@@ -34,8 +34,9 @@ def test_the_training_page_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert list((tmp_path / "runs" / "profiled" / "profile").glob("trace_*.json"))
 
 
-def test_the_performance_page_works(tmp_path: Path) -> None:
-    for command in commands("docs/performance.md"):
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/reproducibility.md"])
+def test_what_a_page_shows_works(tmp_path: Path, page: str) -> None:
+    for command in commands(page):
         done = run(command, tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from keepstep.models.fp8 import Fp8Linear, fp8_gated
 from keepstep.models.head import head_loss
 from keepstep.models.swiglu import activate, activate_backward, swiglu
-from keepstep.train.master import join, plain_update, split
+from keepstep.train.master import bias_corrections, join, plain_update, split
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels run on a GPU")
 CUDA = torch.device("cuda")
@@ -85,7 +85,8 @@ def test_adamw_on_split_weights() -> None:
     whole = torch.randn(size, device=CUDA)
     start = [*split(whole), torch.randn(size, device=CUDA), torch.rand(size, device=CUDA)]
     gradient, factor = torch.randn(size, device=CUDA, dtype=torch.bfloat16), torch.tensor(0.7, device=CUDA)
-    settings = {"lr": 0.1, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "step": 3}
+    corrections = bias_corrections(torch.tensor(3.0, device=CUDA), (0.9, 0.95))
+    settings = {"lr": 0.1, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "corrections": corrections}
     from keepstep.models.kernels.adamw import adamw_
 
     ours, theirs = ([part.clone() for part in start] for _ in range(2))
@@ -94,3 +95,7 @@ def test_adamw_on_split_weights() -> None:
     assert torch.equal(join(start[0], start[1]), whole)
     torch.testing.assert_close(join(ours[0], ours[1]), join(theirs[0], theirs[1]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[2:], theirs[2:], rtol=1e-5, atol=1e-5)
+    # A factor that is not a number: nothing may change.
+    before = [part.clone() for part in ours]
+    adamw_((ours[0], ours[1]), gradient, (ours[2], ours[3]), factor * float("nan"), **settings)  # type: ignore[arg-type]
+    assert all(torch.equal(part, kept) for part, kept in zip(ours, before, strict=True))

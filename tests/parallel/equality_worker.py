@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.check import check_layout
 from keepstep.config.load import load_config
 from keepstep.config.schema import CheckpointConfig, RunConfig
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch
 from keepstep.parallel.mesh import Grid, build_grid
 from keepstep.parallel.world import joined_world
-from keepstep.train.build import build_learner, check_layout
+from keepstep.train.build import build_learner
 
 STEPS = 10
 

@@ -46,11 +46,13 @@ class StepMemory:
         self._fingerprint = ""
         self._turn = 0
 
-    def newest(self, state: Mapping[str, Any]) -> int | None:
-        """The newest step that every process has whole for a state of this layout; None when there is none."""
+    def newest(self, state: Mapping[str, Any], before: int | None = None) -> int | None:
+        """The newest step (`before` some step) that every process has whole for a state of this layout, or None."""
         self._plan(state)
-        own = {buffer.step(self._fingerprint) for buffer in self._buffers}
-        common = set.intersection(*self._together.gather(own)) - {None}
+        self.join()
+        steps = {buffer.step(self._fingerprint) for buffer in self._buffers}
+        own = {step for step in steps if step is not None and (before is None or step < before)}
+        common = set.intersection(*self._together.gather(own))
         return max(common, default=None)
 
     def keep(self, step: int, state: Mapping[str, Any], values: Mapping[str, Any]) -> None:

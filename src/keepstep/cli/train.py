@@ -43,18 +43,12 @@ def run(args: argparse.Namespace) -> int:
         from keepstep.cli.ui import start_beside
 
         print(f"live page: {start_beside(Path(config.runs_dir), config.name)}", file=sys.stderr, flush=True)
+    from keepstep.config.check import check_layout
     from keepstep.launch.local import process_count
 
     processes = process_count(args.procs, config.compute.device)
-    if processes > 1:
-        from keepstep.config.check import accumulation_steps
-        from keepstep.config.layout import check_microbatches, resolve_layout
-
-        # Told here once, before any process starts, rather than by each of them.
-        layout = resolve_layout(config.parallel, processes)
-        check_microbatches(
-            config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
-        )
+    # Told here once, before any process starts, rather than by each of them.
+    check_layout(config, processes)
     if processes == 1 and not config.resilience.max_restarts:
         from keepstep.train.run import train
 

@@ -12,6 +12,7 @@ from math import lcm
 from typing import Any
 
 from keepstep.config.fields import value_at
+from keepstep.config.layout import Layout, check_microbatches, resolve_layout
 from keepstep.config.schema import RunConfig
 from keepstep.config.values import listed
 from keepstep.core.errors import ConfigError
@@ -34,6 +35,7 @@ ABOVE_ZERO = frozenset({
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
     "parallel.tensor", "parallel.pipeline", "parallel.context", "evaluate.batches", "observe.log_interval",
     "chat.generated_rows", "lora.alpha", "resilience.hang_s", "resilience.start_timeout_s",
+    "guard.spike_factor", "guard.window", "guard.keep_interval",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -46,6 +48,7 @@ ZERO_OR_MORE = frozenset({
     "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune",
     "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best",
     "observe.rank_interval", "resilience.max_restarts", "resilience.grace_s",
+    "guard.outlier_factor", "guard.limit", "guard.recheck_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 
@@ -237,6 +240,21 @@ def _weights_only_from_somewhere(config: RunConfig) -> Found:
     return "only means something with checkpoint.resume_from, which is empty", "name a step folder to start from"
 
 
+def _elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
+    if config.reproducible != "elastic":
+        return None
+    parallel = config.parallel
+    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1]
+    if split:
+        axes = " and ".join(f"parallel.{axis}" for axis in split)
+        return f"is for data parallel runs only, and {axes} is not 1", ", ".join(f"parallel.{axis}=1" for axis in split)
+    if parallel.offload:
+        return "keeps weights where they compute, and parallel.offload is on", "parallel.offload=false"
+    if config.precision == "fp16":
+        return "has no scaled losses, which fp16 needs", "precision=bf16 or precision=fp32"
+    return None
+
+
 _LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -277,7 +295,21 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("parallel.async_tensor", "parallel.tensor", "compute.device", "compute.compile"), _async_tensor_needs_kernels),
     (("compute.attention", "compute.device"), _flash_needs_a_gpu),
     (("checkpoint.skip_optimizer", "checkpoint.resume_from"), _weights_only_from_somewhere),
+    (
+        ("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision"),
+        _elastic_runs_hold_whole_weights,
+    ),
 )
+
+
+def check_layout(config: RunConfig, world_size: int) -> Layout:
+    """How this many processes share the run; a ConfigError where they cannot."""
+    layout = resolve_layout(config.parallel, world_size)
+    if config.reproducible == "elastic":
+        # Micro batches are dealt out as they come: any number of processes will do, and each has whole weights.
+        return Layout(replicate=layout.data_ranks, shard=1)
+    check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
+    return layout
 
 
 def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> int:

@@ -338,6 +338,36 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What happens when numbers go wrong: NaN, loss spikes, gradients far out, bits that flip."""
+
+    nan: Literal["retry", "skip", "rollback", "stop"] = "retry"
+    """A loss or gradient norm that is not finite. retry: do the step once more from the last state in memory, so that a
+    passing fault leaves no trace, and skip it where it comes again. skip: this step changes neither weights nor
+    optimizer. rollback: go back to the last good state, and never use these samples. stop: end the run."""
+    spike: Literal["ignore", "rollback"] = "ignore"
+    """A loss far above those before it, by `spike_factor`."""
+    spike_factor: float = 10.0
+    """A loss is a spike when it is this many median deviations above the median of the last `window` losses."""
+    outlier_factor: float = 10.0
+    """A gradient norm this many times the median of the last `window` is logged with its samples; 0 logs none."""
+    window: int = 100
+    """Steps that medians are taken over, and over which `limit` counts."""
+    limit: int = 5
+    """More skips and rollbacks than this within `window` steps end the run: something is wrong for good."""
+    keep_interval: int = 10
+    """Steps between two states kept in host memory to roll back to, where one of the policies is rollback."""
+    recheck_interval: int = 0
+    """Steps between two looks for silent corruption: all processes compute one micro batch and compare the bits of its
+    loss; 0 looks never."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any policy needs earlier states."""
+        return "rollback" in (self.nan, self.spike)
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What the run tells while it runs."""
 
@@ -413,6 +443,9 @@ class RunConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """auto is bf16 on a GPU that has it and fp32 elsewhere. fp8 is bf16 with the blocks' matrix products in fp8. Master
     weights and optimizer stay fp32 in all."""
+    reproducible: Literal["resume", "elastic"] = "resume"
+    """When two runs have bitwise equal losses. resume: at the same number of processes, stops and restarts included.
+    elastic: at any number, also one that changes on the way; data parallel only, whole weights on every process."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Free values that `${variables.name}` refers to."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -426,6 +459,7 @@ class RunConfig:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

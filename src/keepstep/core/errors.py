@@ -71,6 +71,10 @@ class HardwareError(KeepstepError):
     exit_code = EXIT_HARDWARE
 
 
+class DivergedError(KeepstepError):
+    """The numbers of the run went wrong and stayed wrong: starting it again would only repeat that."""
+
+
 class CheckpointError(KeepstepError):
     """A checkpoint cannot be written, or cannot be trusted."""
 

@@ -133,13 +133,24 @@ def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 class StepFeed:
     """One rank's micro batches, step by step, read ahead by a thread.
 
-    Micro batch j of a global batch belongs to rank j % ranks. An error in the thread is raised by `next_step`.
+    Micro batch j of a global batch belongs to rank j % ranks; `uneven` lets some ranks have one more. No step touches
+    samples of the ranges (first, count) in `skipped`. An error in the thread is raised by `next_step`.
     """
 
     def __init__(
-        self, loader: Loader, at: int, global_batch: int, microbatch: int, rank: int, ranks: int, prefetch: int
+        self,
+        loader: Loader,
+        at: int,
+        global_batch: int,
+        microbatch: int,
+        rank: int,
+        ranks: int,
+        prefetch: int,
+        *,
+        uneven: bool = False,
+        skipped: Sequence[tuple[int, int]] = (),
     ) -> None:
-        if global_batch % (microbatch * ranks):
+        if global_batch % microbatch or (not uneven and global_batch % (microbatch * ranks)):
             raise ConfigError(
                 f"global_batch is {global_batch}, but it must be a multiple of microbatch × data ranks "
                 f"({microbatch} × {ranks})",
@@ -150,17 +161,29 @@ class StepFeed:
         self._microbatch = microbatch
         self._offsets = [microbatch * number for number in range(rank, global_batch // microbatch, ranks)]
         self.position = at
-        """Global samples consumed by the steps handed out so far, over all ranks."""
+        """Global samples consumed by the steps handed out so far, over all ranks; skipped ones before them count."""
+        self._skipped = tuple(skipped)
         self._closed = threading.Event()
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
-        self._thread = threading.Thread(target=self._read_ahead, args=(at,), name="keepstep-data", daemon=True)
-        self._thread.start()
+        self._thread = self._start_reading()
 
     def next_step(self) -> list[Batch]:
         """This rank's micro batches of the next step."""
         batches = [self._take() for _ in self._offsets]
-        self.position += self._global_batch
+        self.position = step_start(self.position, self._global_batch, self._skipped) + self._global_batch
         return batches
+
+    def rewind(self, at: int, skipped: Sequence[tuple[int, int]]) -> None:
+        """Go on from another place, and leave these samples out."""
+        self.close()
+        self.position, self._skipped = at, tuple(skipped)
+        self._closed.clear()
+        self._thread = self._start_reading()
+
+    def _start_reading(self) -> threading.Thread:
+        thread = threading.Thread(target=self._read_ahead, args=(self.position,), name="keepstep-data", daemon=True)
+        thread.start()
+        return thread
 
     def close(self) -> None:
         """Stop reading ahead; safe to call twice."""
@@ -190,7 +213,8 @@ class StepFeed:
 
     def _read_ahead(self, at: int) -> None:
         try:
-            while not self._closed.is_set():
+            while self._offsets and not self._closed.is_set():
+                at = step_start(at, self._global_batch, self._skipped)
                 for offset in self._offsets:
                     batch = self._loader.rows(at + offset, self._microbatch)
                     if not self._offer(batch):
@@ -207,6 +231,14 @@ class StepFeed:
             except queue.Full:
                 continue
         return False
+
+
+def step_start(at: int, count: int, skipped: Sequence[tuple[int, int]]) -> int:
+    """The first place from `at` on where `count` samples in a row touch none that are left out."""
+    for first, length in sorted(skipped):
+        if at < first + length and first < at + count:
+            at = first + length
+    return at
 
 
 @dataclass(frozen=True)

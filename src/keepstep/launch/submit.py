@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepstep.config.check import accumulation_steps
-from keepstep.config.layout import resolve_layout
+from keepstep.config.check import check_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes, slurm
@@ -73,8 +72,7 @@ def processes_per_node(profile: Profile) -> int:
 def _check_layout(job: Job, profile: Profile, config: RunConfig) -> None:
     # Told now rather than by every process an hour later, when the job leaves the queue.
     for nodes in {job.nodes, job.min_nodes or job.nodes}:
-        layout = resolve_layout(config.parallel, nodes * processes_per_node(profile))
-        accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
+        check_layout(config, nodes * processes_per_node(profile))
 
 
 def render(job: Job, profile: Profile) -> str:

@@ -70,6 +70,11 @@ class RunFolder:
         return self.root / "samples.jsonl"
 
     @property
+    def skipped(self) -> Path:
+        """A line for each range of training samples that the guard took out; a resumed run leaves them out too."""
+        return self.root / "skipped.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.root / "tensorboard"

@@ -158,6 +158,9 @@ class _Account:
 
     def _gradients(self, done: int) -> int:
         """Gradients of `done` parameters; all of them where an earlier micro batch has left its sum."""
+        if self.work.exact:
+            # Sums in 64 bits; gradients are freed as they come.
+            return 2 * FP32 * self.counts.total
         if self.work.whole:
             # In compute precision as they come; sums of several micro batches are fp32.
             return self.size * done + (FP32 * self.counts.total if self.accumulates else 0)

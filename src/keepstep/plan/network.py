@@ -71,7 +71,7 @@ class Network:
         weights = self.ring_s("shard", work.compute_bytes * counts.total, shards) * gathers
         gradients = self.ring_s("shard", FP32 * counts.total, shards) * reductions
         return {
-            "replicate": 2 * self.ring_s("replicate", FP32 * counts.total / shards),
+            "replicate": 2 * self.ring_s("replicate", gradient_bytes(work) * counts.total / shards),
             "shard": weights + gradients,
             "tensor": self._tensor_s(counts) * work.microbatches,
             "context": self._context_s(counts) * work.microbatches,
@@ -149,8 +149,13 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     sends = each * row // degrees.tensor * (int(not first) + int(not last)) + each * counts.blocks * ring_bytes(work)
     if degrees.pipeline > 1 and work.model.tied and (first or last):
         sends += FP32 * counts.table // degrees.weight_shards
-    replicas = FP32 * counts.total // degrees.weight_shards if degrees.replicate > 1 else 0
+    replicas = gradient_bytes(work) * counts.total // degrees.weight_shards if degrees.replicate > 1 else 0
     return StepBytes(gathered, reduced, replicas, sends)
+
+
+def gradient_bytes(work: Workload) -> int:
+    """Bytes of one number in sums of gradients over processes."""
+    return 2 * FP32 if work.exact else FP32
 
 
 def weight_passes(work: Workload) -> tuple[int, int]:

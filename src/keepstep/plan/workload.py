@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Literal
 
-from keepstep.config.check import accumulation_steps
-from keepstep.config.layout import Layout, check_microbatches, resolve_layout
+from keepstep.config.check import check_layout
+from keepstep.config.layout import Layout
 from keepstep.config.schema import ModelConfig, RunConfig
 
 Recompute = Literal["none", "selective", "full"]
@@ -78,6 +78,8 @@ class Workload:
     device_bytes: int = 80 * 2**30
     """Memory of the device: the loss is cut into pieces by it."""
     offload: bool = False
+    exact: bool = False
+    """`reproducible: elastic`: whole weights on every process, gradients summed as whole numbers."""
 
     @property
     def layout(self) -> Layout:
@@ -87,7 +89,8 @@ class Workload:
     @property
     def microbatches(self) -> int:
         """Micro batches each process runs in one step."""
-        return max(1, self.global_batch // (self.microbatch * self.degrees.data_ranks))
+        # Rounded up: in exact mode some processes may have one more than others.
+        return max(1, -(-self.global_batch // (self.microbatch * self.degrees.data_ranks)))
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -111,8 +114,9 @@ class Workload:
 
     @property
     def whole(self) -> bool:
-        """Whether one process holds everything: bf16 weights with their lower halves beside them, and no FSDP."""
-        return self.degrees.world_size == 1 and self.precision in ("bf16", "fp8") and not self.offload
+        """Whether each process holds everything, without FSDP: a process alone in half precision, and exact mode."""
+        alone = self.degrees.world_size == 1 and self.precision in ("bf16", "fp8") and not self.offload
+        return alone or self.exact
 
     @property
     def compute_bytes(self) -> int:
@@ -127,8 +131,7 @@ def workload_of(
 
     Where recomputation is left to the device's memory, none is assumed.
     """
-    layout = resolve_layout(config.parallel, world_size)
-    check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
+    layout = check_layout(config, world_size)
     return Workload(
         model=config.model,
         degrees=Degrees(**asdict(layout)),
@@ -144,4 +147,5 @@ def workload_of(
         stages_per_process=config.parallel.stages_per_process,
         device_bytes=device_bytes,
         offload=config.parallel.offload,
+        exact=config.reproducible == "elastic",
     )

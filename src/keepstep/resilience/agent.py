@@ -123,7 +123,7 @@ class _Agent:
             self._workers.kill()
             if code is not None:
                 return code
-            if ending.cause is not None and ending.cause.kind in ("storage", "data", "hardware"):
+            if ending.cause is not None and ending.cause.kind in ("storage", "data"):
                 # Time may mend these.
                 time.sleep(min(LONGEST_BACKOFF_S, 0.5 * 2**self._fruitless))
 

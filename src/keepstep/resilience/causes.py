@@ -26,7 +26,8 @@ CAUSE_FILE = "KEEPSTEP_CAUSE_FILE"
 """Environment variable: where a process writes down why it fails, for its node's agent."""
 
 Kind = Literal["crash", "oom", "hang", "peer", "storage", "data", "hardware", "config", "refused"]
-"""peer: another process vanished, so this one could not go on. refused: the run itself gave up, a restart is no use."""
+"""peer: another process vanished, so this one could not go on. refused: the run itself gave up, a restart is no use.
+hardware: this machine is not fit for the run; whoever placed it here must choose another."""
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "gloo", "nccl", "broken pipe", "socket")
@@ -45,7 +46,7 @@ class Cause:
     @property
     def restartable(self) -> bool:
         """Whether another attempt may go better."""
-        return self.kind not in ("config", "refused")
+        return self.kind not in ("config", "refused", "hardware")
 
 
 def classify(error: BaseException) -> Kind:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from keepstep.config.check import check_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch, Loader
@@ -18,7 +19,8 @@ from keepstep.data.rows import SyntheticRows
 from keepstep.models.size import flops_per_token, parameter_count
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import choose_device, joined_world, share_cores
-from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
+from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
+from keepstep.train.exact import repeatable_kernels
 from keepstep.train.readback import Readback
 
 _KINDS = (
@@ -66,12 +68,13 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
     ranks = from_environment()
     layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
-    share_cores(config.compute.threads, ranks.local_world_size)
-    with joined_world(ranks, device):
+    exact = config.reproducible == "elastic"
+    share_cores(config.compute.threads or int(exact), ranks.local_world_size)
+    with repeatable_kernels(exact), joined_world(ranks, device):
         dtype = compute_dtype(config.precision, device)
         grid = build_grid(layout, device.type)
         train_step = build_learner(config, grid, device).step
-        batches = _batches(config, grid.data_rank, layout.data_ranks)
+        batches = synthetic_batches(config, grid.data_rank, layout.data_ranks)
 
         def one() -> torch.Tensor:
             return train_step.run(batches, lr_share=1.0)
@@ -117,7 +120,8 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
         )
 
 
-def _batches(config: RunConfig, rank: int, ranks: int) -> list[Batch]:
+def synthetic_batches(config: RunConfig, rank: int, ranks: int) -> list[Batch]:
+    """One process's micro batches of a step."""
     loader = Loader(
         SyntheticRows(config.model.seq_len, config.model.vocab, config.seed), seed=config.seed, shuffle=False
     )

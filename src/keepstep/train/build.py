@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from keepstep.config.check import accumulation_steps
-from keepstep.config.layout import Layout, check_microbatches, resolve_layout
+from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError
 from keepstep.models.neftune import add_embedding_noise
@@ -17,6 +17,7 @@ from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import Grid
 from keepstep.parallel.pipeline import Pipeline, PipelineShape
 from keepstep.parallel.recompute import MemoryFacts, Mode, choose_modes
+from keepstep.train.exact import ExactStep
 from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.record import measured_peak_flops
@@ -33,14 +34,6 @@ class Learner:
     optimizers: Optimizers
     scaler: LossScaler
     step: TrainStep
-
-
-def check_layout(config: RunConfig, world_size: int) -> Layout:
-    """How this many processes share the run; a ConfigError where they cannot."""
-    layout = resolve_layout(config.parallel, world_size)
-    microbatches = accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks)
-    check_microbatches(config.parallel, microbatches)
-    return layout
 
 
 def build_learner(config: RunConfig, grid: Grid, device: torch.device, *, fill: bool = True) -> Learner:
@@ -64,7 +57,8 @@ def spread_model(config: RunConfig, grid: Grid, device: torch.device) -> SpreadM
     """Build on the meta device and split over processes."""
     dtype = compute_dtype(config.precision, device)
     # One process has nothing to share: with weights already in half precision it is spared FSDP's copies.
-    sharded = grid.layout.world_size > 1 or dtype != torch.bfloat16 or config.parallel.offload
+    alone = grid.layout.world_size == 1 and dtype == torch.bfloat16 and not config.parallel.offload
+    sharded = not alone and config.reproducible != "elastic"
     linear = "fp8" if config.precision == "fp8" else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
@@ -88,7 +82,8 @@ def fill_learner(
         fill_weights(model, config)
     if config.finetune.neftune:
         add_embedding_noise(model, config.finetune.neftune)
-    optimizers = Optimizers(model, config.optimizer, None if sharded else MasterWeights(model))
+    masters = MasterWeights(model) if not sharded and dtype == torch.bfloat16 else None
+    optimizers = Optimizers(model, config.optimizer, masters)
     scaler = LossScaler(enabled=dtype == torch.float16)
     settings = StepSettings(
         grid=grid,
@@ -97,6 +92,10 @@ def fill_learner(
         loss_chunks=config.compute.loss_chunks,
         reduce_each_microbatch=not config.parallel.keep_gathered,
     )
+    if config.reproducible == "elastic":
+        microbatches = config.global_batch // config.microbatch
+        exact = ExactStep(model, optimizers, scaler, settings, seed=config.seed, microbatches=microbatches)
+        return Learner(model, optimizers, scaler, exact)
     pipeline = _build_pipeline(config, grid, stages, dtype) if grid.layout.pipeline > 1 else None
     return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline))
 

@@ -46,10 +46,10 @@ class Clock:
         """Global tokens consumed."""
         return self.samples * self.pace.tokens_per_sample
 
-    def advance(self, step_s: float) -> None:
-        """One step is done."""
+    def advance(self, step_s: float, samples: int | None = None) -> None:
+        """One step is done; the data stands at `samples`, which is further than one step where some were left out."""
         self.step += 1
-        self.samples += self.pace.samples_per_step
+        self.samples = self.samples + self.pace.samples_per_step if samples is None else samples
         self.elapsed_s += step_s
 
     def reached(self, duration: Duration) -> bool:
@@ -89,3 +89,7 @@ class Interval:
         count = self._count()
         passed, self._last = count > self._last, count
         return passed
+
+    def again(self) -> None:
+        """What was due could not be done: be due again at the next chance."""
+        self._last -= 1

@@ -60,9 +60,14 @@ class Keeper:
             self._memory.before_update()
             self._waited_s += time.perf_counter() - started
 
-    def newest(self) -> int | None:
-        """The newest step in memory, the same on every process."""
-        return None if self._memory is None else self._memory.newest(self._state.tensors())
+    @property
+    def active(self) -> bool:
+        """Whether states are kept at all."""
+        return self._memory is not None
+
+    def newest(self, before: int | None = None) -> int | None:
+        """The newest step in memory, or the newest before some step; the same on every process."""
+        return None if self._memory is None else self._memory.newest(self._state.tensors(), before)
 
     def restore(self, step: int) -> dict[str, Any]:
         """Take the state of that step over; returns the values that were kept with it."""

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import KeepstepError, StopRequested
+from keepstep.core.errors import StopRequested
 from keepstep.data.loader import StepFeed
 from keepstep.resilience.chaos import Chaos
+from keepstep.resilience.guard import Guard, Reading, Verdict
 from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag
 from keepstep.train.clock import Clock, Interval
@@ -41,9 +41,17 @@ class LoopParts:
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
     pulse: Pulse
+    guard: Guard
     keep_due: Callable[[], bool] = lambda: False
-    """Whether the step just done is to be kept in memory."""
+    """Whether the step just done is to be kept in memory that survives this process."""
     keep: Callable[[], None] = lambda: None
+    remember: Callable[[int], None] = lambda _: None
+    """Keep the state after this step to go back to, where the guard may want that and nothing else keeps it."""
+    go_back: Callable[[Reading, bool], bool] = lambda *_: False
+    """Go back to the last good state before this step, with True to leave its samples out from now on; False where
+    there is none."""
+    recheck: Callable[[], None] = lambda: None
+    """Look for silent corruption; raises where some is found."""
     chaos: Chaos | None = None
     """Faults to suffer on purpose."""
     enough: Callable[[], bool] = lambda: False
@@ -58,30 +66,37 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     share_at = _schedule(config, clock)
     steps = _Steps(parts)
     saved_step = evaluated_step = -1
-    while not clock.reached(config.max_duration):
-        stop = steps.advance(share_at(clock.step))
+    parts.remember(clock.step)
+    # The last steps may prove bad when they are read, and take the clock back.
+    while not (clock.reached(config.max_duration) and steps.drain()):
+        steps.advance(share_at(clock.step))
         if parts.chaos is not None:
             parts.chaos.after_step(clock.step)
-        if parts.keep_due():
-            # Numbers first: a state is kept together with its loss, and a broken one not at all.
-            stop = steps.drain() or stop
+        # Numbers first: a state is kept together with its loss, and a broken one not at all.
+        if parts.keep_due() and steps.settle():
             parts.keep()
-        if save_due.due() or stop:
-            steps.pause_for(partial(parts.save, stop))
-            saved_step = clock.step
-        if stop:
-            raise StopRequested(f"stopped on request after step {clock.step}, saved", "start the same command to go on")
-        if evaluate_due.due():
-            steps.pause_for(parts.evaluate)
+        # What comes due at a step that is not good waits for one that is; a step done again is not saved again.
+        if (save_due.due() or steps.stop) and clock.step > saved_step:
+            if steps.pause_for(partial(parts.save, steps.stop)):
+                saved_step = clock.step
+            else:
+                save_due.again()
+        if steps.stop and clock.step <= saved_step:
+            raise StopRequested(f"stopped on request after step {saved_step}, saved", "start the same command to go on")
+        if evaluate_due.due() and clock.step > evaluated_step:
+            if not steps.pause_for(parts.evaluate):
+                evaluate_due.again()
+                continue
             evaluated_step = clock.step
             if parts.enough():
                 parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
                 break
+        if config.guard.recheck_interval and clock.step % config.guard.recheck_interval == 0:
+            steps.pause_for(parts.recheck)
     if config.checkpoint.at_end and saved_step != clock.step:
-        steps.pause_for(partial(parts.save, True))
+        parts.save(True)
     if config.evaluate.at_end and evaluated_step != clock.step:
-        steps.pause_for(parts.evaluate)
-    steps.drain()
+        parts.evaluate()
 
 
 def _schedule(config: RunConfig, clock: Clock) -> Callable[[int], float]:
@@ -100,43 +115,89 @@ class _Steps:
         self._parts = parts
         self._pending = Readback(parts.step.device)
         self._facts: list[StepFacts] = []
+        self._good = True
+        """Whether the newest step that was read can be trusted."""
+        self.stop = False
+        """Whether any process was asked to stop, as far as steps have been read."""
 
-    def advance(self, share: float) -> bool:
-        """Start the next step and read the last one; True when any process asked to stop."""
+    def advance(self, share: float) -> None:
+        """Start the next step and read the last one."""
         parts = self._parts
         started = time.perf_counter()
         batches = parts.feed.next_step()
         data_s = time.perf_counter() - started
         parts.recorder.meet(parts.clock.step + 1)
         self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))
-        stop = self._take() if len(self._pending) > 1 else False
-        parts.clock.advance(time.perf_counter() - started)
+        parts.clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
+        newest = parts.clock.step
+        if len(self._pending) > 1:
+            self._take()
+        if parts.clock.step == newest:
+            parts.remember(newest)
+        parts.clock.elapsed_s += time.perf_counter() - started
         parts.profiler.step()
         parts.pulse.stepped(parts.clock.step)
-        return stop
 
-    def pause_for(self, action: Callable[[], None]) -> None:
-        """Read every step under way (a broken one must not be saved), act, and leave that time out of step times."""
-        self.drain()
+    def settle(self) -> bool:
+        """Read every step under way; whether the newest is one to build on."""
+        return self.drain() and self._good
+
+    def pause_for(self, action: Callable[[], None]) -> bool:
+        """Read every step under way, act, and leave that time out of step times.
+
+        False, and no action, where the newest step is not good: nothing is saved or measured on its word.
+        """
+        if not self.settle():
+            return False
         self._parts.pulse.busy()
         action()
         self._pending.restart()
+        return True
 
     def drain(self) -> bool:
-        """Read every step under way; True when any process asked to stop (which shows again in the next step)."""
-        stop = False
+        """Read every step under way; False where that took the run back."""
+        newest = self._parts.clock.step
         while len(self._pending):
-            stop = self._take() or stop
-        return stop
+            self._take()
+        return self._parts.clock.step == newest
 
-    def _take(self) -> bool:
+    def _take(self) -> None:
+        """Read the oldest step under way and act on it."""
+        parts = self._parts
         numbers, step_s = self._pending.pop()
         facts = self._facts.pop(0)
-        if not isfinite(numbers[LOSS]):
-            raise KeepstepError(
-                f"the loss is {numbers[LOSS]} at step {facts.step}: weights saved before this step are still good",
-                "lower optimizer.lr or lengthen schedule.warmup, then start again from the last checkpoint",
-            )
-        self._parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM])
-        return numbers[STOP] > 0
+        count = parts.clock.pace.samples_per_step
+        reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], facts.samples - count, count)
+        verdict = parts.guard.judge(reading)
+        self._good = verdict.what == "good"
+        if self._good:
+            parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM])
+            usual = parts.guard.outlier(reading)
+            if usual is not None:
+                parts.recorder.event("outlier", **reading.facts(), usual=usual)
+        else:
+            self._intervene(verdict, reading)
+        self.stop = self.stop or numbers[STOP] > 0
+
+    def _intervene(self, verdict: Verdict, reading: Reading) -> None:
+        parts = self._parts
+        parts.recorder.event("guard", what=verdict.what, action=verdict.action, **reading.facts())
+        found = f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}"
+        if verdict.action == "skip" or not self._go_back(reading, leave_out=verdict.action == "rollback"):
+            # Already done: no optimizer takes a step on numbers that are not finite.
+            parts.recorder.note(f"{found}: skipped, weights are as before")
+        else:
+            how = "once more" if verdict.action == "retry" else "without these samples"
+            parts.recorder.note(f"{found}: back to step {parts.clock.step}, {how}")
+
+    def _go_back(self, reading: Reading, leave_out: bool) -> bool:
+        self._parts.before_update()
+        if not self._parts.go_back(reading, leave_out):
+            return False
+        # A step that is under way stands on the bad one.
+        while len(self._pending):
+            self._pending.pop()
+        self._facts.clear()
+        self._pending.restart()
+        return True

@@ -80,6 +80,10 @@ class MasterWeights:
                 self._sums[parameter] = parameter.grad.float()
             parameter.grad = None
 
+    def take_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Use these sums, added up elsewhere."""
+        self._sums = dict(gradients)
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of the whole step so far."""
         return self._sums.get(parameter, parameter.grad)
@@ -104,22 +108,31 @@ class SplitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, factor: Tensor) -> None:
-        """One step with every gradient multiplied by `factor`, a device scalar."""
+        """One step with every gradient multiplied by `factor`, a device scalar; none where that is not finite."""
+        fused = factor.is_cuda and has_triton()
+        if not fused and not torch.isfinite(factor):
+            return
+        # Shared by all parameters.
+        step = next(iter(self.state.values()))["step"].add_(torch.isfinite(factor))
         for group in self.param_groups:
+            settings = {name: group[name] for name in ("lr", "betas", "eps")} | {"decay": group["weight_decay"]}
+            settings["corrections"] = bias_corrections(step, group["betas"])
             for parameter in group["params"]:
                 gradient = self._masters.gradient(parameter)
                 if gradient is None:
                     continue
                 state = self.state[parameter]
-                state["step"] += 1
-                settings = {name: group[name] for name in ("lr", "betas", "eps")} | {"decay": group["weight_decay"]}
                 halves = (parameter.data, self._masters.low(parameter))
                 moments = (state["exp_avg"], state["exp_avg_sq"])
-                update = _fused_update if parameter.is_cuda and has_triton() else plain_update
-                update(halves, gradient, moments, factor, {**settings, "step": int(state["step"])})
+                (_fused_update if fused else plain_update)(halves, gradient, moments, factor, settings)
 
 
 Pair = tuple[Tensor, Tensor]
+
+
+def bias_corrections(step: Tensor, betas: tuple[float, float]) -> Tensor:
+    """What Adam's moments are divided by after `step` steps; in double, because both are near one for long."""
+    return torch.stack([1 - beta ** step.double() for beta in betas]).float()
 
 
 def _fused_update(halves: Pair, gradient: Tensor, moments: Pair, factor: Tensor, settings: dict[str, Any]) -> None:
@@ -136,8 +149,9 @@ def plain_update(halves: Pair, gradient: Tensor, moments: Pair, factor: Tensor, 
     g = gradient.float() * factor
     first.lerp_(g, 1 - beta1)
     second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = (second / (1 - beta2 ** settings["step"])).sqrt_().add_(settings["eps"])
+    correction1, correction2 = settings["corrections"]
+    denominator = (second / correction2).sqrt_().add_(settings["eps"])
     weight.mul_(1 - settings["lr"] * settings["decay"])
-    weight.addcdiv_(first, denominator, value=-settings["lr"] / (1 - beta1 ** settings["step"]))
+    weight.addcdiv_(first / correction1, denominator, value=-settings["lr"])
     for half, new in zip(halves, split(weight), strict=True):
         half.copy_(new)

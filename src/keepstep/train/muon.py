@@ -49,20 +49,26 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, factor: Tensor) -> None:
-        """One step with every gradient multiplied by `factor`, a device scalar."""
+        """One step with every gradient multiplied by `factor`, a device scalar; none where that is not finite.
+
+        A step that does not count goes through the same arithmetic with zeros, so that no host has to look.
+        """
+        counts = torch.isfinite(factor).float()
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = self._masters.gradient(parameter) if self._masters else parameter.grad
                 if gradient is not None:
-                    self._update_one(parameter, gradient.float() * factor, group)
+                    scaled = torch.nan_to_num(gradient.float() * factor, nan=0.0, posinf=0.0, neginf=0.0)
+                    self._update_one(parameter, scaled, group, counts)
 
-    def _update_one(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        momentum = self.state[parameter]["momentum"].lerp_(gradient, 1 - group["momentum"])
+    def _update_one(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], counts: Tensor) -> None:
+        momentum = self.state[parameter]["momentum"]
+        momentum.add_((gradient - momentum) * ((1 - group["momentum"]) * counts))
         direction = _whole_update(gradient.lerp(momentum, group["momentum"]), parameter)
         weight = self._masters.read(parameter) if self._masters else parameter
         # Scaled so that a unit learning rate moves each entry as far as Adam would in a square matrix.
         scale = max(1.0, parameter.size(0) / parameter.size(1)) ** 0.5
-        weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"] * scale)
+        weight.mul_(1 - group["lr"] * group["weight_decay"] * counts).add_(direction * (-group["lr"] * scale * counts))
         if self._masters:
             self._masters.write(parameter, weight)
 

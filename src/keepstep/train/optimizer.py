@@ -30,20 +30,39 @@ class Optimizers:
         """Whatever has the gradient of each trainable parameter in its `grad`."""
         return self._masters.holders() if self._masters else list(self._names)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that is trained, in the model's order."""
+        return list(self._names)
+
+    def take_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Use these fp32 gradients in the next step."""
+        if self._masters:
+            self._masters.take_gradients(gradients)
+            return
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
     def add_up_gradients(self) -> None:
         """Called after each of several micro batches."""
         if self._masters:
             self._masters.add_up_gradients()
 
     def step(self, share: float, factor: Tensor) -> None:
-        """Update the weights at `share` of the peak learning rate with gradients multiplied by `factor`."""
+        """Update the weights at `share` of the peak learning rate with gradients multiplied by `factor`.
+
+        A factor that is not finite leaves weights, moments and counts as they are, without a look from the host.
+        """
         for part, peaks in zip(self._parts, self._peaks, strict=True):
             for group, peak in zip(part.param_groups, peaks, strict=True):
                 group["lr"] = peak * share
             if isinstance(part, SplitAdamW | Muon):
                 part.update(factor)
             else:
-                scale_gradients((p for group in part.param_groups for p in group["params"]), factor)
+                parameters = [p for group in part.param_groups for p in group["params"]]
+                scale_gradients(parameters, factor)
+                # Read by torch's fused kernel, which then writes nothing and takes its count back.
+                part.found_inf = (~torch.isfinite(factor)).float().to(parameters[0].device)  # type: ignore[attr-defined]
                 part.step()
 
     def zero_grad(self) -> None:
@@ -117,15 +136,16 @@ def _decay_groups(names: dict[nn.Parameter, str], config: OptimizerConfig) -> li
 
 def _fill_state(part: torch.optim.Optimizer) -> None:
     """Create the state that the first step would create, without taking a step: a resume then loads into it."""
+    device = part.param_groups[0]["params"][0].device
+    # One count for all parameters, counted once a step on the device; torch's own kernel wants one each.
+    shared = torch.zeros((), dtype=torch.float32, device=device)
     for group in part.param_groups:
         for parameter in group["params"]:
             if isinstance(part, Muon):
                 part.state[parameter] = {"momentum": torch.zeros_like(parameter, dtype=torch.float32)}
                 continue
-            # Torch's fused kernel wants the count beside the parameter; ours reads it on the host.
-            on_device = {} if isinstance(part, SplitAdamW) else {"device": parameter.device}
             part.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, **on_device),
+                "step": shared if isinstance(part, SplitAdamW) else torch.zeros_like(shared),
                 "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
             }

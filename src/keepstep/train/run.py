@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.memory import holds_step
+from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
+from keepstep.core.errors import HardwareError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -36,15 +39,19 @@ from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.chaos import Chaos
+from keepstep.resilience.guard import Guard, Reading
 from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
-from keepstep.train.build import build_learner, check_layout, compute_dtype, device_name, device_peak_flops
+from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
+from keepstep.train.exact import repeatable_kernels
 from keepstep.train.keeper import Keeper
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
+from keepstep.train.recheck import gather_bits, odd_ranks, same_work
 from keepstep.train.record import Rates, Recorder
+from keepstep.train.rewind import Rewind, SkippedSamples
 from keepstep.train.start import BEST, TOKENIZER, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.validate import ValidationRows, validate
@@ -71,9 +78,12 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     ranks = from_environment()
     layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
-    share_cores(config.compute.threads, ranks.local_world_size)
+    exact = config.reproducible == "elastic"
+    # Sums of two threads are not those of one: a share of the cores would depend on the number of processes.
+    share_cores(config.compute.threads or int(exact), ranks.local_world_size)
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with (
+        repeatable_kernels(exact),
         stop_on_signals() as stop,
         joined_world(ranks, device, config.resilience.start_timeout_s) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
@@ -101,6 +111,7 @@ class _Run:
         device, model_config = world.device, config.model
         dtype = compute_dtype(config.precision, device)
         grid = build_grid(layout, device.type)
+        self.grid = grid
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
         self.known_facts = self._known_facts()
@@ -111,7 +122,7 @@ class _Run:
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
-        self.grid = grid
+        self.skipped = SkippedSamples(folder.skipped)
         self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
 
@@ -136,6 +147,8 @@ class _Run:
             rank=self.data_rank,
             ranks=self.data_ranks,
             prefetch=self.config.data.prefetch,
+            uneven=self.config.reproducible == "elastic",
+            skipped=self.skipped.ranges,
         )
         profiler = Profiler(self.config.profile, self.folder.profile, self.world.ranks.rank, self.world.device)
         parts = LoopParts(
@@ -152,8 +165,17 @@ class _Run:
             keep_due=lambda: self.keeper.due(self.clock),
             keep=self._keep,
             chaos=Chaos.from_environment(self.world.ranks.rank),
+            guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
+            recheck=self.recheck,
             enough=lambda: self.best.enough,
         )
+        rewind = None
+        if self.config.guard.rolls_back and not self.keeper.active:
+            rewind = Rewind(self.state, self.config.guard.keep_interval)
+            parts.remember = rewind.keep
+        parts.go_back = partial(self._go_back, rewind, feed)
+        if parts.chaos is not None:
+            self.step.poison = partial(self._poisoned, parts.chaos)
         self.checkpointer.prepare(self.state.tensors())
         outcome = "fault"
         try:
@@ -189,6 +211,49 @@ class _Run:
         self.keeper.before_update()
         self.checkpointer.before_update()
         self.checkpointer.poll()
+
+    def _poisoned(self, chaos: Chaos) -> bool:
+        return chaos.poisoned(self.clock.step + 1)
+
+    def _go_back(self, rewind: Rewind | None, feed: StepFeed, reading: Reading, leave_out: bool) -> bool:
+        """Back to the last good state; without the samples of this step where they are to be left out."""
+        kept = None if rewind is not None else self.keeper.newest(before=reading.step)
+        if rewind is None and kept is None:
+            return False
+        if leave_out:
+            # Written down first, so that it stays so.
+            self.skipped.add(reading.first_sample, reading.count, reading.step)
+        elapsed_s = self.clock.elapsed_s
+        if rewind is not None:
+            rewind.restore(before=reading.step)
+        elif kept is not None:
+            self.keeper.restore(kept)
+        # Time spent stays spent.
+        self.clock.elapsed_s = elapsed_s
+        feed.rewind(self.clock.samples, self.skipped.ranges)
+        return True
+
+    def recheck(self) -> None:
+        """Let every process compute the same micro batch; a HardwareError names those whose bits differ."""
+        first = max(0, self.clock.samples - self.config.global_batch)
+        batch = self.loaders.train.rows(first, self.config.microbatch)
+        self.state.model.eval()
+        with torch.no_grad():
+            loss, _ = self.step.evaluate(batch)
+        self.state.model.train()
+        odd = odd_ranks(gather_bits(loss, same_work(self.grid)))
+        if not odd:
+            return
+        hosts: list[str] = [""] * self.world.ranks.world_size
+        dist.all_gather_object(hosts, platform.node())
+        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+        self.recorder.event(
+            "fault", step=self.clock.step, reason="corruption", ranks=odd, hosts=[hosts[rank] for rank in odd]
+        )
+        raise HardwareError(
+            f"step {self.clock.step}: {named} computed other bits than the rest from the same rows",
+            "take that machine out and look at it with keepstep doctor; start again from a checkpoint before this step",
+        )
 
     def evaluate(self) -> None:
         """Validation loss over the first rows of the validation data."""
@@ -354,6 +419,7 @@ def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -
         "host": platform.node(),
         "device": device_name(world.device),
         "world_size": world.ranks.world_size,
+        "threads": torch.get_num_threads(),
         "parameters": parameters,
         "total_steps": pace.steps(config.max_duration),
         "samples_per_epoch": loaders.train.samples_per_epoch,

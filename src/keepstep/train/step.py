@@ -40,6 +40,9 @@ class StepSettings:
 class TrainStep:
     """Runs steps on one model; returns their numbers as a device vector that the caller reads later."""
 
+    poison: Callable[[], bool] | None = None
+    """For rehearsals of faults: asked once a step; True makes this process's gradients NaN."""
+
     def __init__(
         self,
         model: Transformer,
@@ -75,20 +78,20 @@ class TrainStep:
     ) -> Tensor:
         """Learn from this process's micro batches. `before_update` runs once weights are about to change.
 
-        The result holds the mean loss over the whole global batch, the gradient norm before clipping, and whether
-        any process asked to stop.
+        Nothing changes where loss or gradient norm are not finite. The result holds the mean loss over the whole global
+        batch, the gradient norm before clipping, and whether any process asked to stop.
         """
         layout, counted = self._settings.grid.layout, self._settings.grid.counts_loss
         parts = [self._own_part(batch) for batch in batches]
         total_targets = self._sum_over_processes(float(sum(map(count_targets, parts))) if counted else 0.0)
         # FSDP averages gradients over the processes that hold the same weights; losses are sums, so this makes their
         # total the global mean.
-        weight = layout.replicate * layout.weight_shards * self._scaler.scale / total_targets
+        weight = self._poisoned(layout.replicate * layout.weight_shards * self._scaler.scale / total_targets)
         loss = self._learn(parts, weight) * float(counted)
-        before_update()
-        norm = self._update(lr_share)
         numbers = torch.stack([loss / total_targets, torch.full_like(loss, float(stop))])
         dist.all_reduce(numbers)
+        before_update()
+        norm = self._update(lr_share, numbers[0])
         return torch.stack([numbers[0], norm, numbers[1]])
 
     def _learn(self, parts: Sequence[Batch], weight: Tensor) -> Tensor:
@@ -105,9 +108,15 @@ class TrainStep:
                 self._optimizers.add_up_gradients()
         return loss
 
-    def _update(self, lr_share: float) -> Tensor:
+    def _poisoned(self, weight: Tensor) -> Tensor:
+        return weight * torch.nan if self.poison is not None and self.poison() else weight
+
+    def _update(self, lr_share: float, loss: Tensor) -> Tensor:
+        """Update the weights, unless loss or gradient are not finite; returns the gradient norm."""
         norm = self._gradient_norm() / self._scaler.scale
         factor = clip_factor(norm, self._settings.clip) if self._settings.clip else torch.ones_like(norm)
+        # Optimizers leave everything as it is where this is NaN.
+        factor = factor.masked_fill(~torch.isfinite(norm + loss), torch.nan)
         # fp16 alone pays for one look at the device: an overflow must not reach the weights.
         finite = bool(torch.isfinite(norm)) if self._scaler.enabled else True
         if finite:

@@ -31,7 +31,8 @@ def validate(
 
     `forward` gives the sum of losses and the targets it is a sum over; of processes that compute one together, on one.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    # A place for each micro batch and one sum in order: the same bits however many processes share the work.
+    totals = torch.zeros(2, -(-share.rows // share.microbatch), dtype=torch.float64, device=device)
     stride = share.microbatch * share.data_ranks
     with torch.no_grad():
         # All processes run the same number of forwards (sharded weights are gathered together); rows past the end
@@ -42,9 +43,10 @@ def validate(
             batch = share.loader.rows(min(first, share.rows - 1), max(1, count))
             loss_sum, targets = forward(batch)
             if count:
-                totals[0] += loss_sum
-                totals[1] += targets
+                number = first // share.microbatch
+                totals[0, number] = loss_sum
+                totals[1, number] = targets
     dist.all_reduce(totals)
-    loss_sum_all, targets_all = totals.tolist()
+    loss_sum_all, targets_all = totals.sum(dim=1).tolist()
     loss = loss_sum_all / max(1.0, targets_all)
     return PerplexityResult(loss, exponential(loss), int(targets_all))

@@ -1,7 +1,7 @@
 """AdamW for fp32 weights kept as a bf16 half and a half of 16 more bits: one pass over all tensors.
 
 Reads the gradient in whatever precision it came and applies the clipping factor on the way. Nothing is read or written
-twice.
+twice, and nothing at all where the factor is not a number.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ _BLOCK = 2048
 
 @triton.jit
 def _adamw_kernel(
-    high, low, gradient, first, second, factor, size, lr, decay, beta1, beta2, eps, correction1, correction2,
+    high, low, gradient, first, second, factor, corrections, size, lr, decay, beta1, beta2, eps,
     block: tl.constexpr,
 ):  # fmt: skip
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = places < size
-    g = tl.load(gradient + places, mask=inside).to(tl.float32) * tl.load(factor)
+    scale = tl.load(factor)
+    # A step that must not count: a factor that is not a number equals nothing, not even itself.
+    inside = (places < size) & (scale == scale)
+    correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
+    g = tl.load(gradient + places, mask=inside).to(tl.float32) * scale
     upper = tl.load(high + places, mask=inside).to(tl.int16, bitcast=True).to(tl.int32)
     w = ((upper << 16) + tl.load(low + places, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
     m = tl.load(first + places, mask=inside)
@@ -46,11 +49,13 @@ def adamw_(
     decay: float,
     betas: tuple[float, float],
     eps: float,
-    step: int,
+    corrections: Tensor,
 ) -> None:
-    """One update, in place. `factor` is a device scalar that multiplies the gradient."""
+    """One update, in place; none where `factor`, a device scalar that multiplies the gradient, is NaN.
+
+    `corrections` are the two that Adam's moments are divided by, on the device too.
+    """
     size = gradient.numel()
-    corrections = (1 - betas[0] ** step, 1 - betas[1] ** step)
     _adamw_kernel[(triton.cdiv(size, _BLOCK),)](
-        *halves, gradient, *moments, factor, size, lr, decay, *betas, eps, *corrections, _BLOCK, num_warps=8
+        *halves, gradient, *moments, factor, corrections, size, lr, decay, *betas, eps, _BLOCK, num_warps=8
     )

@@ -1,0 +1,172 @@
+"""Steps whose bits do not depend on the number of processes: `reproducible: elastic`.
+
+Floating-point sums depend on their order, and the order on how many processes share them. Two things take that away:
+the micro batch is the unit of work whatever the number of processes, and gradients of micro batches are added as whole
+numbers. Every process then holds the same sum, bit for bit, and updates whole weights with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from keepstep.data.loader import Batch
+from keepstep.models.transformer import Transformer
+from keepstep.train.losses import count_targets
+from keepstep.train.optimizer import Optimizers
+from keepstep.train.scaler import LossScaler
+from keepstep.train.step import StepSettings, TrainStep
+
+STEPS_PER_ONE = 2.0**50
+"""Fixed-point numbers have steps of 2^-50: a gradient as small as AdamW's usual eps (1e-8) still keeps 24 bits, all
+that fp32 has. What is left of 64 bits above holds numbers up to 2^13."""
+LARGEST = 2.0**12
+"""Largest element of a gradient, half of what fits: sums cannot wrap round. Beyond it a step is not finite."""
+_PIECE = 1 << 22
+"""Numbers turned back at once, so that the copy beside them stays small."""
+
+
+@contextmanager
+def repeatable_kernels(wanted: bool) -> Iterator[None]:
+    """Choose kernels that give the same bits each time; to be entered before a GPU is first used."""
+    if not wanted:
+        yield
+        return
+    # cuBLAS reads this when it starts; without it its products may differ between two calls.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # A help against reading memory that was never written; costs a pass over every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+def noise_seed(seed: int, first_sample: int) -> int:
+    """What dropout and embedding noise of one micro batch draw from: its place in the data decides, no rank does."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:noise:{first_sample}".encode()).digest()[:8], "little") >> 1
+
+
+class FixedPointSums:
+    """Sums of gradients and losses over all micro batches of all processes, 8 bytes a parameter in all.
+
+    A gradient is taken as soon as the backward pass has finished it, and freed. Losses travel in the same message, each
+    in a place of its own where other processes add zero.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], microbatches: int, device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._ends = [0]
+        for parameter in self._parameters:
+            self._ends.append(self._ends[-1] + parameter.numel())
+        self._size, self._microbatches = self._ends[-1], microbatches
+        self._numbers = torch.zeros(self._size + microbatches + 2, dtype=torch.int64, device=device)
+        self._losses, self._flags = self._numbers[self._size :].split([microbatches, 2])
+        self._largest = torch.zeros((), device=device)
+        for number, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._taker(number))
+
+    def start(self) -> None:
+        """Forget the step before."""
+        self._numbers.zero_()
+        self._largest.zero_()
+
+    def add_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Note the loss of one micro batch of the step, by its number in the global batch."""
+        self._losses[microbatch] = loss.float().view(torch.int32)
+
+    def reduce(self, stop: bool) -> None:
+        """Add up over all processes. Whole numbers: no order of adding gives another result."""
+        # Written so that a NaN counts as too large.
+        self._flags[0] = ~(self._largest <= LARGEST / self._microbatches)
+        self._flags[1] = int(stop)
+        dist.all_reduce(self._numbers)
+
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """After `reduce`: the sum of all losses, whether a gradient did not fit, how many processes asked to stop."""
+        losses = self._losses.to(torch.int32).view(torch.float32)
+        return losses.double().sum(), self._flags[0] > 0, self._flags[1].float()
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """After `reduce`: fp32 gradients, in the first half of the memory that held the sums."""
+        halves = self._numbers.view(torch.float32)
+        for start in range(0, self._size, _PIECE):
+            piece = self._numbers[start : min(start + _PIECE, self._size)]
+            # Lands below everything that is still to be read.
+            halves[start : start + piece.numel()] = piece.to(torch.float32).mul_(1 / STEPS_PER_ONE)
+        return {
+            parameter: halves[self._ends[number] : self._ends[number + 1]].view_as(parameter)
+            for number, parameter in enumerate(self._parameters)
+        }
+
+    def _taker(self, number: int) -> Callable[[Tensor], None]:
+        total = self._numbers[self._ends[number] : self._ends[number + 1]]
+
+        @torch.no_grad()
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = parameter.grad.float()
+            torch.maximum(self._largest, gradient.abs().amax(), out=self._largest)
+            # Exact: a power of two. Then whole, as most numbers of this size are already.
+            total.add_(gradient.mul_(STEPS_PER_ONE).round_().view(-1).to(torch.int64))
+            parameter.grad = None
+
+        return take
+
+
+class ExactStep(TrainStep):
+    """A step on whole weights whose numbers are the same at any number of processes."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizers: Optimizers,
+        scaler: LossScaler,
+        settings: StepSettings,
+        *,
+        seed: int,
+        microbatches: int,
+    ) -> None:
+        super().__init__(model, optimizers, scaler, settings)
+        self._seed = seed
+        self._sums = FixedPointSums(optimizers.parameters, microbatches, settings.device)
+        self._overflow = torch.zeros((), dtype=torch.bool, device=settings.device)
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        lr_share: float,
+        stop: bool = False,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Learn from this process's micro batches, of which other processes may have more or fewer."""
+        grid = self._settings.grid
+        targets = torch.full((), sum(map(count_targets, batches)), dtype=torch.int64, device=self.device)
+        dist.all_reduce(targets)
+        weight = self._poisoned(1.0 / targets)
+        self._sums.start()
+        for place, batch in enumerate(batches):
+            torch.manual_seed(noise_seed(self._seed, batch.first_sample))
+            loss_sum = self._loss_sum(batch)
+            torch.autograd.backward(loss_sum * weight)
+            self._sums.add_loss(grid.data_rank + place * grid.layout.data_ranks, loss_sum.detach())
+        self._sums.reduce(stop)
+        before_update()
+        total_loss, self._overflow, stops = self._sums.numbers()
+        self._optimizers.take_gradients(self._sums.gradients())
+        loss = (total_loss / targets).float()
+        norm = self._update(lr_share, loss)
+        return torch.stack([loss, norm, stops])
+
+    def _gradient_norm(self) -> Tensor:
+        return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -1,0 +1,40 @@
+"""Silent corruption: processes that should compute the same number, and one whose bits differ."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from keepstep.parallel.mesh import Grid
+
+
+def same_work(grid: Grid) -> int:
+    """A number shared by the processes that compute the same from the same rows: the data replicas of one place."""
+    layout = grid.layout
+    place = (grid.pipeline_rank * layout.tensor + grid.mesh.get_local_rank("tensor")) * layout.context
+    return place + grid.context_rank
+
+
+def gather_bits(loss: Tensor, work: int) -> list[tuple[int, int]]:
+    """Every process's work and the bits of its loss, by rank. Collective."""
+    own = torch.stack([torch.full((), work, dtype=torch.int32, device=loss.device), loss.float().view(torch.int32)])
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return [(int(work), int(bits)) for work, bits in torch.stack(everyone).tolist()]
+
+
+def odd_ranks(found: Sequence[tuple[int, int]]) -> list[int]:
+    """Ranks whose bits differ from most that did the same work; all of them where there is no majority."""
+    by_work: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, (work, bits) in enumerate(found):
+        by_work[work][rank] = bits
+    odd: list[int] = []
+    for each in by_work.values():
+        bits, votes = Counter(each.values()).most_common(1)[0]
+        has_majority = 2 * votes > len(each)
+        odd += [rank for rank, own in each.items() if own != bits or not has_majority]
+    return sorted(odd)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from keepstep.core.errors import EXIT_STOPPED
 from keepstep.launch.rehearsal import (
@@ -52,11 +50,13 @@ def soak(stage: Stage, count: int, mean_steps: float, seed: int, say: Callable[[
     marks.mkdir()
     words = [*stage.name_words("soak"), "resilience.max_restarts=20"]
     starts, left_over = 0, 0
-    scratch_before = _scratch()
+    scratch = stage.folder / "tmp"
+    scratch.mkdir()
+    environment = {**to_environment(faults, marks), "TMPDIR": str(scratch)}
     code: int | None = EXIT_STOPPED
     while code in (EXIT_STOPPED, -signal.SIGKILL) and starts <= count:
         starts += 1
-        with started(stage, words, "soak", to_environment(faults, marks)) as process:
+        with started(stage, words, "soak", environment) as process:
             code = wait_for(process, stage.timeout_s)
             gone = wait_until_gone(process.pid, ORPHANS_S)
             left_over += 0 if gone else len(session_members(process.pid))
@@ -72,11 +72,7 @@ def soak(stage: Stage, count: int, mean_steps: float, seed: int, say: Callable[[
         back = next((moment - at for moment in resumed_at if at is not None and moment > at), None)
         title = f"{fault.kind} after step {fault.step}, rank {'all' if fault.rank == ALL_RANKS else fault.rank}"
         outcomes.append(Outcome(fault.kind, title, at is not None and equal, None, back, None, equal))
-    leaked = left_over + len(_scratch() - scratch_before)
+    leaked = left_over + len(list(scratch.iterdir()))
     note = "" if code == 0 and not leaked else f"ended with {code}, {leaked} processes or folders left"
     outcomes.append(Outcome("leaks", "nothing left behind", not note, None, None, None, equal, note))
     return outcomes
-
-
-def _scratch() -> set[str]:
-    return {str(path) for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("keepstep-*")}

@@ -238,13 +238,13 @@ class _Agent:
         self._fruitless = 0 if furthest > self._furthest else self._fruitless + 1
         self._furthest = max(self._furthest, furthest)
         limit = min(self._settings.max_restarts, OOM_ATTEMPTS) if cause.kind == "oom" else self._settings.max_restarts
-        final = not cause.restartable or self._fruitless >= limit
+        final = not cause.restartable or not limit or self._fruitless > limit
         facts = {"what": cause.message, "cause": cause.kind, "rank": cause.rank, "host": cause.host, "final": final}
         self._tell("fault", step=max(furthest, 0), **facts)
         if final:
             if cause.restartable and limit:
                 hint = "its traceback is above" if cause.kind != "oom" else "lower microbatch or set compute.recompute"
-                self._say(KeepstepError(f"given up after {self._fruitless + 1} attempts without progress", hint))
+                self._say(KeepstepError(f"given up after {self._fruitless} attempts without progress", hint))
             return False
         print(f"fault: {cause.message}; going on from the last state", file=sys.stderr, flush=True)
         return True

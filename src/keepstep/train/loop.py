@@ -182,14 +182,18 @@ class _Steps:
 
     def _intervene(self, verdict: Verdict, reading: Reading) -> None:
         parts = self._parts
-        parts.recorder.event("guard", what=verdict.what, action=verdict.action, **reading.facts())
-        found = f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}"
-        if verdict.action == "skip" or not self._go_back(reading, leave_out=verdict.action == "rollback"):
+        went_back = verdict.action != "skip" and self._go_back(reading, leave_out=verdict.action == "rollback")
+        action = verdict.action if went_back else "skip"
+        parts.recorder.event("guard", what=verdict.what, action=action, **reading.facts())
+        told = {
             # Already done: no optimizer takes a step on numbers that are not finite.
-            parts.recorder.note(f"{found}: skipped, weights are as before")
-        else:
-            how = "once more" if verdict.action == "retry" else "without these samples"
-            parts.recorder.note(f"{found}: back to step {parts.clock.step}, {how}")
+            "skip": "skipped, weights are as before",
+            "retry": f"once more from step {parts.clock.step}",
+            "rollback": f"back to step {parts.clock.step}, without these samples",
+        }
+        parts.recorder.note(
+            f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}: {told[action]}"
+        )
 
     def _go_back(self, reading: Reading, leave_out: bool) -> bool:
         self._parts.before_update()

@@ -25,7 +25,7 @@ from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import HardwareError
+from keepstep.core.errors import HardwareError, StopRequested
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -122,6 +122,8 @@ class _Run:
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
+        self.save_s = 0.0
+        """What the last save took, on disk and all."""
         self.skipped = SkippedSamples(folder.skipped)
         self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
@@ -137,6 +139,7 @@ class _Run:
 
     def go(self, stop: StopFlag, planner: Planner | None) -> None:
         """Resume where a checkpoint allows it, then train."""
+        self.stop = stop
         self._describe(planner)
         self._resume()
         feed = StepFeed(
@@ -196,11 +199,31 @@ class _Run:
 
     def save(self, durable: bool) -> None:
         """Save the step just done: behind training, or so that it is on disk when this returns."""
+        if durable:
+            self._check_grace()
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
         state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
         write = self.checkpointer.save if durable else self.checkpointer.save_async
         write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+
+    def _check_grace(self) -> None:
+        """Asked to stop with too little time for a save: let the one under way end, and leave it at that."""
+        grace_s = self.config.resilience.grace_s
+        if not grace_s:
+            return
+        # Signals and commits are news to some processes before they are to others.
+        told = torch.tensor([self.stop.asked_s_ago - grace_s, float(self.stop.requested), self.save_s])
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        over_s, asked, save_s = told.tolist()
+        if asked and -over_s < save_s:
+            self.checkpointer.wait()
+            step, _ = self.checkpointer.last_committed or (0, 0.0)
+            raise StopRequested(
+                f"stopped on request: {-over_s:.1f} s of grace are left and a save takes {save_s:.1f} s, so the "
+                f"checkpoint of step {step} stands and {self.clock.step - step} steps will be done again",
+                "start the same command to go on",
+            )
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
@@ -374,6 +397,7 @@ class _Run:
         self.recorder.event(kind, **fields)
         if kind == "checkpoint_committed":
             self.recorder.last_saved_at = time.time()
+            self.save_s = float(fields["seconds"])
         elif kind in ("warning", "fault"):
             self.recorder.note(f"warning: {fields.get('message', kind)}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,7 +173,8 @@ def test_too_short_a_grace_leaves_the_last_checkpoint_and_says_so(tmp_path: Path
     command = [sys.executable, "-m", "keepstep", "train", *words, "resilience.grace_s=1e-6", "--procs", "2"]
     stopped = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert stopped.returncode == 75, stopped.stderr
-    assert "the checkpoint of step 4 stands" in stopped.stderr
+    # The request takes its way over the launcher: some steps pass meanwhile.
+    assert re.search(r"the checkpoint of step (4|8) stands and \d steps will be done again", stopped.stderr)
     assert subprocess.run(command, env=environment, timeout=300).returncode == 0
     run_processes(tmp_path, 2, "name=whole", "max_duration=12ba", "checkpoint.interval=4ba")
     assert losses(tmp_path, "short") == losses(tmp_path, "whole")

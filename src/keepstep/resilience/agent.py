@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -90,6 +90,7 @@ class _Agent:
         # Owned by the agent: what a process has put there is there when the process is gone.
         self._memory = [[os.memfd_create("keepstep-state") for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
         self._signals: list[int] = []
+        self._waker = -1
         self._world_size = 0
         self._first_rank = 0
         self._attempts = 0
@@ -171,7 +172,9 @@ class _Agent:
         looked_at = time.monotonic()
         forwarded, asked_at, making_room = 0, 0.0, False
         while True:
-            self._workers.wait(POLL_S)
+            self._workers.wait(POLL_S, also=self._waker)
+            with suppress(BlockingIOError):
+                os.read(self._waker, 4096)
             codes = self._workers.exit_codes
             if all(code is not None and code in (0, EXIT_STOPPED) for code in codes):
                 code = max(code or 0 for code in codes)
@@ -270,12 +273,21 @@ class _Agent:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         numbers = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
-        before = {number: signal.signal(number, lambda seen, _: self._signals.append(seen)) for number in numbers}
+        before = {number: signal.signal(number, self._heard) for number in numbers}
+        # A signal ends the wait for processes at once.
+        self._waker, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        woken_before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         try:
             yield
         finally:
+            signal.set_wakeup_fd(woken_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            os.close(self._waker)
+            os.close(written)
+
+    def _heard(self, number: int, _frame: object) -> None:
+        self._signals.append(number)
 
 
 _UNKNOWN = Cause("crash", "the attempt ended without a word")

@@ -55,9 +55,10 @@ class Workers:
         for process in self._processes:
             process.start()
 
-    def wait(self, seconds: float) -> None:
-        """Return when a process ends, or when the time is over."""
-        connection.wait([process.sentinel for process in self._processes if process.is_alive()], seconds)
+    def wait(self, seconds: float, also: int) -> None:
+        """Return when a process ends, when the file descriptor `also` can be read, or when the time is over."""
+        running = [process.sentinel for process in self._processes if process.is_alive()]
+        connection.wait([*running, also], seconds)
 
     @property
     def exit_codes(self) -> list[int | None]:

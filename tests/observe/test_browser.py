@@ -17,11 +17,18 @@ from typing import Any
 import pytest
 from make_runs import Writer, write_long
 
+from keepstep.resilience.chaos import Fault, to_environment
+
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs Debian's chromium package")]
 
 OPENS_WITHIN_S = 2.0
+TINY = [
+    "model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=128", "model.seq_len=16", "data=synthetic",
+    "global_batch=8", "microbatch=2", "optimizer.lr=1e-2", "schedule.warmup=2ba", "evaluate.batches=1",
+    "observe.tensorboard=false", "compute.threads=1", "compute.device=cpu",
+]  # fmt: skip
 DESK = {"width": 1360, "height": 900}
 PHONE = {"width": 390, "height": 844}
 
@@ -91,31 +98,37 @@ def example_runs(root: Path) -> Path:
 
 
 def test_a_run_in_progress_moves_loses_a_worker_and_comes_back(browser: Any, tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "live", steps=500, save_every=25, step_s=0.05, real_time=True)
-    writer.start()
-    writer.take(60)
-    verdict, wait = "#verdict[data-state={}]", {"timeout": 15_000}
-    with served(tmp_path) as address, opened(browser, address) as page:
-        page.wait_for_selector(verdict.format("healthy"), **wait)
-        loss = page.locator("[data-figure=loss]")
-        path = page.locator("[data-chart=loss] path.line")
-        before, drawn = loss.inner_text(), path.get_attribute("d")
-        writer.take(30)
-        becomes_true(page, f"document.querySelector('[data-figure=loss]').innerText !== {before!r}")
-        assert path.get_attribute("d") != drawn, "the curve moved"
-        assert page.locator(".tick.fault").count() == 0
-        writer.fault(rank=1)
-        page.wait_for_selector(verdict.format("recovering"), **wait)
-        assert "SIGKILL (rank 1)" in page.locator("#verdict").inner_text()
-        assert page.locator(".tick.fault").count() == 1
-        writer.recover(lost=15)
-        writer.take(20)
-        page.wait_for_selector(verdict.format("healthy"), **wait)
-        assert page.locator(".tick.restart").count() == 1
-        assert "1 restart" in page.locator("#figures").inner_text()
-        writer.take(1)
-        writer.finish()
-        page.wait_for_selector(verdict.format("finished"), **wait)
+    """A real run of two processes, one of which is killed: the page shows the loss move, the fault, the way back."""
+    marks, verdict, wait = tmp_path / "marks", "#verdict[data-state={}]", {"timeout": 120_000}
+    marks.mkdir()
+    # Nothing is kept in memory, so that the way back is long enough to watch: from the checkpoint of step 100.
+    words = [*TINY, f"runs_dir={tmp_path / 'runs'}", "name=live", "max_duration=260ba", "checkpoint.interval=100ba"]
+    words += ["resilience.snapshot_interval=0", "--procs", "2"]
+    faults = [Fault("slow", 1, 0, {"steps": 1000, "seconds": 0.05}), Fault("kill", 190, 1)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "keepstep", "train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **to_environment(faults, marks)}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        with served(tmp_path / "runs") as address, opened(browser, address) as page:
+            page.wait_for_selector(verdict.format("healthy"), **wait)
+            loss = page.locator("[data-figure=loss]")
+            path = page.locator("[data-chart=loss] path.line")
+            before, drawn = loss.inner_text(), path.get_attribute("d")
+            becomes_true(page, f"document.querySelector('[data-figure=loss]').innerText !== {before!r}")
+            assert path.get_attribute("d") != drawn, "the curve moved"
+            assert page.locator(".tick.fault").count() == 0
+            page.wait_for_selector(verdict.format("recovering"), **wait)
+            assert "rank 1 was ended by SIGKILL" in page.locator("#verdict").inner_text()
+            assert page.locator(".tick.fault").count() == 1
+            page.wait_for_selector(verdict.format("healthy"), **wait)
+            assert page.locator(".tick.restart").count() == 1
+            assert "1 restart" in page.locator("#figures").inner_text()
+            page.wait_for_selector(verdict.format("finished"), **wait)
+        assert run.wait(60) == 0
+    finally:
+        run.terminate()
+        run.wait()
 
 
 def test_light_dark_phone_and_paper(browser: Any, tmp_path: Path) -> None:

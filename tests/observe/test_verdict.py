@@ -32,7 +32,7 @@ def test_a_run_goes_from_starting_over_healthy_to_finished(writer: Writer) -> No
     assert state(writer, later=1e6) == "finished"
 
 
-def test_a_killed_worker_makes_it_recovering_and_the_next_step_healthy_again(writer: Writer) -> None:
+def test_a_killed_worker_makes_it_recovering_until_the_lost_steps_are_done_again(writer: Writer) -> None:
     writer.take(100)
     writer.fault(rank=3)
     assert state(writer) == "recovering"
@@ -40,6 +40,9 @@ def test_a_killed_worker_makes_it_recovering_and_the_next_step_healthy_again(wri
     writer.recover(lost=20)
     assert state(writer) == "recovering"
     writer.take(1)
+    assert state(writer) == "recovering"
+    assert reasons(writer) == "worker killed by SIGKILL (rank 3): 19 steps to do again"
+    writer.take(19)
     assert state(writer) == "healthy"
     assert judge(open_history(writer.folder), writer.now).restarts == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,16 +27,21 @@ def start_processes(
     if config is None:
         return run_processes(Task(main, words), processes, group)
     from keepstep.observe.folder import JsonLines, RunFolder
+    from keepstep.observe.logs import recording
 
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     events = JsonLines(folder.events)
 
     def tell(kind: str, **facts: Any) -> None:
         events.append({"time": time.time(), "kind": kind, **facts})
+        told = facts.get("what") or ", ".join(f"{name} {value}" for name, value in facts.items())
+        logger.log(logging.ERROR if kind == "fault" else logging.INFO, "%s: %s", kind, told)
 
     task = Task(
         main,
         words,
         TRAINING + (("tensorboard.summary.writer.event_file_writer",) if config.observe.tensorboard else ()),
     )
-    return run_processes(task, processes, group, config.resilience, tell, folder.logs)
+    node = int(os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK") or 0)
+    with recording(folder.logs, "agent", node) as logger:
+        return run_processes(task, processes, group, config.resilience, tell, folder.logs)

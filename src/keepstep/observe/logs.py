@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from keepstep.core.errors import StopRequested
 from keepstep.observe.folder import JsonLines, Record, number
 from keepstep.observe.history import tail
 
@@ -50,6 +53,26 @@ class JsonLogHandler(logging.Handler):
         """Close the file."""
         self._file.close()
         super().close()
+
+
+@contextmanager
+def recording(logs: Path, role: str, rank: int) -> Iterator[logging.Logger]:
+    """Write what this process logs, and the error it ends with, into the run's folder."""
+    handler, logger = JsonLogHandler(logs, role, rank), logging.getLogger("keepstep")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield logger
+    except StopRequested:
+        raise
+    except Exception:
+        logger.exception("this process ends with an error")
+        raise
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
 
 
 @dataclass(frozen=True)

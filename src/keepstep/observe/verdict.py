@@ -97,9 +97,7 @@ def _state(history: History, now: float, silent_s: float, straggler: Record) -> 
         return "stopped", [str(newest.get("reason") or "stopped on request: start the same command again")]
     if kind == "fault" and newest.get("final"):
         return "failed", [describe(newest)]
-    trouble = next(
-        (event for event in reversed(lifecycle) if event.get("kind") in ("fault", "restart", "resize")), None
-    )
+    trouble = next((event for event in reversed(lifecycle) if event.get("kind") in ("fault", "resize")), None)
     if not stepped_since and trouble is not None:
         told = describe(trouble) if trouble.get("kind") == "fault" else str(trouble.get("kind"))
         if silent_s > RECOVERY_S:
@@ -110,8 +108,16 @@ def _state(history: History, now: float, silent_s: float, straggler: Record) -> 
         return "stalled", [f"no sign of life for {format_seconds(silent_s)}; a step usually takes {usual_s:.3g} s"]
     if not stepped_since:
         return "starting", ["no step yet"]
+    if trouble is not None and (left := _steps_to_redo(trouble, train.last("step"))) > 0:
+        return "recovering", [f"{describe(trouble)}: {left} steps to do again"]
     reasons = _worries(history, now, straggler)
     return ("degraded", reasons) if reasons else ("healthy", [])
+
+
+def _steps_to_redo(trouble: Record, step: float) -> int:
+    """Steps that were done before a fault and are not done again yet."""
+    reached = number(trouble.get("step"))
+    return int(reached - step) if trouble.get("kind") == "fault" and reached > step else 0
 
 
 _LIFECYCLE = ("start", "resume", "fault", "restart", "resize", "stop", "finish")

@@ -23,7 +23,7 @@ from keepstep.data.stats import unigram_perplexity
 from keepstep.data.tokenize import load as load_tokenizer
 from keepstep.evaluate.generate import generate
 from keepstep.evaluate.perplexity import perplexity
-from keepstep.observe.folder import Record, RunFolder, read_from, split_kinds
+from keepstep.observe.folder import JsonLines, Record, RunFolder, read_from, split_kinds
 from keepstep.observe.plot import Curve, png_plot
 from keepstep.resilience.chaos import Fault, to_environment
 from keepstep.train.trained import TrainedModel, open_trained
@@ -84,7 +84,7 @@ def run_demo(runs_dir: Path, steps: int) -> DemoResult:
         killed_at=killed_at,
         baseline_perplexity=unigram_perplexity(train_tokens, batch.targets.reshape(-1), trained.config.model.vocab),
         perplexity=perplexity(lambda rows: _loss(trained, rows), _split(batch, 8)).perplexity,
-        samples=_write_samples(trained, loaders.tokenizer),
+        samples=_write_samples(trained, loaders.tokenizer, JsonLines(folder.samples)),
         curve=curve,
         picture=picture,
     )
@@ -149,11 +149,12 @@ def _loss(trained: TrainedModel, batch: Batch) -> tuple[float, int]:
     return float(trained.model(inputs, targets)), targets.numel()
 
 
-def _write_samples(trained: TrainedModel, tokenizer_path: Path) -> list[str]:
+def _write_samples(trained: TrainedModel, tokenizer_path: Path, told: JsonLines) -> list[str]:
     tokenizer = load_tokenizer(tokenizer_path)
     samples = []
     for seed, prompt in enumerate(PROMPTS):
         ids = tokenizer.encode(prompt).ids
         new = generate(trained.next_token_logits(), ids, max_new_tokens=40, temperature=0.7, top_p=0.9, seed=seed)
         samples.append(tokenizer.decode([*ids, *new]))
+        told.append({"step": trained.step, "time": time.time(), "prompt": prompt, "text": tokenizer.decode(new)})
     return samples

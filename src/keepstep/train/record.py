@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ class Recorder:
         self.last_saved_at: float | None = None
         self.last_loss: float | None = None
         """Loss of the newest step that was read, the same on every process."""
+        self.blocked_s = 0.0
+        """How long training stood still for saves since the last step that was told of."""
         self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL_LINES)
         """The newest metric lines: saved with the state, because a kill may find them on their way to the file."""
 
@@ -107,7 +110,9 @@ class Recorder:
             "step_s": step_s,
             "data_s": facts.data_s,
             "memory_gib": memory_gib,
+            "save_s": self.blocked_s,
         }
+        self.blocked_s = 0.0
         line = {name: value for name, value in line.items() if value is not None}
         self.tail.append(line)
         self._sinks.metrics(line)
@@ -150,6 +155,7 @@ class Recorder:
     def note(self, text: str) -> None:
         """A line for the person at the terminal."""
         if self._progress:
+            logging.getLogger("keepstep").info(text)
             self._progress.note(text)
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder, read_last_step
+from keepstep.observe.logs import recording
 from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
@@ -84,6 +86,7 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with (
         repeatable_kernels(exact),
+        recording(folder.logs, "trainer", ranks.rank),
         stop_on_signals() as stop,
         joined_world(ranks, device, config.resilience.start_timeout_s) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
@@ -122,6 +125,8 @@ class _Run:
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
+        self.blocked_s = 0.0
+        """How long training stood still for saves since the last one was committed."""
         self.save_s = 0.0
         """What the last save took, on disk and all."""
         self.skipped = SkippedSamples(folder.skipped)
@@ -205,7 +210,19 @@ class _Run:
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
         state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
         write = self.checkpointer.save if durable else self.checkpointer.save_async
-        write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+        with self._counting_as_save():
+            write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
+
+    @contextmanager
+    def _counting_as_save(self) -> Iterator[None]:
+        """Time in here is time that training stood still for a save."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            blocked_s = time.perf_counter() - started
+            self.recorder.blocked_s += blocked_s
+            self.blocked_s += blocked_s
 
     def _check_grace(self) -> None:
         """Asked to stop with too little time for a save: let the one under way end, and leave it at that."""
@@ -232,7 +249,8 @@ class _Run:
     def _before_update(self) -> None:
         """Weights are about to change: a save under way must have its copy, and may have news."""
         self.keeper.before_update()
-        self.checkpointer.before_update()
+        with self._counting_as_save():
+            self.checkpointer.before_update()
         self.checkpointer.poll()
 
     def _poisoned(self, chaos: Chaos) -> bool:
@@ -394,6 +412,9 @@ class _Run:
         return facts if facts.get("world_size") == self.world.ranks.world_size else {}
 
     def _checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "checkpoint_committed":
+            fields = {**fields, "blocked_s": self.blocked_s}
+            self.blocked_s = 0.0
         self.recorder.event(kind, **fields)
         if kind == "checkpoint_committed":
             self.recorder.last_saved_at = time.time()

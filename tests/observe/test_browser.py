@@ -101,6 +101,7 @@ def test_a_run_in_progress_moves_loses_a_worker_and_comes_back(browser: Any, tmp
     """A real run of two processes, one of which is killed: the page shows the loss move, the fault, the way back."""
     marks, verdict, wait = tmp_path / "marks", "#verdict[data-state={}]", {"timeout": 120_000}
     marks.mkdir()
+    (tmp_path / "runs").mkdir()
     # Nothing is kept in memory, so that the way back is long enough to watch: from the checkpoint of step 100.
     words = [*TINY, f"runs_dir={tmp_path / 'runs'}", "name=live", "max_duration=260ba", "checkpoint.interval=100ba"]
     words += ["resilience.snapshot_interval=0", "--procs", "2"]

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-h200
+.PHONY: help demo toolcalls-demo chaos soak test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -47,6 +47,14 @@ lint: $(READY)  ## lint, format, types, import contracts
 
 bench-h200: $(READY)  ## a step beside the references; needs a GPU; writes benchmarks/results/h200.json
 	$(BIN)/python -W ignore benchmarks/h200.py
+
+chaos: $(READY)  ## every fault on a small run, recovery beside torchrun's, 200 restarts; writes benchmarks/results/chaos.json
+	scripts/system-packages
+	$(BIN)/python -W ignore benchmarks/chaos.py
+
+soak: $(READY)  ## the same, with 200 random faults in one run
+	scripts/system-packages
+	$(BIN)/python -W ignore benchmarks/chaos.py --soak 200
 
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py

@@ -29,7 +29,10 @@ def told(count: int = 30, **config: Any) -> Guard:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_dealt_with_by_policy(value: float) -> None:
     for loss, norm in ((value, 1.0), (2.0, value)):
-        assert told().judge(reading(31, loss, norm)) == Verdict("nan", "skip")
+        careful = told()
+        assert careful.judge(reading(31, loss, norm)) == Verdict("nan", "retry")
+        assert careful.judge(reading(31, loss, norm)) == Verdict("nan", "skip")
+        assert told(nan="skip").judge(reading(31, loss, norm)) == Verdict("nan", "skip")
         assert told(nan="rollback").judge(reading(31, loss, norm)) == Verdict("nan", "rollback")
         with pytest.raises(DivergedError, match="at step 31") as caught:
             told(nan="stop").judge(reading(31, loss, norm))
@@ -60,7 +63,7 @@ def test_a_spike_that_was_rolled_back_does_not_become_the_usual() -> None:
 
 
 def test_the_limit_counts_within_the_window_only() -> None:
-    guard = told(window=20, limit=2)
+    guard = told(nan="skip", window=20, limit=2)
     for step in (31, 32):
         assert guard.judge(reading(step, math.nan)).action == "skip"
     for step in range(33, 53):

@@ -15,6 +15,7 @@ from tiny_runs import TINY, losses, metrics, run_here, run_processes
 
 from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError, KeepstepError
+from keepstep.resilience.chaos import Fault, to_environment
 
 pytestmark = pytest.mark.slow
 
@@ -160,3 +161,18 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_hint(tmp_path: Path) -> 
     refused = run_processes(tmp_path, 3, "global_batch=8", "microbatch=2")
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
+
+
+def test_too_short_a_grace_leaves_the_last_checkpoint_and_says_so(tmp_path: Path) -> None:
+    """A save that cannot end in time is not begun: what is on disk stays the newest, whole."""
+    fault, marks = Fault("terminate", 7), tmp_path / "marks"
+    marks.mkdir()
+    words = [*TINY, f"runs_dir={tmp_path}", "name=short", "max_duration=12ba", "checkpoint.interval=4ba"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **to_environment([fault], marks)}
+    command = [sys.executable, "-m", "keepstep", "train", *words, "resilience.grace_s=1e-6", "--procs", "2"]
+    stopped = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "the checkpoint of step 4 stands" in stopped.stderr
+    assert subprocess.run(command, env=environment, timeout=300).returncode == 0
+    run_processes(tmp_path, 2, "name=whole", "max_duration=12ba", "checkpoint.interval=4ba")
+    assert losses(tmp_path, "short") == losses(tmp_path, "whole")

@@ -30,9 +30,11 @@ CopyPlan = Sequence[tuple[PieceSpec, torch.Tensor]]
 class Snapshot:
     """One reusable buffer in shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, handle: int | None = None) -> None:
         # memfd rather than /dev/shm: containers cap the latter at 64 MiB.
-        if hasattr(os, "memfd_create"):
+        if handle is not None:
+            self.handle = handle
+        elif hasattr(os, "memfd_create"):
             self.handle = os.memfd_create("keepstep-snapshot")
         else:
             with tempfile.TemporaryFile() as file:
@@ -113,6 +115,11 @@ class Snapshot:
             self._copying.join()
             self._copying = None
             self._copied = ()
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes beside the copied tensors."""
+        assert self._memory is not None
+        self._memory[offset : offset + len(data)] = data
 
     def close(self) -> None:
         """Give the memory back."""

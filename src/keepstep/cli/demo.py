@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         print()
     ratio = result.baseline_perplexity / result.perplexity
     print(f"interrupted     at step {result.stopped_at} by SIGTERM, resumed from the checkpoint it left")
+    print(f"killed          one process at step {result.killed_at} by SIGKILL; the run went on by itself")
     print(f"perplexity      {result.perplexity:.1f} on held-out text")
     print(f"unigram         {result.baseline_perplexity:.1f}: the baseline is {ratio:.1f} times worse")
     print(f"loss curve      {result.picture}")

@@ -104,7 +104,6 @@ def _probe(args: argparse.Namespace) -> int:
     from keepstep.launch.machine import inactive_links
     from keepstep.parallel.probe import ProbeSettings, probe
     from keepstep.parallel.world import choose_device, joined_world
-    from keepstep.resilience.agent import report_exit
 
     ranks = from_environment()
     with joined_world(ranks, choose_device("auto", ranks.local_rank), timeout_s=120) as world:
@@ -116,7 +115,7 @@ def _probe(args: argparse.Namespace) -> int:
             args.report.write_text(text)
         else:
             print(_MARK + text, flush=True)
-    return report_exit(EXIT_DONE)
+    return EXIT_DONE
 
 
 def _cluster(args: argparse.Namespace) -> int:
@@ -144,12 +143,13 @@ def _cluster(args: argparse.Namespace) -> int:
 def _measure_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     import tempfile
 
+    from keepstep.cli.processes import start_processes
     from keepstep.launch.local import process_count
-    from keepstep.resilience.agent import run_processes
 
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
-        code = run_processes([*_probe_words(args), "--report", str(report)], process_count("auto", "auto"))
+        words = [*_probe_words(args), "--report", str(report)]
+        code = start_processes(words, process_count("auto", "auto"))
         if code or not report.exists():
             raise HardwareError(f"the measuring job ended with {code}", "its messages are above")
         reports: list[dict[str, Any]] = json.loads(report.read_text())

@@ -30,18 +30,15 @@ def run(args: argparse.Namespace) -> int:
     if not ranks.launched and (where / "config.yaml").exists():
         raise UsageError(f"{where} is there already", "choose another --name")
     if args.procs > 1 and not ranks.launched:
-        from keepstep.resilience.agent import run_processes
+        from keepstep.cli.processes import start_processes
 
         words = ["import", str(source), "--name", name, "--runs-dir", args.runs_dir, "--procs", str(args.procs)]
-        code = run_processes(words, args.procs)
+        code = start_processes(words, args.procs)
         if code:
             return code
     else:
         import_weights(source, config)
         if ranks.launched:
-            from keepstep.resilience.agent import report_exit
-
-            report_exit(0)
             return 0
     print(f"imported {source} as {where}", file=sys.stderr)
     print(f"next: keepstep finetune --from {where} --data CONVERSATIONS.jsonl")

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from keepstep.config.schema import RunConfig
 from keepstep.core.errors import EXIT_HARDWARE, EXIT_STOPPED, UsageError
 
 _ACTIONS = {
@@ -52,17 +53,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _node(args: argparse.Namespace) -> int:
+    from keepstep.cli.processes import start_processes
     from keepstep.core.nodes import group_from_environment
     from keepstep.launch.foundry import translate
-    from keepstep.resilience.agent import run_processes
 
     if not args.words:
         raise UsageError("nothing to run", "keepstep launch node --nodes 2 -- train run.yaml")
     group = group_from_environment(args.nodes, args.max_restarts, os.environ)
     words = [*args.words, *translate(args.foundry_update)]
-    code = run_processes(words, args.processes, group)
+    code = start_processes(words, args.processes, group, _run_config(words, args.max_restarts))
     folder = os.environ.get("KEEPSTEP_JOB_FOLDER")
     return code if folder is None else _leave_word(Path(folder), code)
+
+
+def _run_config(words: list[str], max_restarts: int) -> RunConfig | None:
+    """The configuration of the run that the words train, if they do; the job's restart limit counts."""
+    if words[0] not in ("train", "finetune"):
+        return None
+    from dataclasses import replace
+
+    from keepstep.cli.train import load_run
+    from keepstep.config.load import split_words
+
+    config = load_run(*split_words(words[1:]))
+    return replace(config, resilience=replace(config.resilience, max_restarts=max_restarts))
 
 
 def _leave_word(folder: Path, code: int) -> int:

@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "logs": ("keepstep.cli.logs", "print or follow the log of a submitted run"),
     "stop": ("keepstep.cli.stop", "ask a submitted run to save and stop"),
     "resume": ("keepstep.cli.resume", "submit a stopped run again; it goes on where it was"),
+    "chaos": ("keepstep.cli.chaos", "rehearse faults on a run and get a verdict"),
     "doctor": ("keepstep.cli.doctor", "check this machine, or every node of a cluster"),
     "launch": ("keepstep.cli.launch", "what schedulers start on a node; profiles and environments"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),

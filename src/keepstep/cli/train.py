@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import ConfigError, KeepstepError, StopRequested
+from keepstep.core.errors import EXIT_FAILED, ConfigError, KeepstepError, StopRequested
 from keepstep.core.ranks import Ranks, from_environment
 
 if TYPE_CHECKING:
@@ -43,21 +43,21 @@ def run(args: argparse.Namespace) -> int:
         from keepstep.cli.ui import start_beside
 
         print(f"live page: {start_beside(Path(config.runs_dir), config.name)}", file=sys.stderr, flush=True)
+    from keepstep.config.check import check_layout
     from keepstep.launch.local import process_count
 
     processes = process_count(args.procs, config.compute.device)
-    if processes == 1:
+    # Told here once, before any process starts, rather than by each of them.
+    check_layout(config, processes)
+    if processes == 1 and not config.resilience.max_restarts:
         from keepstep.train.run import train
 
         train(config, _plan)
         code = 0
     else:
-        from keepstep.config.check import check_layout
-        from keepstep.resilience.agent import run_processes
+        from keepstep.cli.processes import start_processes
 
-        # Told here once, before any process starts, rather than by each of them.
-        check_layout(config, processes)
-        code = run_processes(["train", *args.words], processes)
+        code = start_processes(["train", *args.words], processes, config=config)
     if code == 0:
         print(f"done: {config.runs_dir}/{config.name}")
     return code
@@ -94,16 +94,23 @@ def _plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
 
 
 def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:
-    from keepstep.resilience.agent import report_exit
+    from keepstep.resilience.causes import classify, write_cause
     from keepstep.train.run import train
 
     try:
         train(config, _plan)
-        code = 0
+        return 0
     except KeepstepError as error:
-        code = error.exit_code
+        write_cause(error, ranks.rank)
         # What every process finds alike is said once; what one of them met, it says itself.
         if ranks.is_first or not isinstance(error, ConfigError | StopRequested):
             where = "" if ranks.is_first else f"[rank {ranks.rank}] "
             print("\n".join(where + line for line in error.lines()), file=sys.stderr, flush=True)
-    return report_exit(code)
+        return error.exit_code
+    except Exception as error:
+        write_cause(error, ranks.rank)
+        if classify(error) == "peer":
+            # The process that is to blame says more than a page about a closed connection could.
+            print(f"[rank {ranks.rank}] lost another process: {error}", file=sys.stderr, flush=True)
+            return EXIT_FAILED
+        raise

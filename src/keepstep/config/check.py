@@ -34,7 +34,8 @@ ABOVE_ZERO = frozenset({
     "model.rotary_base", "model.norm_eps", "model.alibi_bias_max", "model.init_std",
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
     "parallel.tensor", "parallel.pipeline", "parallel.context", "evaluate.batches", "observe.log_interval",
-    "chat.generated_rows", "lora.alpha", "guard.spike_factor", "guard.window", "guard.keep_interval",
+    "chat.generated_rows", "lora.alpha", "resilience.hang_s", "resilience.start_timeout_s",
+    "guard.spike_factor", "guard.window", "guard.keep_interval",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -46,7 +47,8 @@ ZERO_OR_MORE = frozenset({
     "parallel.stages", "compute.loss_chunks", "compute.threads",
     "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune",
     "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best",
-    "observe.rank_interval", "guard.outlier_factor", "guard.limit", "guard.recheck_interval",
+    "observe.rank_interval", "resilience.max_restarts", "resilience.grace_s",
+    "guard.outlier_factor", "guard.limit", "guard.recheck_interval",
     "profile.active", "profile.skip_first", "profile.wait", "profile.warmup", "profile.repeat",
 })  # fmt: skip
 
@@ -70,6 +72,10 @@ RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "schedule.stage_lr": _SHARE,
     "schedule.decay_share": (lambda number: 0 < number <= 1, "must be above 0 and at most 1"),
     "observe.metrics_port": (lambda number: 0 <= number <= 65535, "must be a port, 1 to 65535, or 0 for none"),
+    "resilience.snapshot_interval": (
+        lambda number: number >= -1,
+        "must be a number of steps, 0 for none, -1 to choose",
+    ),
     "parallel.replicate": _LEFT,
     "parallel.shard": _LEFT,
 }

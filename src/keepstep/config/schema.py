@@ -341,9 +341,10 @@ class CheckpointConfig:
 class GuardConfig:
     """What happens when numbers go wrong: NaN, loss spikes, gradients far out, bits that flip."""
 
-    nan: Literal["skip", "rollback", "stop"] = "skip"
-    """A loss or gradient norm that is not finite. skip: this step changes neither weights nor optimizer. rollback: go
-    back to the last good state, and never use these samples. stop: end the run."""
+    nan: Literal["retry", "skip", "rollback", "stop"] = "retry"
+    """A loss or gradient norm that is not finite. retry: do the step once more from the last state in memory, so that a
+    passing fault leaves no trace, and skip it where it comes again. skip: this step changes neither weights nor
+    optimizer. rollback: go back to the last good state, and never use these samples. stop: end the run."""
     spike: Literal["ignore", "rollback"] = "ignore"
     """A loss far above those before it, by `spike_factor`."""
     spike_factor: float = 10.0
@@ -385,6 +386,24 @@ class ObserveConfig:
     """Log into this Weights & Biases project as well (needs the package wandb); empty does not."""
     mlflow_experiment: str = ""
     """Log into this MLflow experiment as well (needs the package mlflow and MLFLOW_TRACKING_URI); empty does not."""
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """What happens when something breaks."""
+
+    max_restarts: int = 8
+    """Restarts in a row that bring the run no step further before it is given up; 0 restarts nothing."""
+    hang_s: float = 10.0
+    """A step that takes longer than this, and than three times the slowest in a hundred, counts as hanging."""
+    start_timeout_s: float = 1800.0
+    """The same limit for everything that is not a step: building, compiling, evaluating, saving."""
+    snapshot_interval: int = -1
+    """Steps between copies of the state into memory that survives the processes, so that a crash costs only the steps
+    since. -1 chooses: each step where that is cheap, about twice a minute on GPUs; 0 keeps none."""
+    grace_s: float = 0.0
+    """Seconds between a stop request and the kill, where they are known (KillWait of Slurm, Kubernetes' grace period):
+    a save that would not fit is left out, and the last checkpoint stands. 0 means there is time enough."""
 
 
 @dataclass(frozen=True)
@@ -442,6 +461,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 

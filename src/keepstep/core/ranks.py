@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
+
+STORE_FILE = "KEEPSTEP_STORE_FILE"
+"""Environment variable: the file in which the processes of a node that is alone find each other."""
+PULSE_FILE = "KEEPSTEP_PULSE_FILE"
+"""Environment variable: where a process marks its progress for its node's agent."""
+MEMORY_FILES = "KEEPSTEP_MEMORY_FILES"
+"""Environment variable: memory of the agent that keeps a process's newest state when the process dies."""
 
 
 @dataclass(frozen=True)
@@ -15,11 +23,19 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     restarts: int = 0
+    store_file: str = ""
+    pulse_file: Path | None = None
+    memory_files: tuple[Path, ...] = ()
 
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for all of them."""
         return self.rank == 0
+
+    @property
+    def supervised(self) -> bool:
+        """Whether an agent of ours watches this process and starts it again."""
+        return self.pulse_file is not None
 
     @property
     def launched(self) -> bool:
@@ -33,10 +49,15 @@ def from_environment() -> Ranks:
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name, default))
 
+    pulse = os.environ.get(PULSE_FILE)
+    memory = os.environ.get(MEMORY_FILES, "")
     return Ranks(
         rank=number("RANK", 0),
         world_size=number("WORLD_SIZE", 1),
         local_rank=number("LOCAL_RANK", 0),
         local_world_size=number("LOCAL_WORLD_SIZE", 1),
         restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
+        store_file=os.environ.get(STORE_FILE, ""),
+        pulse_file=Path(pulse) if pulse else None,
+        memory_files=tuple(Path(path) for path in memory.split(os.pathsep) if path),
     )

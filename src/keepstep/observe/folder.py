@@ -20,6 +20,9 @@ Record = dict[str, Any]
 """One line of a JSON Lines file."""
 
 
+_TAIL_BYTES = 16384
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths inside `RUNS_DIR/NAME`. Nothing is created before `create()`."""
@@ -177,6 +180,17 @@ def read_from(path: Path, offset: int = 0, limit_bytes: int = -1) -> tuple[list[
         return [], offset
     end = data.rfind(b"\n") + 1
     return parse_lines(data[:end]), offset + end
+
+
+def read_last_step(path: Path) -> int:
+    """The newest step that a metrics file tells of, from its last lines alone; -1 where it has none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = parse_lines(file.read().rpartition(b"\n")[0])
+    except FileNotFoundError:
+        return -1
+    return max((int(line["step"]) for line in lines[-3:] if isinstance(line.get("step"), int)), default=-1)
 
 
 def parse_lines(data: bytes) -> list[Record]:

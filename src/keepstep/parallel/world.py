@@ -58,7 +58,15 @@ def joined_world(ranks: Ranks, device: torch.device, timeout_s: float = 600.0) -
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if ranks.launched:
+    if ranks.store_file:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{ranks.store_file}",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+        )
+    elif ranks.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=_private_store(), rank=0, world_size=1, timeout=timeout)

@@ -1,83 +1,281 @@
-"""The processes of a run on this node: torchrun's own agent, with exit codes and errors that mean something."""
+"""The agent: starts a node's processes, watches them, and when something breaks starts them again where they were."""
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
+import socket
 import sys
-import tempfile
-import uuid
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from keepstep.core.errors import EXIT_FAILED, EXIT_STOPPED
+from keepstep.config.schema import ResilienceConfig
+from keepstep.core.errors import EXIT_FAILED, EXIT_STOPPED, HardwareError, KeepstepError
 from keepstep.core.nodes import NodeGroup
+from keepstep.core.ranks import MEMORY_FILES, PULSE_FILE
+from keepstep.resilience.causes import CAUSE_FILE, Cause, first_cause, read_cause
+from keepstep.resilience.hangs import look_at, most_suspect
+from keepstep.resilience.meeting import Alone, Elastic, Meeting, Meetings
+from keepstep.resilience.pulse import Board
+from keepstep.resilience.scratch import scratch_folder
+from keepstep.resilience.signals import STOP_SIGNALS
+from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
-EXIT_FILE = "KEEPSTEP_EXIT_FILE"
-"""Environment variable: where a node's first process writes its exit code, because a signalled agent reports none."""
+POLL_S = 0.25
+"""Between looks at processes that run; one that ends is seen at once."""
+WAITING_NODES_S = 1.0
+SHUTDOWN_S = 540.0
+"""Between a stop request and the kill: a step and a save must fit."""
+SETTLE_S = 0.1
+"""After the first process failed: how long to wait for another that may know better why."""
+LONGEST_BACKOFF_S = 60.0
+MEMORY_BUFFERS = 2
+OOM_ATTEMPTS = 1
 
-# A step and a save must fit between a stop request and the agent's kill; torch's own 30 s are too short for that.
-_SHUTDOWN_TIMEOUT_S = 540
+Tell = Callable[..., None]
+"""Called as tell(kind, **facts) for each event: fault, restart, resize."""
 
 
-def run_processes(arguments: Sequence[str], processes: int, group: NodeGroup | None = None) -> int:
-    """Start `python -m keepstep ARGUMENTS` as `processes` ranks of this node and return the run's exit code.
+def run_processes(
+    task: Task,
+    processes: int,
+    group: NodeGroup | None = None,
+    settings: ResilienceConfig | None = None,
+    tell: Tell | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Run `task` as `processes` processes of this node and return the run's exit code.
 
-    Without a `group` this node is the only one.
+    Without a `group` this node is the only one. Stacks of processes that hang are written into `logs`.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # Workers print their own error; the agent's account of it would bury that under a page of tables.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # With a shared store, keys of an earlier attempt leak into the next one and restarts race.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S))
-    # Operators set these for a node where torch means a process; the agent sets its own for each worker.
+    # Operators set these for a node where torch means a process.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    group = group or NodeGroup()
-    timeouts = {"read_timeout": group.join_timeout_s, "timeout": group.join_timeout_s}
-    config = LaunchConfig(
-        min_nodes=group.min_nodes,
-        max_nodes=group.max_nodes,
-        nproc_per_node=processes,
-        run_id=group.run_id or uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=group.endpoint,
-        rdzv_configs=timeouts if group.is_host is None else {**timeouts, "is_host": group.is_host},
-        max_restarts=group.max_restarts,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    )
-    with tempfile.TemporaryDirectory(prefix="keepstep-") as scratch:
-        exit_file = Path(scratch) / "exit"
-        os.environ[EXIT_FILE] = str(exit_file)
-        failed = EXIT_FAILED
-        try:
-            elastic_launch(config, sys.executable)("-m", "keepstep", *arguments)
-            return EXIT_STOPPED if _reported(exit_file) == EXIT_STOPPED else 0
-        except ChildFailedError as error:
-            failed = error.get_first_failure()[1].exitcode
-        except SignalException as error:
-            failed = 128 + error.sigval
-        reported = _reported(exit_file)
-        return abs(failed) if reported is None else reported
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    with scratch_folder() as where:
+        meetings = Alone(where) if group is None or group.max_nodes == 1 else Elastic(group)
+        chosen = settings or ResilienceConfig(max_restarts=group.max_restarts if group else 0)
+        agent = _Agent(task, processes, meetings, chosen, tell or (lambda *_, **__: None), where, logs or where)
+        return agent.run()
 
 
-def _reported(exit_file: Path) -> int | None:
-    return int(exit_file.read_text()) if exit_file.exists() else None
+@dataclass
+class _Ending:
+    """How an attempt ended: with a code, by a fault, or because nodes come and go."""
+
+    code: int | None = None
+    cause: Cause | None = None
 
 
-def report_exit(code: int) -> int:
-    """Tell the agent how the run ended, as a worker's last act, and return the code to leave with.
+class _Agent:
+    def __init__(
+        self,
+        task: Task,
+        processes: int,
+        meetings: Meetings,
+        settings: ResilienceConfig,
+        tell: Tell,
+        scratch: Path,
+        logs: Path,
+    ) -> None:
+        self._processes, self._settings, self._tell = processes, settings, tell
+        self._meetings, self._scratch, self._logs = meetings, scratch, logs
+        self._workers = Workers(task)
+        self._board = Board(processes)
+        # Owned by the agent: what a process has put there is there when the process is gone.
+        self._memory = [[os.memfd_create("keepstep-state") for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
+        self._signals: list[int] = []
+        self._world_size = 0
+        self._first_rank = 0
+        self._attempts = 0
+        self._fruitless = 0
+        self._furthest = -1
 
-    A saved stop leaves with 0: on a node that got no signal itself the agent would take 75 for a crash and restart.
-    """
-    path = os.environ.get(EXIT_FILE)
-    if path is None:
+    def run(self) -> int:
+        """Attempt after attempt until the run is over."""
+        code = EXIT_FAILED
+        with self._listening():
+            try:
+                code = self._attempt_until_over()
+            except HardwareError as error:
+                self._say(error)
+                code = error.exit_code
+            finally:
+                self._workers.kill()
+                self._meetings.close(done=code == 0)
+                self._board.close()
+                for handle in chain(*self._memory):
+                    os.close(handle)
         return code
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        Path(path).write_text(str(code))
-    return 0 if code == EXIT_STOPPED else code
+
+    def _attempt_until_over(self) -> int:
+        while True:
+            meeting = self._meetings.next(lambda: bool(self._signals))
+            self._start(meeting)
+            ending = self._watch()
+            code = self._exit_code(ending)
+            # What the processes had put down in shared memory is the newest state there is: nothing is left to save.
+            self._workers.kill()
+            if code is not None:
+                return code
+            if ending.cause is not None and ending.cause.kind in ("storage", "data"):
+                # Time may mend these.
+                time.sleep(min(LONGEST_BACKOFF_S, 0.5 * 2**self._fruitless))
+
+    def _exit_code(self, ending: _Ending) -> int | None:
+        """The run's exit code if it is over; None if it goes on."""
+        if ending.code is not None:
+            return ending.code
+        if self._signals:
+            return EXIT_STOPPED if self._stopped_by_us(ending) else (ending.cause or _UNKNOWN).exit_code
+        if ending.cause is not None and not self._goes_on(ending.cause):
+            return ending.cause.exit_code
+        return None
+
+    def _start(self, meeting: Meeting) -> None:
+        world_size = meeting.nodes * self._processes
+        if self._attempts:
+            facts: dict[str, Any] = {"world_size": world_size, "attempt": self._attempts}
+            if self._world_size != world_size:
+                self._tell("resize", before=self._world_size, **facts)
+            else:
+                self._tell("restart", **facts)
+        self._world_size, self._first_rank = world_size, meeting.node_rank * self._processes
+        self._board.clear(self._settings.start_timeout_s)
+        for place in range(self._processes):
+            self._cause_file(place).unlink(missing_ok=True)
+        self._workers.start([self._environment(meeting, place) for place in range(self._processes)])
+        self._attempts += 1
+
+    def _environment(self, meeting: Meeting, place: int) -> dict[str, str]:
+        memory = [f"/proc/{os.getpid()}/fd/{handle}" for handle in self._memory[place]]
+        return {
+            **meeting.environment,
+            "RANK": str(self._first_rank + place),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_RANK": str(place),
+            "LOCAL_WORLD_SIZE": str(self._processes),
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempts),
+            PULSE_FILE: str(self._board.path),
+            MEMORY_FILES: os.pathsep.join(memory),
+            CAUSE_FILE: str(self._cause_file(place)),
+            STACKS_FILE: str(self._stacks_file(place)),
+        }
+
+    def _watch(self) -> _Ending:
+        looked_at = time.monotonic()
+        forwarded, asked_at, making_room = 0, 0.0, False
+        while True:
+            self._workers.wait(POLL_S)
+            codes = self._workers.exit_codes
+            if all(code is not None and code in (0, EXIT_STOPPED) for code in codes):
+                code = max(code or 0 for code in codes)
+                saved_for_others = code == EXIT_STOPPED and not forwarded and (making_room or self._somebody_waits())
+                return _Ending(code=None if saved_for_others else code)
+            if any(code is not None and code not in (0, EXIT_STOPPED) for code in codes):
+                return _Ending(cause=self._why())
+            if len(self._signals) > forwarded:
+                forwarded, asked_at = len(self._signals), time.monotonic()
+                if self._signals.count(signal.SIGINT) > 1:
+                    # A second Ctrl-C: the person does not want to wait for the save.
+                    return _Ending(code=128 + signal.SIGINT)
+                self._workers.signal(signal.SIGTERM if self._signals[-1] == signal.SIGINT else self._signals[-1])
+            if forwarded and time.monotonic() - asked_at > SHUTDOWN_S:
+                return _Ending(cause=Cause("hang", f"the processes did not stop within {SHUTDOWN_S:.0f} s"))
+            if not forwarded and (hang := self._hang()) is not None:
+                return _Ending(cause=hang)
+            if not forwarded and time.monotonic() - looked_at > WAITING_NODES_S:
+                looked_at = time.monotonic()
+                if not making_room and self._meetings.others_wait():
+                    if self._furthest_step() < 0:
+                        # Nothing is done yet that could be saved; perhaps because it is the newcomer who is missing.
+                        return _Ending()
+                    # Save and stop, here and with that on every node, then meet again with the newcomer.
+                    making_room = True
+                    self._workers.signal(signal.SIGTERM)
+
+    def _somebody_waits(self) -> bool:
+        """Whether the processes stopped because another node asked them to make room: it shows within moments."""
+        deadline = time.monotonic() + 3 * WAITING_NODES_S
+        while isinstance(self._meetings, Elastic) and time.monotonic() < deadline:
+            if self._meetings.others_wait():
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _why(self) -> Cause:
+        """The cause of a failure: of those that failed together, the one that explains the rest."""
+        time.sleep(SETTLE_S)
+        causes = [
+            read_cause(self._cause_file(place), self._first_rank + place, code)
+            for place, code in enumerate(self._workers.exit_codes)
+            if code is not None and code not in (0, EXIT_STOPPED)
+        ]
+        return first_cause(causes)
+
+    def _hang(self) -> Cause | None:
+        beats = [self._board.read(place) for place in range(self._processes)]
+        overdue = [beat for beat in beats if beat.overdue]
+        if not overdue:
+            return None
+        looks = look_at(self._workers, [self._stacks_file(place) for place in range(self._processes)])
+        suspect = most_suspect(looks, beats)
+        silent_s = max(beat.age_s for beat in overdue)
+        rank = self._first_rank + suspect.local_rank
+        others = {look.collective for look in looks if look.collective and look is not suspect}
+        waiting = f"; others wait in {', '.join(sorted(others))}" if others else ""
+        message = f"no step for {silent_s:.1f} s: rank {rank} is {suspect.describe()}{waiting}"
+        return Cause("hang", message, rank, socket.gethostname(), EXIT_FAILED)
+
+    def _goes_on(self, cause: Cause) -> bool:
+        """Tell of a fault and judge whether another attempt makes sense."""
+        furthest = self._furthest_step()
+        self._fruitless = 0 if furthest > self._furthest else self._fruitless + 1
+        self._furthest = max(self._furthest, furthest)
+        limit = min(self._settings.max_restarts, OOM_ATTEMPTS) if cause.kind == "oom" else self._settings.max_restarts
+        final = not cause.restartable or not limit or self._fruitless > limit
+        facts = {"what": cause.message, "cause": cause.kind, "rank": cause.rank, "host": cause.host, "final": final}
+        self._tell("fault", step=max(furthest, 0), **facts)
+        if final:
+            if cause.restartable and limit:
+                hint = "its traceback is above" if cause.kind != "oom" else "lower microbatch or set compute.recompute"
+                self._say(KeepstepError(f"given up after {self._fruitless} attempts without progress", hint))
+            return False
+        print(f"fault: {cause.message}; going on from the last state", file=sys.stderr, flush=True)
+        return True
+
+    def _furthest_step(self) -> int:
+        return max(self._board.read(place).step for place in range(self._processes))
+
+    def _stopped_by_us(self, ending: _Ending) -> bool:
+        """A process that our own forwarded signal ended before it had anything to save has lost nothing."""
+        sent = {number if number != signal.SIGINT else signal.SIGTERM for number in self._signals}
+        code = ending.cause.exit_code if ending.cause is not None else 0
+        return code - 128 in sent
+
+    def _cause_file(self, place: int) -> Path:
+        return self._scratch / f"cause-{place}.json"
+
+    def _stacks_file(self, place: int) -> Path:
+        return self._logs / f"stacks-{self._first_rank + place}.txt"
+
+    def _say(self, error: KeepstepError) -> None:
+        print("\n".join(error.lines()), file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        numbers = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+        before = {number: signal.signal(number, lambda seen, _: self._signals.append(seen)) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+_UNKNOWN = Cause("crash", "the attempt ended without a word")

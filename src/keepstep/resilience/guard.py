@@ -46,7 +46,7 @@ class Verdict:
     """What was found, and what is to be done."""
 
     what: Literal["good", "nan", "spike"] = "good"
-    action: Literal["go_on", "skip", "rollback"] = "go_on"
+    action: Literal["go_on", "retry", "skip", "rollback"] = "go_on"
 
 
 class Guard:
@@ -59,6 +59,7 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=config.window)
         self._read = 0
         self._acted: deque[int] = deque()
+        self._retried = -1
 
     def judge(self, reading: Reading) -> Verdict:
         """What to do about a step; DivergedError where the run must end."""
@@ -83,6 +84,10 @@ class Guard:
         if not isfinite(reading.loss) or not (self._scaled or isfinite(reading.norm)):
             if self._config.nan == "stop":
                 raise DivergedError(f"{_spelled(reading)}: the weights saved before it are still good", _REMEDY)
+            if self._config.nan == "retry":
+                again = reading.step == self._retried
+                self._retried = reading.step
+                return Verdict("nan", "skip" if again else "retry")
             return Verdict("nan", self._config.nan)
         if self._config.spike == "rollback" and self._is_spike(reading.loss):
             return Verdict("spike", "rollback")

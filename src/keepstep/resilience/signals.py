@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,16 +17,25 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal_name = ""
+        self._asked_at = 0.0
+        self._interrupts = 0
 
     @property
     def requested(self) -> bool:
         """True from the first signal on."""
         return bool(self.signal_name)
 
+    @property
+    def asked_s_ago(self) -> float:
+        """Seconds since the first signal; 0 before it."""
+        return time.monotonic() - self._asked_at if self.requested else 0.0
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal_name == "SIGINT":
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
             # A second Ctrl-C: the person does not want to wait for the save.
             raise KeyboardInterrupt
+        self._asked_at = self._asked_at or time.monotonic()
         self.signal_name = signal.Signals(number).name
 
 

@@ -36,9 +36,12 @@ class Learner:
     step: TrainStep
 
 
-def build_learner(config: RunConfig, grid: Grid, device: torch.device) -> Learner:
-    """This process's part of the model with its first weights, its optimizer and its step."""
-    return fill_learner(config, grid, device, spread_model(config, grid, device))
+def build_learner(config: RunConfig, grid: Grid, device: torch.device, *, fill: bool = True) -> Learner:
+    """This process's part of the model with its first weights, its optimizer and its step.
+
+    Without `fill` trained weights are left as memory has them, for a state that is about to be loaded.
+    """
+    return fill_learner(config, grid, device, spread_model(config, grid, device), fill=fill)
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,17 @@ def spread_model(config: RunConfig, grid: Grid, device: torch.device) -> SpreadM
     return SpreadModel(model, stages, sharded)
 
 
-def fill_learner(config: RunConfig, grid: Grid, device: torch.device, spread: SpreadModel) -> Learner:
+def fill_learner(
+    config: RunConfig, grid: Grid, device: torch.device, spread: SpreadModel, *, fill: bool = True
+) -> Learner:
     """Give the model memory and first weights, and put together what trains it."""
     model, stages, sharded = spread.model, spread.stages, spread.sharded
     dtype = compute_dtype(config.precision, device)
     for stage in stages:
         stage.to_empty(device="cpu" if config.parallel.offload else device)
-    fill_weights(model, config)
+    # Adapters train on top of frozen weights that no checkpoint holds.
+    if fill or config.lora.rank:
+        fill_weights(model, config)
     if config.finetune.neftune:
         add_embedding_noise(model, config.finetune.neftune)
     masters = MasterWeights(model) if not sharded and dtype == torch.bfloat16 else None

@@ -1,11 +1,14 @@
-"""The demo: raw text to a trained model on this very machine, interrupted halfway and none the worse for it."""
+"""The demo: raw text to a trained model on this very machine, interrupted twice and none the worse for it."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from keepstep.evaluate.generate import generate
 from keepstep.evaluate.perplexity import perplexity
 from keepstep.observe.folder import Record, RunFolder, read_from, split_kinds
 from keepstep.observe.plot import Curve, png_plot
+from keepstep.resilience.chaos import Fault, to_environment
 from keepstep.train.trained import TrainedModel, open_trained
 
 PROCESSES = 2
@@ -36,6 +40,7 @@ class DemoResult:
     folder: RunFolder
     config_path: Path
     stopped_at: int
+    killed_at: int
     baseline_perplexity: float
     perplexity: float
     samples: list[str]
@@ -44,7 +49,7 @@ class DemoResult:
 
 
 def run_demo(runs_dir: Path, steps: int) -> DemoResult:
-    """Train, stop halfway with a signal, go on, evaluate and generate. Raises where any of it fails."""
+    """Train, stop halfway with a signal, go on, survive a kill, evaluate and generate. Raises where any of it fails."""
     folder = _free_folder(runs_dir)
     config_path = runs_dir / f"{folder.name}.yaml"
     config_path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +58,12 @@ def run_demo(runs_dir: Path, steps: int) -> DemoResult:
 
     stopped_at = _interrupt(words, folder, at_step=steps * 2 // 5)
     say(f"stopped by SIGTERM after step {stopped_at} and saved; the same command again goes on from there")
-    _expect(_start(words).wait(), 0)
+    with tempfile.TemporaryDirectory() as marks:
+        # A worse fault, as `keepstep chaos` plays it: nobody stops the run this time, and nobody starts it again.
+        killed_at = steps * 4 // 5
+        say(f"this time one of its {PROCESSES} processes is killed with SIGKILL after step {killed_at}")
+        fault = Fault("kill", killed_at, PROCESSES - 1)
+        _expect(_start(words, to_environment([fault], Path(marks))).wait(), 0)
 
     trained = open_trained(folder)
     loaders = build_loaders(
@@ -71,6 +81,7 @@ def run_demo(runs_dir: Path, steps: int) -> DemoResult:
         folder=folder,
         config_path=config_path,
         stopped_at=stopped_at,
+        killed_at=killed_at,
         baseline_perplexity=unigram_perplexity(train_tokens, batch.targets.reshape(-1), trained.config.model.vocab),
         perplexity=perplexity(lambda rows: _loss(trained, rows), _split(batch, 8)).perplexity,
         samples=_write_samples(trained, loaders.tokenizer),
@@ -90,10 +101,10 @@ def _free_folder(runs_dir: Path) -> RunFolder:
     return next(RunFolder(runs_dir / name) for name in names if not (runs_dir / name).exists())
 
 
-def _start(words: list[str]) -> subprocess.Popen[bytes]:
+def _start(words: list[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     command = ["train", *words, "--procs", str(PROCESSES)]
     say(f"keepstep {' '.join(command)}")
-    return subprocess.Popen([sys.executable, "-m", "keepstep", *command])
+    return subprocess.Popen([sys.executable, "-m", "keepstep", *command], env={**os.environ, **(environment or {})})
 
 
 def _interrupt(words: list[str], folder: RunFolder, at_step: int) -> int:

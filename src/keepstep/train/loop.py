@@ -14,7 +14,9 @@ from functools import partial
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import StopRequested
 from keepstep.data.loader import StepFeed
+from keepstep.resilience.chaos import Chaos
 from keepstep.resilience.guard import Guard, Reading, Verdict
+from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag
 from keepstep.train.clock import Clock, Interval
 from keepstep.train.profile import Profiler
@@ -38,13 +40,20 @@ class LoopParts:
     """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
     evaluate: Callable[[], None]
+    pulse: Pulse
     guard: Guard
-    keep: Callable[[int], None] = lambda _: None
-    """Keep the state after this step to go back to, where the guard may want that."""
-    rollback: Callable[[Reading], None] = lambda _: None
-    """Go back to the last good state before this step, and leave its samples out from now on."""
+    keep_due: Callable[[], bool] = lambda: False
+    """Whether the step just done is to be kept in memory that survives this process."""
+    keep: Callable[[], None] = lambda: None
+    remember: Callable[[int], None] = lambda _: None
+    """Keep the state after this step to go back to, where the guard may want that and nothing else keeps it."""
+    go_back: Callable[[Reading, bool], bool] = lambda *_: False
+    """Go back to the last good state before this step, with True to leave its samples out from now on; False where
+    there is none."""
     recheck: Callable[[], None] = lambda: None
     """Look for silent corruption; raises where some is found."""
+    chaos: Chaos | None = None
+    """Faults to suffer on purpose."""
     enough: Callable[[], bool] = lambda: False
     """Asked after an evaluation: whether going on is of no use."""
 
@@ -57,17 +66,22 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     share_at = _schedule(config, clock)
     steps = _Steps(parts)
     saved_step = evaluated_step = -1
-    parts.keep(clock.step)
+    parts.remember(clock.step)
     # The last steps may prove bad when they are read, and take the clock back.
     while not (clock.reached(config.max_duration) and steps.drain()):
-        stop = steps.advance(share_at(clock.step))
+        steps.advance(share_at(clock.step))
+        if parts.chaos is not None:
+            parts.chaos.after_step(clock.step)
+        # Numbers first: a state is kept together with its loss, and a broken one not at all.
+        if parts.keep_due() and steps.settle():
+            parts.keep()
         # What comes due at a step that is not good waits for one that is; a step done again is not saved again.
-        if (save_due.due() or stop) and clock.step > saved_step:
-            if steps.pause_for(partial(parts.save, stop)):
+        if (save_due.due() or steps.stop) and clock.step > saved_step:
+            if steps.pause_for(partial(parts.save, steps.stop)):
                 saved_step = clock.step
             else:
                 save_due.again()
-        if stop and clock.step <= saved_step:
+        if steps.stop and clock.step <= saved_step:
             raise StopRequested(f"stopped on request after step {saved_step}, saved", "start the same command to go on")
         if evaluate_due.due() and clock.step > evaluated_step:
             if not steps.pause_for(parts.evaluate):
@@ -103,44 +117,53 @@ class _Steps:
         self._facts: list[StepFacts] = []
         self._good = True
         """Whether the newest step that was read can be trusted."""
+        self.stop = False
+        """Whether any process was asked to stop, as far as steps have been read."""
 
-    def advance(self, share: float) -> bool:
-        """Start the next step and read the last one; True when any process asked to stop."""
+    def advance(self, share: float) -> None:
+        """Start the next step and read the last one."""
         parts = self._parts
         started = time.perf_counter()
         batches = parts.feed.next_step()
         data_s = time.perf_counter() - started
+        parts.recorder.meet(parts.clock.step + 1)
         self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))
         parts.clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
         newest = parts.clock.step
-        stop = self._take() if len(self._pending) > 1 else False
+        if len(self._pending) > 1:
+            self._take()
         if parts.clock.step == newest:
-            parts.keep(newest)
+            parts.remember(newest)
         parts.clock.elapsed_s += time.perf_counter() - started
         parts.profiler.step()
-        return stop
+        parts.pulse.stepped(parts.clock.step)
+
+    def settle(self) -> bool:
+        """Read every step under way; whether the newest is one to build on."""
+        return self.drain() and self._good
 
     def pause_for(self, action: Callable[[], None]) -> bool:
         """Read every step under way, act, and leave that time out of step times.
 
         False, and no action, where the newest step is not good: nothing is saved or measured on its word.
         """
-        if not self.drain() or not self._good:
+        if not self.settle():
             return False
+        self._parts.pulse.busy()
         action()
         self._pending.restart()
         return True
 
     def drain(self) -> bool:
-        """Read every step under way; False where that took the run back. A stop asked for in one shows again later."""
+        """Read every step under way; False where that took the run back."""
         newest = self._parts.clock.step
         while len(self._pending):
             self._take()
         return self._parts.clock.step == newest
 
-    def _take(self) -> bool:
-        """Read the oldest step under way and act on it; True when a process asked to stop."""
+    def _take(self) -> None:
+        """Read the oldest step under way and act on it."""
         parts = self._parts
         numbers, step_s = self._pending.pop()
         facts = self._facts.pop(0)
@@ -155,21 +178,30 @@ class _Steps:
                 parts.recorder.event("outlier", **reading.facts(), usual=usual)
         else:
             self._intervene(verdict, reading)
-        return numbers[STOP] > 0
+        self.stop = self.stop or numbers[STOP] > 0
 
     def _intervene(self, verdict: Verdict, reading: Reading) -> None:
         parts = self._parts
-        parts.recorder.event("guard", what=verdict.what, action=verdict.action, **reading.facts())
-        found = f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}"
-        if verdict.action == "skip":
+        went_back = verdict.action != "skip" and self._go_back(reading, leave_out=verdict.action == "rollback")
+        action = verdict.action if went_back else "skip"
+        parts.recorder.event("guard", what=verdict.what, action=action, **reading.facts())
+        told = {
             # Already done: no optimizer takes a step on numbers that are not finite.
-            parts.recorder.note(f"{found}: skipped, weights are as before")
-            return
+            "skip": "skipped, weights are as before",
+            "retry": f"once more from step {parts.clock.step}",
+            "rollback": f"back to step {parts.clock.step}, without these samples",
+        }
+        parts.recorder.note(
+            f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}: {told[action]}"
+        )
+
+    def _go_back(self, reading: Reading, leave_out: bool) -> bool:
+        self._parts.before_update()
+        if not self._parts.go_back(reading, leave_out):
+            return False
         # A step that is under way stands on the bad one.
         while len(self._pending):
             self._pending.pop()
         self._facts.clear()
-        parts.before_update()
-        parts.rollback(reading)
-        parts.recorder.note(f"{found}: back to step {parts.clock.step}, without these samples")
         self._pending.restart()
+        return True

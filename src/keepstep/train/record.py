@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from keepstep.models.size import flops_per_token, matmul_parameters
 from keepstep.observe.progress import Progress, Snapshot
 from keepstep.observe.sinks import Sinks
 from keepstep.train.rank_look import RankLook
+
+TAIL_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,12 @@ class Recorder:
         self.last_saved_at: float | None = None
         self.last_loss: float | None = None
         """Loss of the newest step that was read, the same on every process."""
+        self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL_LINES)
+        """The newest metric lines: saved with the state, because a kill may find them on their way to the file."""
+
+    def meet(self, step: int) -> None:
+        """Before a step is computed, on every process."""
+        self._look.meet(step)
 
     def step_done(self, facts: StepFacts, step_s: float, loss: float, grad_norm: float) -> None:
         """A step's numbers have arrived."""
@@ -97,7 +108,9 @@ class Recorder:
             "data_s": facts.data_s,
             "memory_gib": memory_gib,
         }
-        self._sinks.metrics({name: value for name, value in line.items() if value is not None})
+        line = {name: value for name, value in line.items() if value is not None}
+        self.tail.append(line)
+        self._sinks.metrics(line)
         if self._progress and facts.step % self._config.log_interval == 0:
             age_s = None if self.last_saved_at is None else time.time() - self.last_saved_at
             self._progress.update(
@@ -120,6 +133,14 @@ class Recorder:
             {"step": step, "time": time.time(), "valid_loss": result.loss, "valid_ppl": result.perplexity}
         )
         self.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+
+    def complete(self, tail: Sequence[dict[str, Any]], recorded_step: int) -> None:
+        """After a resume: write the lines of a saved `tail` that never reached the file."""
+        self.tail.extend(tail)
+        if self._sinks is not None:
+            for line in tail:
+                if line["step"] > recorded_step:
+                    self._sinks.metrics(line)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something happened that is not a step."""
@@ -146,6 +167,7 @@ class Recorder:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+@cache
 def measured_peak_flops(device: torch.device) -> float:
     """This machine's own matrix rate in fp32, for hardware that no table knows: the best of a few products."""
     size = 1024

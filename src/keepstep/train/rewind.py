@@ -51,13 +51,10 @@ class Rewind:
         self._kept = [kept for kept in self._kept if kept.step < before]
         kept = self._kept[-1]
         into = self._state.tensors()
-        elapsed_s = self._state.clock.elapsed_s
         with torch.no_grad():
             for tensor, copy in zip(_local_tensors(into), kept.tensors, strict=True):
                 tensor.copy_(copy)
         self._state.adopt(kept.numbers, into)
-        # Time spent stays spent.
-        self._state.clock.elapsed_s = elapsed_s
         return kept.step
 
 

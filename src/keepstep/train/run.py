@@ -5,6 +5,7 @@ The only file that sees the whole configuration; every part below is handed its 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -19,11 +20,12 @@ import torch.distributed as dist
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.checkpoint.memory import holds_step
 from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import HardwareError
+from keepstep.core.errors import HardwareError, StopRequested
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -31,17 +33,20 @@ from keepstep.data.chat_loader import build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
-from keepstep.observe.folder import RunFolder
+from keepstep.observe.folder import RunFolder, read_last_step
 from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
+from keepstep.resilience.chaos import Chaos
 from keepstep.resilience.guard import Guard, Reading
+from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.exact import repeatable_kernels
+from keepstep.train.keeper import Keeper
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.recheck import gather_bits, odd_ranks, same_work
@@ -80,7 +85,7 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     with (
         repeatable_kernels(exact),
         stop_on_signals() as stop,
-        joined_world(ranks, device) as world,
+        joined_world(ranks, device, config.resilience.start_timeout_s) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
     ):
         _Run(config, world, layout, folder).go(stop, planner)
@@ -109,21 +114,32 @@ class _Run:
         self.grid = grid
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
+        self.known_facts = self._known_facts()
         self.loaders = open_data(config)
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
 
-        seed_everything(config.seed, world.ranks.rank)
-        learner = build_learner(config, grid, device)
-        self.step = learner.step
-        self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+        self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
+        self.save_s = 0.0
+        """What the last save took, on disk and all."""
         self.skipped = SkippedSamples(folder.skipped)
+        self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
+
+    def _build(self, fill: bool) -> None:
+        """Model, optimizer and step. A state that is about to be loaded needs no first weights to `fill` them with."""
+        seed_everything(self.config.seed, self.world.ranks.rank)
+        learner = build_learner(self.config, self.grid, self.world.device, fill=fill)
+        self.filled = fill
+        self.step = learner.step
+        self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
+        self.keeper = Keeper(self.world.ranks.memory_files, self.config.resilience, self.state, self.world.device)
 
     def go(self, stop: StopFlag, planner: Planner | None) -> None:
         """Resume where a checkpoint allows it, then train."""
+        self.stop = stop
         self._describe(planner)
         self._resume()
         feed = StepFeed(
@@ -148,13 +164,21 @@ class _Run:
             save=self.save,
             before_update=self._before_update,
             evaluate=self.evaluate,
+            pulse=self.pulse,
+            keep_due=lambda: self.keeper.due(self.clock),
+            keep=self._keep,
+            chaos=Chaos.from_environment(self.world.ranks.rank),
             guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
             recheck=self.recheck,
             enough=lambda: self.best.enough,
         )
-        if self.config.guard.rolls_back:
+        rewind = None
+        if self.config.guard.rolls_back and not self.keeper.active:
             rewind = Rewind(self.state, self.config.guard.keep_interval)
-            parts.keep, parts.rollback = rewind.keep, partial(self._roll_back, rewind, feed)
+            parts.remember = rewind.keep
+        parts.go_back = partial(self._go_back, rewind, feed)
+        if parts.chaos is not None:
+            self.step.poison = partial(self._poisoned, parts.chaos)
         self.checkpointer.prepare(self.state.tensors())
         outcome = "fault"
         try:
@@ -165,28 +189,72 @@ class _Run:
             outcome = "finish"
         finally:
             feed.close()
+            self.keeper.close()
             self.checkpointer.close()
-            self.recorder.event("stop" if stop.requested and outcome != "finish" else outcome, step=self.clock.step)
+            outcome = "stop" if stop.requested and outcome != "finish" else outcome
+            if outcome != "fault" or not self.world.ranks.supervised:
+                # An agent tells of faults itself: it knows those of processes that can say nothing any more.
+                self.recorder.event(outcome, step=self.clock.step)
             self.recorder.close()
 
     def save(self, durable: bool) -> None:
         """Save the step just done: behind training, or so that it is on disk when this returns."""
+        if durable:
+            self._check_grace()
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
-        state = {**self.state.tensors(), "numbers": self.state.numbers()}
+        state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
         write = self.checkpointer.save if durable else self.checkpointer.save_async
         write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
 
+    def _check_grace(self) -> None:
+        """Asked to stop with too little time for a save: let the one under way end, and leave it at that."""
+        grace_s = self.config.resilience.grace_s
+        if not grace_s:
+            return
+        # Signals and commits are news to some processes before they are to others.
+        told = torch.tensor([self.stop.asked_s_ago - grace_s, float(self.stop.requested), self.save_s])
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        over_s, asked, save_s = told.tolist()
+        if asked and -over_s < save_s:
+            self.checkpointer.wait()
+            step, _ = self.checkpointer.last_committed or (0, 0.0)
+            raise StopRequested(
+                f"stopped on request: {-over_s:.1f} s of grace are left and a save takes {save_s:.1f} s, so the "
+                f"checkpoint of step {step} stands and {self.clock.step - step} steps will be done again",
+                "start the same command to go on",
+            )
+
+    def _keep(self) -> None:
+        """Keep the step just done in memory, with its numbers."""
+        self.keeper.keep(self.clock.step, {"numbers": self.state.numbers(), "tail": list(self.recorder.tail)})
+
     def _before_update(self) -> None:
         """Weights are about to change: a save under way must have its copy, and may have news."""
+        self.keeper.before_update()
         self.checkpointer.before_update()
         self.checkpointer.poll()
 
-    def _roll_back(self, rewind: Rewind, feed: StepFeed, reading: Reading) -> None:
-        """Back to the last good state, without the samples of this step: written down first, so that it stays so."""
-        self.skipped.add(reading.first_sample, reading.count, reading.step)
-        rewind.restore(before=reading.step)
+    def _poisoned(self, chaos: Chaos) -> bool:
+        return chaos.poisoned(self.clock.step + 1)
+
+    def _go_back(self, rewind: Rewind | None, feed: StepFeed, reading: Reading, leave_out: bool) -> bool:
+        """Back to the last good state; without the samples of this step where they are to be left out."""
+        kept = None if rewind is not None else self.keeper.newest(before=reading.step)
+        if rewind is None and kept is None:
+            return False
+        if leave_out:
+            # Written down first, so that it stays so.
+            self.skipped.add(reading.first_sample, reading.count, reading.step)
+        elapsed_s = self.clock.elapsed_s
+        if rewind is not None:
+            rewind.restore(before=reading.step)
+        elif kept is not None:
+            self.keeper.restore(kept)
+        # Time spent stays spent.
+        self.clock.elapsed_s = elapsed_s
         feed.rewind(self.clock.samples, self.skipped.ranges)
+        return True
 
     def recheck(self) -> None:
         """Let every process compute the same micro batch; a HardwareError names those whose bits differ."""
@@ -232,30 +300,67 @@ class _Run:
         if self.best.offer(self.clock.step, result.loss, self.state.weights):
             self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
+    def _may_resume(self) -> bool:
+        """Whether a state seems to be there to go on from; the same on every process."""
+        settings = self.config.checkpoint
+        wanted = settings.autoresume or bool(settings.resume_from)
+        on_disk = self.checkpointer.find() is not None
+        found = torch.tensor(float(wanted and (on_disk or holds_step(self.world.ranks.memory_files))))
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
+
     def _resume(self) -> None:
+        """Go on from memory or from a checkpoint, whichever is newer; else begin."""
         settings = self.config.checkpoint
         self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
-        if not settings.autoresume and not settings.resume_from:
+        if (settings.autoresume or settings.resume_from) and (self._resume_from_memory() or self._resume_from_disk()):
             return
+        if not self.filled:
+            # What seemed to be there does not fit: begin after all.
+            self._build(fill=True)
+
+    def _resume_from_disk(self) -> bool:
+        settings = self.config.checkpoint
+        weights_only = settings.skip_optimizer and bool(settings.resume_from)
         into = self.state.tensors()
-        if settings.skip_optimizer and settings.resume_from:
+        if weights_only:
             into = {"model": into["model"]}
         loaded = self.checkpointer.load_newest(into)
         if loaded is None:
-            return
-        if settings.skip_optimizer and settings.resume_from:
+            return False
+        if weights_only:
             self.state.optimizers.adopt(into["model"])
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
-            return
-        self.state.adopt(loaded.values["numbers"], into)
-        self.recorder.event("resume", step=self.clock.step, folder=loaded.where.name)
-        self.recorder.note(f"resumed at step {self.clock.step} from {loaded.where.name}")
+        else:
+            self.state.adopt(loaded.values["numbers"], into)
+            self._resumed(loaded.where.name, loaded.values.get("tail", []))
+        return True
+
+    def _resume_from_memory(self) -> bool:
+        """Go on from what the agent's memory holds, where that is newer than every checkpoint."""
+        step = self.keeper.newest()
+        newest = self.checkpointer.find()
+        if step is None or (newest is not None and newest.step > step):
+            return False
+        values = self.keeper.restore(step)
+        self._resumed("memory", values["tail"])
+        return True
+
+    def _resumed(self, source: str, tail: list[dict[str, Any]]) -> None:
+        if self.world.is_first:
+            recorded = read_last_step(self.folder.metrics)
+            self.recorder.complete([line for line in tail if line["step"] <= self.clock.step], recorded)
+        self.recorder.event("resume", step=self.clock.step, folder=source)
+        self.recorder.note(f"resumed at step {self.clock.step} from {source}")
 
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device
         tokens_per_step = config.global_batch * config.model.seq_len
-        peak = device_peak_flops(device, dtype) * self.world.ranks.world_size
-        rates = Rates.of(config.model, tokens_per_step, peak, config.optimizer.lr, frozen=config.lora.rank > 0)
+        # Only the first process tells of MFU, and a restarted one knows the rate of its machine already.
+        known = self.known_facts.get("peak_flops")
+        peak = (known or device_peak_flops(device, dtype)) if self.world.is_first else None
+        whole_peak = peak * self.world.ranks.world_size if peak else None
+        rates = Rates.of(config.model, tokens_per_step, whole_peak, config.optimizer.lr, frozen=config.lora.rank > 0)
         sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
         if not self.world.is_first:
             return Recorder(config.observe, rates, sinks, None, device)
@@ -269,20 +374,30 @@ class _Run:
         write_atomic(self.folder.config, dump_config(config))
         if self.loaders.tokenizer is not None:
             keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
-        facts = _facts(config, self.world, self.loaders, parameters)
-        if planner is not None:
-            facts["plan"] = planner(config, _machine(config, self.world))
-        write_json(self.folder.facts, facts)
+        if not self.known_facts:
+            facts = _facts(config, self.world, self.loaders, parameters)
+            if planner is not None:
+                machine = _machine(config, self.world)
+                facts |= {"plan": planner(config, machine), "peak_flops": machine.peak_flops}
+            write_json(self.folder.facts, facts)
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "
             f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
 
+    def _known_facts(self) -> dict[str, Any]:
+        """What an earlier attempt with as many processes found out, so that a restart need not."""
+        if not self.world.ranks.restarts or not self.folder.facts.is_file():
+            return {}
+        facts: dict[str, Any] = json.loads(self.folder.facts.read_text())
+        return facts if facts.get("world_size") == self.world.ranks.world_size else {}
+
     def _checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
         self.recorder.event(kind, **fields)
         if kind == "checkpoint_committed":
             self.recorder.last_saved_at = time.time()
+            self.save_s = float(fields["seconds"])
         elif kind in ("warning", "fault"):
             self.recorder.note(f"warning: {fields.get('message', kind)}")
 

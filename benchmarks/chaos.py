@@ -1,0 +1,158 @@
+"""Faults and recoveries, measured: the chaos suite, a recovery beside torchrun's, and restarts in a row.
+
+    python benchmarks/chaos.py [--restarts 200] [--soak 200]
+
+Writes benchmarks/results/chaos.json: an entry for each fault, `recovery_ratio_torchrun` (ours over theirs, medians of
+alternating runs of the same model), `restarts` and how many of them succeeded at the first attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from keepstep.observe.folder import JsonLines, RunFolder
+from keepstep.resilience.chaos import Fault, happened_at, to_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = [
+    "model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=128", "model.seq_len=16", "data=synthetic",
+    "global_batch=8", "microbatch=2", "optimizer.lr=1e-2", "schedule.warmup=2ba", "evaluate.batches=1",
+    "compute.threads=1", "compute.device=cpu",
+]  # fmt: skip
+MODEL = [
+    "model=gpt3-125m", "model.layers=6", "model.hidden=512", "model.heads=8", "model.vocab=16384", "model.seq_len=32",
+    "data=synthetic", "global_batch=2", "microbatch=1", "optimizer.lr=1e-4", "schedule.warmup=2ba",
+    "evaluate.interval=0ba", "evaluate.at_end=false", "checkpoint.at_end=false", "compute.threads=1",
+    "compute.device=cpu",
+]  # fmt: skip
+KILL_AT, STEPS = 12, 20
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--restarts", type=int, default=200)
+    parser.add_argument("--soak", type=int, default=0, help="random faults in one run; 0 leaves it out")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results: dict[str, Any] = suite(folder)
+        results |= recoveries(folder, args.repeats)
+        results |= restarts_in_a_row(folder, args.restarts)
+        if args.soak:
+            results["soak"] = soak(folder, args.soak)
+        elif args.output.exists():
+            results["soak"] = json.loads(args.output.read_text()).get("soak")
+    results["machine"] = f"{os.cpu_count()} cores, {platform.system()}"
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in results.items() if key not in ("faults", "soak")}, indent=1))
+    return 0 if results["passed"] else 1
+
+
+def suite(folder: Path) -> dict[str, Any]:
+    """Every fault that `keepstep chaos` knows."""
+    started = time.monotonic()
+    out = folder / "suite.json"
+    subprocess.run(keepstep("chaos", *TINY, f"runs_dir={folder}", "--out", str(out)), env=ENVIRONMENT, check=False)
+    result: dict[str, Any] = json.loads(out.read_text())
+    return {**result, "suite_s": round(time.monotonic() - started, 1)}
+
+
+def soak(folder: Path, faults: int) -> dict[str, Any]:
+    """Random faults in one run; only what sums it up is kept."""
+    started, out = time.monotonic(), folder / "soak.json"
+    words = [*TINY, "observe.tensorboard=false", f"runs_dir={folder}", "--random", str(faults), "--mtbf", "6"]
+    subprocess.run(keepstep("chaos", *words, "--out", str(out)), env=ENVIRONMENT, check=False)
+    told = json.loads(out.read_text())
+    seconds = [fault["recovered_s"] for fault in told["faults"] if fault["recovered_s"] is not None]
+    return {
+        "faults": faults,
+        "passed": told["passed"],
+        "loss_equal": all(fault["loss_equal"] for fault in told["faults"]),
+        "median_recovered_s": round(statistics.median(seconds), 2),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def recoveries(folder: Path, repeats: int) -> dict[str, Any]:
+    """From SIGKILL of one of two workers to a state that is ready for the next step, ours and theirs in turn."""
+    ours, theirs = [], []
+    for number in range(repeats):
+        ours.append(our_recovery(folder, f"ours-{number}"))
+        theirs.append(their_recovery(folder / f"theirs-{number}"))
+        print(f"recovery: keepstep {ours[-1]:.2f} s, torchrun {theirs[-1]:.2f} s", file=sys.stderr, flush=True)
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    return {"recovery_s": ours, "recovery_torchrun_s": theirs, "recovery_ratio_torchrun": round(ratio, 3)}
+
+
+def our_recovery(folder: Path, name: str) -> float:
+    fault, marks = Fault("kill", KILL_AT, 1), folder / f"{name}-marks"
+    marks.mkdir()
+    words = [*MODEL, f"runs_dir={folder}", f"name={name}", f"max_duration={STEPS}ba", "checkpoint.interval=5ba"]
+    subprocess.run(
+        keepstep("train", *words, "--procs", "2"),
+        env={**ENVIRONMENT, **to_environment([fault], marks)}, check=True, capture_output=True,
+    )  # fmt: skip
+    struck_at = happened_at(fault, marks)
+    events = JsonLines(RunFolder(folder / name).events).read()
+    assert struck_at is not None
+    return next(event["time"] for event in events if event["kind"] == "resume") - struck_at
+
+
+def their_recovery(folder: Path) -> float:
+    folder.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
+        str(ROOT / "benchmarks" / "torchrun_resume.py"), "--folder", str(folder), "--kill-at", str(KILL_AT),
+        "--steps", str(STEPS), "--", *MODEL,
+    ]  # fmt: skip
+    environment = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+    struck_at = next(line["time"] for line in times if line["what"] == "killed")
+    return next(line["time"] for line in times if line["what"] == "ready" and line["time"] > struck_at) - struck_at
+
+
+def restarts_in_a_row(folder: Path, count: int) -> dict[str, Any]:
+    """One run that loses a process every other step."""
+    if not count:
+        return {}
+    faults = [Fault("kill", 3 + 2 * number, number % 2) for number in range(count)]
+    marks = folder / "row-marks"
+    marks.mkdir()
+    words = [*TINY, "observe.tensorboard=false", f"runs_dir={folder}", "name=row", f"max_duration={2 * count + 8}ba"]
+    started = time.monotonic()
+    done = subprocess.run(
+        keepstep("train", *words, "--procs", "2"),
+        env={**ENVIRONMENT, **to_environment(faults, marks)}, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    kinds = [event["kind"] for event in JsonLines(RunFolder(folder / "row").events).read()]
+    # A restart that failed would show as a fault without a resume before it.
+    story = [kind for kind in kinds if kind in ("fault", "resume")]
+    first_attempts = sum(pair == ("fault", "resume") for pair in pairwise(story))
+    seconds = time.monotonic() - started
+    print(f"{first_attempts} of {count} restarts at the first attempt, {seconds:.0f} s", file=sys.stderr, flush=True)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return {"restarts": count, "restarts_at_first_attempt": first_attempts, "restarts_exit_code": done.returncode}
+
+
+def keepstep(*words: str) -> list[str]:
+    return [sys.executable, "-m", "keepstep", *words]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Starting the processes of a verb under an agent, and telling the run's folder what the agent sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from keepstep.config.schema import RunConfig
+from keepstep.core.nodes import NodeGroup
+
+TRAINING = ("keepstep.cli.train", "keepstep.train.run")
+"""Modules that a training process needs, imported ahead of it."""
+
+
+def start_processes(
+    words: Sequence[str], processes: int, group: NodeGroup | None = None, config: RunConfig | None = None
+) -> int:
+    """Run `keepstep WORDS` as this many processes here; `config` is the run's, where the verb trains one."""
+    from keepstep.cli.main import main
+    from keepstep.resilience.agent import run_processes
+    from keepstep.resilience.workers import Task
+
+    if config is None:
+        return run_processes(Task(main, words), processes, group)
+    from keepstep.observe.folder import JsonLines, RunFolder
+
+    folder = RunFolder(Path(config.runs_dir) / config.name).create()
+    events = JsonLines(folder.events)
+
+    def tell(kind: str, **facts: Any) -> None:
+        events.append({"time": time.time(), "kind": kind, **facts})
+
+    task = Task(
+        main,
+        words,
+        TRAINING + (("tensorboard.summary.writer.event_file_writer",) if config.observe.tensorboard else ()),
+    )
+    return run_processes(task, processes, group, config.resilience, tell, folder.logs)

@@ -1,0 +1,165 @@
+"""Where the nodes of a run meet before each attempt: who takes part, in which order, and how processes find each other.
+
+One node needs no network for that. Several meet through torchrun's own rendezvous, which lets nodes leave and join
+between attempts; every attempt gets a store of its own, so that no key of an earlier one can leak into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from keepstep.core.errors import HardwareError
+from keepstep.core.nodes import NodeGroup
+from keepstep.core.ranks import STORE_FILE
+
+LAST_CALL_S = 5
+"""Once the fewest nodes that may run are there: how long the others are waited for."""
+KEEP_ALIVE_S = 2
+KEEP_ALIVE_MISSED = 3
+"""A node that misses this many signs of life is taken to be gone."""
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The nodes of one attempt, as this node needs to know them."""
+
+    node_rank: int
+    nodes: int
+    environment: dict[str, str]
+    """What lets the processes find each other."""
+
+
+class Meetings(Protocol):
+    """Brings the nodes together again and again."""
+
+    def next(self, interrupted: Callable[[], bool]) -> Meeting:
+        """The nodes of the next attempt; returns when enough are there."""
+
+    def others_wait(self) -> bool:
+        """Whether a node waits to take part, so that this attempt should end."""
+
+    def close(self, done: bool) -> None:
+        """This node takes part no more; `done` tells the others that the run is over."""
+
+
+class Alone:
+    """The only node: its processes meet in a file."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._attempts = 0
+
+    def next(self, interrupted: Callable[[], bool]) -> Meeting:  # noqa: ARG002
+        """At once."""
+        self._attempts += 1
+        return Meeting(0, 1, {STORE_FILE: str(self._scratch / f"store-{self._attempts}")})
+
+    def others_wait(self) -> bool:
+        """Never."""
+        return False
+
+    def close(self, done: bool) -> None:
+        """Nothing is held."""
+
+
+class Elastic:
+    """Several nodes, between a fewest and a most, through torchrun's rendezvous."""
+
+    def __init__(self, group: NodeGroup) -> None:
+        # Workers say what went wrong; the library's account of it would bury that under pages.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # With a shared store, keys of an earlier attempt leak into the next one and restarts race.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._group = group
+        self._handler: Any = None
+
+    def next(self, interrupted: Callable[[], bool]) -> Meeting:
+        """Waits up to the group's limit; a lost connection to the meeting point is tried again until then."""
+        deadline = time.monotonic() + self._group.join_timeout_s
+        while True:
+            try:
+                if self._handler is None:
+                    self._handler = self._connect()
+                info = self._handler.next_rendezvous()
+                store = info.bootstrap_store_info
+                where = {"MASTER_ADDR": store.master_addr, "MASTER_PORT": str(store.master_port)}
+                return Meeting(info.rank, info.world_size, where)
+            except Exception as error:
+                # Torch raises its own errors, RuntimeErrors and OSErrors here, depending on what broke and when.
+                self._handler = None
+                if type(error).__name__ == "RendezvousClosedError":
+                    raise HardwareError("the other nodes have ended the run", "see their messages") from error
+                if time.monotonic() > deadline or interrupted():
+                    raise HardwareError(
+                        f"the nodes could not meet at {self._group.endpoint}: {error}",
+                        "check that this address can be reached from every node",
+                    ) from error
+                time.sleep(RETRY_S)
+
+    def others_wait(self) -> bool:
+        """Whether a node waits at the meeting point; one that cannot be reached has nobody waiting."""
+        try:
+            return self._handler is not None and self._handler.num_nodes_waiting() > 0
+        except Exception:
+            # The node that holds the meeting point is gone or cut off. Training tells soon enough whether that matters.
+            return False
+
+    def close(self, done: bool) -> None:
+        """Close the rendezvous when the run is over, else only leave it."""
+        if self._handler is None:
+            return
+        try:
+            if done:
+                self._handler.set_closed()
+            self._handler.shutdown()
+        except Exception:
+            # The store's host may have left first.
+            pass
+
+    def _connect(self) -> Any:
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        group = self._group
+        settings: dict[str, Any] = {
+            "read_timeout": min(60, group.join_timeout_s),
+            "join_timeout": group.join_timeout_s,
+            "last_call_timeout": LAST_CALL_S,
+            "keep_alive_interval": KEEP_ALIVE_S,
+            "keep_alive_max_attempt": KEEP_ALIVE_MISSED,
+        }
+        if group.is_host is not None:
+            settings["is_host"] = group.is_host
+        return get_rendezvous_handler(
+            RendezvousParameters(
+                "c10d",
+                group.endpoint,
+                group.run_id,
+                group.min_nodes,
+                group.max_nodes,
+                local_addr=own_address(group.endpoint),
+                **settings,
+            )
+        )
+
+
+def own_address(endpoint: str) -> str | None:
+    """This node's address on the network that leads to the meeting point; None where that cannot be told."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: the system only chooses the way.
+            probe.connect(address)
+            own: str = probe.getsockname()[0]
+            return own
+    except OSError:
+        return None

@@ -1,0 +1,74 @@
+"""Steps in memory that outlives the process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.checkpoint.memory import StepMemory, holds_step
+
+
+@pytest.fixture
+def places() -> Any:
+    handles = [os.memfd_create("test") for _ in range(2)]
+    yield [Path(f"/proc/{os.getpid()}/fd/{handle}") for handle in handles]
+    for handle in handles:
+        os.close(handle)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((300, 100), value), "scalar": torch.tensor(value)},
+        "optimizer": {"weight": {"step": torch.tensor(value), "moment": torch.full((7,), value, dtype=torch.bfloat16)}},
+        "rank": {"cpu": torch.full((5,), int(value), dtype=torch.uint8)},
+    }
+
+
+def keep(memory: StepMemory, step: int) -> None:
+    memory.keep(step, state(float(step)), {"numbers": {"step": step}, "tail": []})
+    memory.join()
+
+
+def test_the_newest_step_comes_back_in_another_process(places: list[Path]) -> None:
+    assert not holds_step(places)
+    first = StepMemory(places)
+    for step in (5, 6, 7):
+        keep(first, step)
+    first.close()
+    assert holds_step(places)
+    second = StepMemory(places)
+    into = state(0.0)
+    assert second.newest(into) == 7
+    assert second.newest(into, before=7) == 6
+    assert second.load(7, into)["numbers"] == {"step": 7}
+    assert torch.equal(into["model"]["weight"], torch.full((300, 100), 7.0))
+    assert torch.equal(into["optimizer"]["weight"]["moment"], torch.full((7,), 7.0, dtype=torch.bfloat16))
+    keep(second, 8)
+    assert second.newest(into, before=8) == 7, "the step that was loaded is not the one to be overwritten"
+    second.close()
+
+
+def test_a_copy_that_did_not_end_leaves_the_step_before(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = StepMemory(places)
+    keep(memory, 5)
+    keep(memory, 6)
+
+    def die(*_: object) -> None:
+        raise RuntimeError("killed in the middle of a copy")
+
+    monkeypatch.setattr("keepstep.checkpoint.snapshot.Snapshot.start", die)
+    with pytest.raises(RuntimeError):
+        memory.keep(7, state(7.0), {})
+    assert StepMemory(places).newest(state(0.0)) == 6
+
+
+def test_another_layout_finds_nothing(places: list[Path]) -> None:
+    memory = StepMemory(places)
+    keep(memory, 5)
+    other = state(0.0)
+    other["model"]["more"] = torch.zeros(3)
+    assert StepMemory(places).newest(other) is None

@@ -1,0 +1,51 @@
+"""Rehearsed faults on real processes: a short part of the suite here, all of it with `make chaos`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TINY = [
+    "model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=128", "model.seq_len=16", "data=synthetic",
+    "global_batch=8", "microbatch=2", "optimizer.lr=1e-2", "schedule.warmup=2ba", "evaluate.batches=1",
+    "compute.threads=1", "compute.device=cpu", "observe.tensorboard=false",
+]  # fmt: skip
+
+
+def chaos(folder: Path, *words: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep", "chaos", *TINY, f"runs_dir={folder}", "--json", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    told: dict[str, object] = json.loads(done.stdout)
+    return told
+
+
+def test_killed_stopped_poisoned_and_terminated_runs_end_with_the_same_losses(tmp_path: Path) -> None:
+    told = chaos(tmp_path, "--kinds", "kill-rank,nan,terminate,torn-write", "--steps", "16")
+    faults = told["faults"]
+    assert isinstance(faults, list)
+    assert [fault["kind"] for fault in faults] == ["kill-rank", "nan", "terminate", "torn-write"]
+    for fault in faults:
+        assert fault["passed"], fault
+        assert fault["loss_equal"], fault
+        assert fault["steps_lost"] <= 1, fault
+
+
+def test_random_faults_leave_nothing_behind(tmp_path: Path) -> None:
+    told = chaos(tmp_path, "--random", "4", "--mtbf", "3", "--seed", "2")
+    assert told["passed"]
+
+
+@pytest.mark.cluster
+def test_two_hosts_lose_their_network_and_one_of_them(tmp_path: Path) -> None:
+    told = chaos(tmp_path, "--kinds", "lost-network,lost-host", "--timeout", "300")
+    assert told["passed"]

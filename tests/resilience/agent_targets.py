@@ -1,0 +1,80 @@
+"""What processes do in tests of the agent: each is a function that returns an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from keepstep.config.schema import ResilienceConfig
+from keepstep.core.ranks import from_environment
+from keepstep.resilience.causes import write_cause
+from keepstep.resilience.pulse import Pulse
+
+
+def _count(folder: Path) -> int:
+    """How often this rank was started before."""
+    rank = os.environ["RANK"]
+    marks = len(list(folder.glob(f"{rank}-*")))
+    (folder / f"{rank}-{marks}").touch()
+    return marks
+
+
+def _step(step: int) -> None:
+    ranks = from_environment()
+    Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig()).stepped(step)
+
+
+def killed_twice(words: list[str]) -> int:
+    """Rank 1 is killed in its first two attempts; each gets one step further."""
+    before = _count(Path(words[0]))
+    _step(before)
+    if os.environ["RANK"] == "1" and before < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def never_gets_anywhere(words: list[str]) -> int:
+    _count(Path(words[0]))
+    return 1
+
+
+def refuses(words: list[str]) -> int:
+    from keepstep.core.errors import DivergedError
+
+    _count(Path(words[0]))
+    write_cause(DivergedError("the loss is nan", "lower the rate"), 0)
+    return 1
+
+
+def leaves_a_helper(words: list[str]) -> int:
+    """Starts a process that would outlive it, and is killed in its first attempt."""
+    if _count(Path(words[0])) == 0:
+        import subprocess
+
+        helper = subprocess.Popen(["sleep", "600"])
+        (Path(words[0]) / "helper").write_text(str(helper.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def stands_still(words: list[str]) -> int:
+    """Makes progress, then stops; after the restart it ends."""
+    ranks = from_environment()
+    pulse = Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig(hang_s=0.5))
+    for step in range(4):
+        pulse.stepped(step)
+    if _count(Path(words[0])) == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def stops_on_request(words: list[str]) -> int:
+    from keepstep.resilience.signals import stop_on_signals
+
+    with stop_on_signals() as flag:
+        (Path(words[0]) / f"ready-{os.environ['RANK']}").touch()
+        while not flag.requested:
+            time.sleep(0.01)
+    return 75

@@ -34,7 +34,7 @@ def test_the_training_page_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert list((tmp_path / "runs" / "profiled" / "profile").glob("trace_*.json"))
 
 
-@pytest.mark.parametrize("page", ["docs/performance.md", "docs/reproducibility.md"])
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/reproducibility.md", "docs/guard.md"])
 def test_what_a_page_shows_works(tmp_path: Path, page: str) -> None:
     for command in commands(page):
         done = run(command, tmp_path)

@@ -27,6 +27,7 @@ def workload(words: str, processes: int) -> Workload:
         (f"{MPT} microbatch=8 global_batch=64 compute.recompute=full parallel.replicate=2", 4),
         (f"{LLAMA} microbatch=8 global_batch=32 compute.recompute=selective parallel.tensor=2", 4),
         (f"{LLAMA} microbatch=4 global_batch=16 parallel.pipeline=2 parallel.shard=2", 4),
+        (f"{LLAMA} microbatch=4 global_batch=20 reproducible=elastic", 3),
     ],
 )
 def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) -> None:

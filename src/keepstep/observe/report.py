@@ -19,7 +19,7 @@ from keepstep.observe.verdict import describe, judge
 from keepstep.observe.view import evaluations, plan_beside_truth
 
 PLOTS = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("tokens_per_s", "Tokens per second"))
-_TOLD = ("start", "resume", "fault", "restart", "resize", "stop", "finish", "warning")
+_TOLD = ("start", "resume", "guard", "fault", "restart", "resize", "stop", "finish", "warning")
 _ENVIRONMENT = ("keepstep", "torch", "python", "device", "host")
 _UNITS = {
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
@@ -91,7 +91,7 @@ def _faults(history: History) -> Table:
         kind = event.get("kind")
         if kind not in _TOLD:
             continue
-        about = describe(event) if kind in ("fault", "warning") else ""
+        about = describe(event) if kind in ("fault", "guard", "warning") else ""
         if kind == "resize":
             about = f"{event.get('before', '?')} to {event.get('ranks', '?')} ranks"
         rows.append((clock(number(event.get("time"))), str(kind), str(event.get("step") or "–"), about))

@@ -23,7 +23,7 @@ _COLOURS = {
     "stalled": "\x1b[31m",
     "failed": "\x1b[31m",
 }
-_SHOWN_EVENTS = ("start", "resume", "fault", "restart", "resize", "stop", "finish", "warning")
+_SHOWN_EVENTS = ("start", "resume", "guard", "fault", "restart", "resize", "stop", "finish", "warning")
 
 
 def paint_state(state: str, colour: bool) -> str:

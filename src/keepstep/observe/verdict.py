@@ -148,8 +148,10 @@ def _worries(history: History, now: float, straggler: Record) -> list[str]:
 
 
 def describe(event: Record) -> str:
-    """A fault or a warning in a few words."""
+    """A fault, a warning or what the guard did in a few words."""
     kind, rank = event.get("kind"), event.get("rank")
+    if kind == "guard":
+        return f"{event.get('what')}: {event.get('action')}, samples from {event.get('first_sample')}"
     what = str(next((event[key] for key in ("message", "what", "text", "reason") if event.get(key)), f"a {kind}"))
     return what if kind != "fault" or rank is None or "rank" in what else f"{what} (rank {rank})"
 

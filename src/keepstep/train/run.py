@@ -288,11 +288,11 @@ class _Run:
         hosts: list[str] = [""] * self.world.ranks.world_size
         dist.all_gather_object(hosts, platform.node())
         named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
-        self.recorder.event(
-            "fault", step=self.clock.step, reason="corruption", ranks=odd, hosts=[hosts[rank] for rank in odd]
-        )
+        found = f"step {self.clock.step}: {named} computed other bits than the rest from the same rows"
+        facts = {"reason": "corruption", "ranks": odd, "hosts": [hosts[rank] for rank in odd], "message": found}
+        self.recorder.event("fault", step=self.clock.step, **facts)
         raise HardwareError(
-            f"step {self.clock.step}: {named} computed other bits than the rest from the same rows",
+            found,
             "take that machine out and look at it with keepstep doctor; start again from a checkpoint before this step",
         )
 

@@ -178,3 +178,20 @@ def test_too_short_a_grace_leaves_the_last_checkpoint_and_says_so(tmp_path: Path
     assert subprocess.run(command, env=environment, timeout=300).returncode == 0
     run_processes(tmp_path, 2, "name=whole", "max_duration=12ba", "checkpoint.interval=4ba")
     assert losses(tmp_path, "short") == losses(tmp_path, "whole")
+
+
+def test_a_stop_request_ends_a_validation_too(tmp_path: Path) -> None:
+    """A validation of ten thousand batches must not outlast what a scheduler grants."""
+    words = [*TINY, f"runs_dir={tmp_path}", "max_duration=8ba", "evaluate.interval=2ba", "evaluate.batches=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keepstep", "train", *words, "--procs", "2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "validation is left for another time" in errors

@@ -311,8 +311,11 @@ class _Run:
         )
         started = time.perf_counter()
         self.state.model.eval()
-        result = validate(self.step.evaluate, rows, self.world.device)
+        result = validate(self.step.evaluate, rows, self.world.device, lambda: self.stop.requested)
         self.state.model.train()
+        if result is None:
+            self.recorder.note(f"step {self.clock.step}: asked to stop, so validation is left for another time")
+            return
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
         if self.best.offer(self.clock.step, result.loss, self.state.weights):

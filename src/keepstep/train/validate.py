@@ -25,11 +25,15 @@ class ValidationRows:
 
 
 def validate(
-    forward: Callable[[Batch], tuple[Tensor, int]], share: ValidationRows, device: torch.device
-) -> PerplexityResult:
+    forward: Callable[[Batch], tuple[Tensor, int]],
+    share: ValidationRows,
+    device: torch.device,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> PerplexityResult | None:
     """Every process computes its rows; all of them return the same result.
 
     `forward` gives the sum of losses and the targets it is a sum over; of processes that compute one together, on one.
+    None where a process was asked to stop on the way: a validation may take longer than a scheduler waits.
     """
     # A place for each micro batch and one sum in order: the same bits however many processes share the work.
     totals = torch.zeros(2, -(-share.rows // share.microbatch), dtype=torch.float64, device=device)
@@ -38,6 +42,10 @@ def validate(
         # All processes run the same number of forwards (sharded weights are gathered together); rows past the end
         # are computed by nobody twice: they carry no weight.
         for start in range(0, share.rows, stride):
+            stop = torch.tensor(float(asked_to_stop()))
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            if stop:
+                return None
             first = start + share.data_rank * share.microbatch
             count = max(0, min(share.microbatch, share.rows - first))
             batch = share.loader.rows(min(first, share.rows - 1), max(1, count))

@@ -59,7 +59,7 @@ $(BENCH_READY): requirements/bench-data.txt
 	@touch $@
 
 bench-data: $(READY) $(BENCH_READY)  ## preparation and loading beside the peers; writes benchmarks/results/data.json
-	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python
+	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python --docs docs/data.md
 
 clean:          ## remove the environment and everything made by runs
 	rm -rf $(VENV) .venv-bench .cache runs

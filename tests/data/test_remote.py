@@ -356,9 +356,9 @@ def test_a_disk_that_is_really_full_is_one_clear_error_and_the_run_goes_on_once_
     words = [str(data / "mds"), web.address("mds"), str(disk), str(total // 2)]
     done = subprocess.run([*aside, sys.executable, "-c", _FULL_DISK, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    error, same = done.stdout.splitlines()
-    assert "No space left on device" in error
-    assert "make room on that disk, lower data.cache_limit or set data.cache_dir" in error
+    message, same = done.stdout.splitlines()
+    assert "No space left on device" in message
+    assert "make room on that disk, lower data.cache_limit or set data.cache_dir" in message
     assert same == "the same stream"
 
 

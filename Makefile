@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-h200
+.PHONY: help demo test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-plan bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -47,6 +47,9 @@ lint: $(READY)  ## lint, format, types, import contracts
 
 bench-h200: $(READY)  ## a step beside the references; needs a GPU; writes benchmarks/results/h200.json
 	$(BIN)/python -W ignore benchmarks/h200.py
+
+bench-plan: $(READY)  ## gpt3-175b on 512 processes, played on this machine; writes benchmarks/results/plan_dryrun.json
+	$(BIN)/python -W ignore benchmarks/plan_dryrun.py
 
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py

@@ -78,6 +78,9 @@ class Workload:
     device_bytes: int = 80 * 2**30
     """Memory of the device: the loss is cut into pieces by it."""
     offload: bool = False
+    lora_rank: int = 0
+    """Width of adapters; above 0 they alone are trained, and the weights are frozen in compute precision."""
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -144,4 +147,6 @@ def workload_of(
         stages_per_process=config.parallel.stages_per_process,
         device_bytes=device_bytes,
         offload=config.parallel.offload,
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets if config.lora.rank else (),
     )

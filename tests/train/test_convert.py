@@ -155,6 +155,22 @@ def test_megatron_checkpoints_become_ours_bit_for_bit(
     assert same(loaded(tmp_path / "ours", model), weights)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_starts_from_a_converted_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = replace(LLAMA, vocab_multiple=1)
+    theirs = {name: tensor.bfloat16() for name, tensor in megatron_weights(model, weights_of(model)).items()}
+    write_torch_dist(tmp_path / "megatron", model, theirs)
+    written = run(capsys, str(tmp_path / "megatron"), str(tmp_path / "ours"), "--to", "sharded")["written"]
+    (tmp_path / "run.yaml").write_text(dump_config(replace(RunConfig(), model=model)))
+    words = ["data=synthetic", "precision=fp32", "global_batch=2", "microbatch=2", "max_duration=1ba", "name=next"]
+    words += [f"runs_dir={tmp_path}", f"checkpoint.resume_from={written}", "checkpoint.skip_optimizer=true"]
+    words += ["optimizer.lr=1e-30", "optimizer.weight_decay=0.0", "compute.device=cpu", "compute.compile=false"]
+    assert main(["train", str(tmp_path / "run.yaml"), *words]) == 0
+    after = loaded(tmp_path / "next" / "checkpoints", model)
+    assert same(after, {name: item.bfloat16().float() for name, item in weights_of(model).items()})
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_shape_comes_from_megatron_s_own_arguments(tmp_path: Path) -> None:
     model = replace(LLAMA, vocab_multiple=1)

@@ -52,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, help="convert: the model's shape (a run.yaml) where SOURCE does not say it"
     )
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="convert --to hf")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="convert: precision of weights, from or to other trainers (default: fp32 in our forms, else as they are)",
+    )
     parser.add_argument("--shards", type=int, default=1, help="convert --to sharded: data files to write")
     parser.add_argument("--parity", action="store_true", help="convert: add a parity file")
     parser.add_argument("--json", action="store_true", help="answer as JSON")
@@ -301,14 +306,17 @@ def _gc(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from keepstep.checkpoint.convert import write_any
-    from keepstep.train.convert import open_source, write_hf
+    from keepstep.train.convert import PRECISIONS, open_source, write_hf
 
     source, target = args.places
     if args.to is None:
         raise UsageError("keepstep ckpt convert needs --to", "--to sharded, full, safetensors, dcp or hf")
     if args.shards < 1:
         raise UsageError(f"--shards is {args.shards}, and must be at least 1")
-    with open_source(source, args.config, args.step or 0) as content:
+    # Training loads fp32 weights, so that is what another trainer's become in our own forms.
+    ours = args.dtype if args.dtype != "auto" else "fp32"
+    dtype = PRECISIONS[ours] if args.to in ("sharded", "full") else None
+    with open_source(source, args.config, args.step or 0, dtype) as content:
         if args.to == "hf":
             written = write_hf(content, Path(target), args.config, args.dtype)
         else:

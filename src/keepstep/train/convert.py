@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ _COMPOSER = "state.model."
 
 
 @contextmanager
-def open_source(source: str, config: Path | None, step: int = 0) -> Iterator[Content]:
+def open_source(source: str, config: Path | None, step: int = 0, dtype: torch.dtype | None = None) -> Iterator[Content]:
     """Any checkpoint as one of ours: weights of another trainer get our names and layouts, below `model`.
 
-    `config` gives the model's shape where the source does not (a run.yaml).
+    `config` gives the model's shape where the source does not (a run.yaml), `dtype` the precision of another trainer's
+    weights where it shall not stay as it is.
     """
     path = Path(source)
     iteration = find_megatron(path) if path.is_dir() else None
@@ -45,21 +46,21 @@ def open_source(source: str, config: Path | None, step: int = 0) -> Iterator[Con
         found = read_megatron(iteration)
         model = _shape(config) or ModelConfig(**model_config_from_megatron(found.arguments))
         theirs = _renamed(found.tensors, {plain_name(name): name for name in found.tensors.kinds})
-        yield _content(found.iteration or step, theirs, megatron_rules(model), model, "megatron")
+        yield _content(found.iteration or step, theirs, megatron_rules(model), _Target(model, dtype, "megatron"))
         return
     with open_any(source, step) as content:
         if path.is_dir() and is_hf_folder(path):
             described = read_hf_config(path)
             model = _shape(config) or ModelConfig(**model_config_from_hf(described))
             theirs = _below(content.tensors, "model.")
-            yield _content(step, theirs, rules(model, hf_family(described)), model, "huggingface")
+            yield _content(step, theirs, rules(model, hf_family(described)), _Target(model, dtype, "huggingface"))
         elif any(name.startswith(_COMPOSER) for name in content.tensors):
-            yield _from_composer(content, config, step)
+            yield _from_composer(content, config, step, dtype)
         else:
             yield content
 
 
-def _from_composer(content: Content, config: Path | None, step: int) -> Content:
+def _from_composer(content: Content, config: Path | None, step: int, dtype: torch.dtype | None) -> Content:
     """Composer's sharded checkpoints: the model's own names below `state.model.`."""
     described = _composer_config(content.values)
     model = _shape(config)
@@ -72,7 +73,7 @@ def _from_composer(content: Content, config: Path | None, step: int) -> Content:
     inner = f"{_COMPOSER}model."
     prefix = inner if any(name.startswith(inner) for name in content.tensors) else _COMPOSER
     theirs = _below(content.tensors, prefix)
-    return _content(step, theirs, rules(model, export_family(model)), model, "composer")
+    return _content(step, theirs, rules(model, export_family(model)), _Target(model, dtype, "composer"))
 
 
 def _composer_config(values: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -125,18 +126,30 @@ def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     return Tensors(kinds, lambda new: tensors[names[new]], lambda new, box: tensors.part(names[new], box))
 
 
-def _content(step: int, theirs: Tensors, by: Iterable[Rule], model: ModelConfig, source: str) -> Content:
+@dataclass(frozen=True)
+class _Target:
+    """What another trainer's weights become: parameters of `model`, in a precision of their own or as they are."""
+
+    model: ModelConfig
+    dtype: torch.dtype | None
+    source: str
+
+
+def _content(step: int, theirs: Tensors, by: Iterable[Rule], target: _Target) -> Content:
     """Our parameters, each made of theirs when it is asked for."""
+    model = target.model
     # A pipeline's last stage keeps a copy of a tied embedding.
     names = [name for name in theirs if not (model.tied and name == "output_layer.weight")]
     made_of = {f"model.{rule.ours}": (rule, needed) for rule, needed in matched(names, by, model)}
     with torch.device("meta"):
         shapes = {f"model.{name}": tuple(item.shape) for name, item in Transformer(model).named_parameters()}
-    kinds: dict[str, Kind] = {name: (theirs.kinds[made_of[name][1][0]][0], shape) for name, shape in shapes.items()}
+    kinds: dict[str, Kind] = {
+        name: (target.dtype or theirs.kinds[made_of[name][1][0]][0], shape) for name, shape in shapes.items()
+    }
 
     def read(name: str) -> torch.Tensor:
         rule, needed = made_of[name]
-        tensor = rule.pack(*(theirs[one] for one in needed))
+        tensor = rule.pack(*(theirs[one] for one in needed)).to(kinds[name][0])
         if tuple(tensor.shape) != kinds[name][1]:
             raise CheckpointError(
                 f"{name} is {list(tensor.shape)}, the model needs {list(kinds[name][1])}",
@@ -145,4 +158,4 @@ def _content(step: int, theirs: Tensors, by: Iterable[Rule], model: ModelConfig,
         return tensor
 
     config = dump_config(replace(RunConfig(), model=replace(model, preset="custom")))
-    return Content(step, Tensors(kinds, read), {}, {"source": source, "config": config}, {})
+    return Content(step, Tensors(kinds, read), {}, {"source": target.source, "config": config}, {})

@@ -340,7 +340,8 @@ class Bench:
         if not (small / "index.json").is_file():
             self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN), repeat=1)
         pair = self._probe(str(make_huge_pair(self.work / "huge")), "start", str(10**9))
-        mds = self._probe(str(make_huge_mds(small, self.work / "huge-mds")), "start", "0")
+        huge, shards = make_huge_mds(self.work / "huge-mds")
+        mds = self._probe(str(huge), "start", "0") | {"shards": shards}
         return {
             "start": self._probe(str(small), "start", "0"),
             "resume_at_1e9": self._probe(str(small), "start", str(10**9)),
@@ -377,15 +378,20 @@ def make_huge_pair(folder: Path) -> Path:
     return folder / "set"
 
 
-def make_huge_mds(small: Path, folder: Path) -> Path:
-    """An index of 10^12 tokens whose shards are all the same small one."""
-    folder.mkdir(exist_ok=True)
-    index = json.loads((small / "index.json").read_text())
-    entry = index["shards"][0]
-    shutil.copy(small / entry["raw_data"]["basename"], folder / entry["raw_data"]["basename"])
+def make_huge_mds(folder: Path) -> tuple[Path, int]:
+    """An index of 10^12 tokens whose shards, as large as the format allows, are all one file; and their number."""
+    import numpy as np
+
+    from keepstep.data.formats.mds import SIZE_LIMIT, TokenShardWriter, write_index
+
+    shutil.rmtree(folder, ignore_errors=True)
+    writer = TokenShardWriter(folder, "shard", np.dtype("int32"))
+    writer.add_rows(np.zeros((SIZE_LIMIT // (4 * SEQ_LEN) - 64, SEQ_LEN), dtype=np.int32))
+    writer.flush()
+    (entry,) = writer.entries
     count = 10**12 // SEQ_LEN // entry["samples"] + 1
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [entry] * count}))
-    return folder
+    write_index(folder, [entry] * count)
+    return folder, count
 
 
 if __name__ == "__main__":

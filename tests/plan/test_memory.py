@@ -33,6 +33,7 @@ def workload(words: str, processes: int) -> Workload:
         (f"{MPT} microbatch=8 global_batch=64 compute.recompute=full parallel.replicate=2", 4),
         (f"{LLAMA} microbatch=8 global_batch=32 compute.recompute=selective parallel.tensor=2", 4),
         (f"{LLAMA} microbatch=4 global_batch=16 parallel.pipeline=2 parallel.shard=2", 4),
+        (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16", 2),
     ],
 )
 def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) -> None:
@@ -45,8 +46,8 @@ def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) ->
 
 @pytest.mark.slow
 def test_175b_s_blocks_on_512_processes_are_within_5_percent_of_their_trace() -> None:
-    # A block a stage; benchmarks/plan_dryrun.py plays all 96.
-    words = "model=gpt3-175b model.layers=16 microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
+    # Two blocks a stage; benchmarks/plan_dryrun.py plays all 96.
+    words = "model=gpt3-175b model.layers=32 microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
     axes = "parallel.tensor=8 parallel.pipeline=16 parallel.shard=4"
     config = load_config(None, f"{words} {axes}".split()).config
     traced = dry_run(config, workload_of(config, 512), _spread_step)

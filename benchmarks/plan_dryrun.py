@@ -36,6 +36,8 @@ def main() -> None:
     found = {
         "command": f"keepstep plan {WORDS} {AXES} --cluster h100:512 --dry-run",
         "cores": len(os.sched_getaffinity(0)),
+        # On a machine that others use as well `seconds` says little and `cpu_s` all.
+        "load_average": os.getloadavg()[0],
         "seconds": seconds,
         "cpu_s": children.ru_utime + children.ru_stime,
         # A process for each stage, as many at once as there are cores, at most three.

@@ -19,6 +19,7 @@ from keepstep.cli.main import main
 from keepstep.config.dump import dump_config
 from keepstep.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from keepstep.core.errors import CheckpointError
+from keepstep.models.hf_describe import describe_hf
 from keepstep.models.hf_names import rules, to_hf
 from keepstep.models.init import init_weights
 from keepstep.models.megatron_names import megatron_rules
@@ -207,11 +208,11 @@ class _Timestamp:
 
 @pytest.mark.filterwarnings("ignore")
 def test_composer_s_sharded_checkpoints_become_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = replace(MPT, bias=False)
+    model = replace(MPT, bias=False, vocab_multiple=1)
     weights = weights_of(model)
     theirs = to_hf(weights, model, "mpt")
     assert {name for rule in rules(model, "mpt") for name in rule.theirs} == set(theirs)
-    state = {
+    state: dict[str, dict[str, Any]] = {
         "state": {
             "model": {f"model.{name}": tensor.contiguous() for name, tensor in theirs.items()},
             "optimizers": {"DecoupledAdamW": {"param_groups": {"lr": 0.1}}},
@@ -225,6 +226,11 @@ def test_composer_s_sharded_checkpoints_become_ours(tmp_path: Path, capsys: pyte
     words = ("--to", "full", "--step", "10", "--config", str(tmp_path / "run.yaml"))
     run(capsys, str(tmp_path / "ep0-ba10"), str(tmp_path / "ours"), *words)
     assert same(loaded(tmp_path / "ours", model), weights)
+    content = describe_hf(model, "float32")
+    state["state"]["integrations"] = {"huggingface": {"model": {"config": {"content": content}}}}
+    dcp_save(state, checkpoint_id=str(tmp_path / "ep0-ba20"), no_dist=True)
+    run(capsys, str(tmp_path / "ep0-ba20"), str(tmp_path / "again"), "--to", "full", "--step", "20")
+    assert same(loaded(tmp_path / "again", model), weights)
 
 
 class _Hostile:

@@ -31,6 +31,7 @@ from keepstep.models.transformer import Transformer
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPOSER = "state.model."
 """What Composer puts before the names of its model; a Hugging Face model inside adds `model.`."""
+_COMPOSER_CONFIG = "state.integrations.huggingface.model.config.content."
 
 
 @contextmanager
@@ -77,11 +78,18 @@ def _from_composer(content: Content, config: Path | None, step: int, dtype: torc
 
 
 def _composer_config(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config.json that Composer keeps of a Hugging Face model, where it could be read."""
+    """The config.json that Composer keeps of a Hugging Face model; DCP stores each value under a dotted name."""
+    found: dict[str, Any] = {}
     for name, value in (values.get("dcp") or {}).items():
-        if name == "state.integrations.huggingface.model.config.content" and isinstance(value, dict):
-            return value
-    return None
+        if name.startswith(_COMPOSER_CONFIG):
+            *parents, last = name.removeprefix(_COMPOSER_CONFIG).split(".")
+            place = found
+            for parent in parents:
+                place = place.setdefault(parent, {})
+                if not isinstance(place, dict):
+                    raise CheckpointError(f"{name} lies inside a value that is no group of values")
+            place[last] = value
+    return found or None
 
 
 def write_hf(content: Content, target: Path, config: Path | None, dtype: str = "auto") -> str:

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo chaos soak test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-h200
+.PHONY: help demo toolcalls-demo chaos soak test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-plan bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -56,6 +56,9 @@ soak: $(READY)  ## the same, with 200 random faults in one run
 	scripts/system-packages
 	$(BIN)/python -W ignore benchmarks/chaos.py --soak 200
 
+bench-plan: $(READY)  ## gpt3-175b on 512 processes, played on this machine; writes benchmarks/results/plan_dryrun.json
+	$(BIN)/python -W ignore benchmarks/plan_dryrun.py
+
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
 
@@ -67,7 +70,7 @@ $(BENCH_READY): requirements/bench-data.txt
 	@touch $@
 
 bench-data: $(READY) $(BENCH_READY)  ## preparation and loading beside the peers; writes benchmarks/results/data.json
-	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python
+	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python --docs docs/data.md
 
 clean:          ## remove the environment and everything made by runs
 	rm -rf $(VENV) .venv-bench .cache runs

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 HERE = Path(__file__).parent
 SEQ_LEN = 2048
 EOS = "<|endoftext|>"
+MARKS = ("<!-- bench-data: written by benchmarks/data.py -->", "<!-- end of bench-data -->")
 SUFFIXES = {".py", ".md", ".rst", ".txt", ".h", ".hpp", ".pyi", ".cuh"}
 
 
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each loading measurement")
     parser.add_argument("--only", choices=("prep", "load", "scale"), help="one part alone")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "data.json")
+    parser.add_argument("--docs", type=Path, help="a page to put the table of results into, between its marks")
     args = parser.parse_args()
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,78 @@ def main() -> None:
     if args.only is None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(results, indent=2) + "\n")
+        table = results_table(results)
+        print(table, file=sys.stderr)
+        if args.docs is not None:
+            fill_page(args.docs, table)
     print(json.dumps(results, indent=2))
+
+
+def results_table(results: dict[str, Any]) -> str:
+    """The table that docs/data.md shows."""
+    prep, load = results["prep"], results["load"]
+    rows = [
+        ("prepare, MDS", f"{prep['ours_mds']['mb_per_s']:.0f} MB/s",
+         f"llm-foundry {prep['llm_foundry']['mb_per_s']:.2g} MB/s", results["prep_ratio_llm_foundry"]),
+        ("prepare, .bin/.idx", f"{prep['ours_megatron']['mb_per_s']:.0f} MB/s",
+         f"Megatron preprocess_data {prep['megatron']['mb_per_s']:.2g} MB/s", results["prep_ratio_megatron"]),
+        ("prepare, .bin/.idx", f"{prep['ours_megatron']['mb_per_s']:.0f} MB/s",
+         f"datasets.map {prep['hf_datasets_map']['mb_per_s']:.2g} MB/s", results["prep_ratio_hf_datasets"]),
+        ("load, MDS", f"{load['ours_mds']['samples_per_s']:,.0f}/s",
+         f"StreamingDataset {load['streaming']['samples_per_s']:,.0f}/s", results["load_ratio_streaming"]),
+        ("load, .bin/.idx", f"{load['ours_bin']['samples_per_s']:,.0f}/s",
+         f"GPTDataset {load['gptdataset']['samples_per_s']:,.0f}/s", results["load_ratio_gptdataset"]),
+        ("load, .bin/.idx", f"{load['ours_bin']['samples_per_s']:,.0f}/s",
+         f"litdata {load['litdata']['samples_per_s']:,.0f}/s", results["load_ratio_litdata"]),
+    ]  # fmt: skip
+    lines = [f"| {what} | {ours} | {theirs} | {ratio:.1f} × |" for what, ours, theirs, ratio in rows]
+    facts = (
+        f"Preparing took {results['prep_peak_mb']:.0f} MB at its peak, all processes together. The first batch came "
+        f"{results['start']['open_s'] + results['start']['first_batch_s']:.2f} s after import, at sample 10^9 "
+        f"{results['resume_at_1e9']['open_s'] + results['resume_at_1e9']['first_batch_s']:.2f} s. An index of 10^12 "
+        f"tokens opened in {results['index_open_s']:.1f} s and {results['index_peak_gb']:.2f} GB."
+    )
+    head = "| | ours | theirs | ratio |\n|---|---|---|---|\n"
+    return head + "\n".join(lines) + f"\n\n{facts}\n"
+
+
+def fill_page(page: Path, table: str) -> None:
+    """Put the table between the page's marks."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    _, found, after = rest.partition(MARKS[1])
+    if not found:
+        raise SystemExit(f"{page} lacks the marks {MARKS[0]} and {MARKS[1]}")
+    page.write_text(f"{before}{MARKS[0]}\n{table}{MARKS[1]}{after}")
+
+
+class PeakWatch(threading.Thread):
+    """Largest memory of each process below one, looked at while they run; together no less than any moment's sum."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__(daemon=True)
+        self._root, self._peaks_kib = root, dict[int, int]()
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            waiting = [self._root]
+            while waiting:
+                pid = waiting.pop()
+                try:
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    for task in Path(f"/proc/{pid}/task").iterdir():
+                        waiting += map(int, (task / "children").read_text().split())
+                except OSError:
+                    continue
+                found = status.partition("VmHWM:")[2].split(maxsplit=1)
+                if found:
+                    self._peaks_kib[pid] = int(found[0])
+
+    def end(self) -> float:
+        """MB of all of them."""
+        self._ended.set()
+        self.join()
+        return sum(self._peaks_kib.values()) * 1024 / 1e6
 
 
 def make_corpus(path: Path, size_bytes: int) -> Path:
@@ -148,6 +222,8 @@ class Bench:
                 "hf_datasets_map": datasets,
                 "tokens_equal_megatron": same,
             },
+            # Parent and workers together.
+            "prep_peak_mb": max(ours_bin["peak_mb"], ours_mds["peak_mb"]),
             "prep_ratio_llm_foundry": ours_mds["mb_per_s"] / foundry["mb_per_s"],
             "prep_ratio_megatron": ours_bin["mb_per_s"] / megatron["mb_per_s"],
             "prep_ratio_hf_datasets": ours_bin["mb_per_s"] / datasets["mb_per_s"],
@@ -166,8 +242,14 @@ class Bench:
             shutil.rmtree(out, ignore_errors=True)
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             start_s = time.perf_counter()
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            watch = PeakWatch(running.pid)
+            watch.start()
+            answer, complaint = running.communicate()
             seconds = time.perf_counter() - start_s
+            peak_mb = watch.end()
+            if running.returncode:
+                raise SystemExit(f"{' '.join(command)} failed:\n{complaint[-3000:]}")
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             if not best or seconds < best["seconds"]:
                 cpu_s = _cpu_s(after) - _cpu_s(before)
@@ -176,9 +258,8 @@ class Bench:
                     "mb_per_s": megabytes / seconds,
                     "cpu_s": cpu_s,
                     "mb_per_cpu_s": megabytes / cpu_s,
-                    # The largest process; parent and two workers together stay below three times this.
-                    "peak_process_mib": after.ru_maxrss / 1024,
-                    "tokens": json.loads(done.stdout)["tokens"],
+                    "peak_mb": peak_mb,
+                    "tokens": json.loads(answer)["tokens"],
                 }
         return best
 
@@ -256,11 +337,19 @@ class Bench:
     def scale(self) -> dict[str, Any]:
         """First batch, a far resume, and opening 10^12 tokens in both formats."""
         small = self.work / "mds"
+        if not (small / "index.json").is_file():
+            self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN), repeat=1)
+        pair = self._probe(str(make_huge_pair(self.work / "huge")), "start", str(10**9))
+        huge, shards = make_huge_mds(self.work / "huge-mds")
+        mds = self._probe(str(huge), "start", "0") | {"shards": shards}
         return {
             "start": self._probe(str(small), "start", "0"),
             "resume_at_1e9": self._probe(str(small), "start", str(10**9)),
-            "open_1t_megatron": self._probe(str(make_huge_pair(self.work / "huge")), "start", str(10**9)),
-            "open_1t_mds": self._probe(str(make_huge_mds(small, self.work / "huge-mds")), "start", "0"),
+            "open_1t_megatron": pair,
+            "open_1t_mds": mds,
+            # The slower format of the two, and the larger.
+            "index_open_s": max(pair["open_s"], mds["open_s"]),
+            "index_peak_gb": max(pair["peak_mib"], mds["peak_mib"]) * 2**20 / 1e9,
         }
 
 
@@ -289,15 +378,20 @@ def make_huge_pair(folder: Path) -> Path:
     return folder / "set"
 
 
-def make_huge_mds(small: Path, folder: Path) -> Path:
-    """An index of 10^12 tokens whose shards are all the same small one."""
-    folder.mkdir(exist_ok=True)
-    index = json.loads((small / "index.json").read_text())
-    entry = index["shards"][0]
-    shutil.copy(small / entry["raw_data"]["basename"], folder / entry["raw_data"]["basename"])
+def make_huge_mds(folder: Path) -> tuple[Path, int]:
+    """An index of 10^12 tokens whose shards, as large as the format allows, are all one file; and their number."""
+    import numpy as np
+
+    from keepstep.data.formats.mds import SIZE_LIMIT, TokenShardWriter, write_index
+
+    shutil.rmtree(folder, ignore_errors=True)
+    writer = TokenShardWriter(folder, "shard", np.dtype("int32"))
+    writer.add_rows(np.zeros((SIZE_LIMIT // (4 * SEQ_LEN) - 64, SEQ_LEN), dtype=np.int32))
+    writer.flush()
+    (entry,) = writer.entries
     count = 10**12 // SEQ_LEN // entry["samples"] + 1
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [entry] * count}))
-    return folder
+    write_index(folder, [entry] * count)
+    return folder, count
 
 
 if __name__ == "__main__":

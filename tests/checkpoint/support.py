@@ -12,7 +12,7 @@ from keepstep.checkpoint import commit
 from keepstep.checkpoint.hashing import Algorithm
 from keepstep.checkpoint.layout import rank_name, split_state
 from keepstep.checkpoint.manifest import StepFolder
-from keepstep.checkpoint.offline import Content, write_content
+from keepstep.checkpoint.offline import Content, in_memory, write_content
 from keepstep.checkpoint.restore import restore
 from keepstep.checkpoint.store import Store
 
@@ -64,7 +64,8 @@ def write_step(
     """Commit a step as `ranks` processes would, each with its rows of every tensor, without starting any."""
     named, values = split_state(state)
     tensors = {rank_name(name, 0) if name.startswith("rank.") else name: tensor for name, tensor in named.items()}
-    return write_content(store, Content(step, tensors, values, {"loss": 1.0 / step}, {}), ranks, with_parity, algorithm)
+    content = Content(step, in_memory(tensors), values, {"loss": 1.0 / step}, {})
+    return write_content(store, content, ranks, with_parity, algorithm)
 
 
 def load_step(store: Store, name: str, into: dict[str, Any]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -215,43 +215,64 @@ def test_processes_of_a_node_fetch_each_file_once_even_when_one_is_killed(web: W
     assert len([path for path in (tmp_path / "files").iterdir() if not path.suffix]) == len(names)
 
 
+_S3_SERVER = """
+import signal, sys
+from pathlib import Path
+import boto3
+from moto.server import ThreadedMotoServer
+# Filled through a door of its own before the real one opens: a server that is back has its files, as a real one would.
+side = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+side.start()
+client = boto3.client("s3", endpoint_url="http://%s:%d" % side.get_host_and_port())
+client.create_bucket(Bucket="bucket")
+for path in Path(sys.argv[1]).rglob("*.*"):
+    if path.is_file():
+        client.upload_file(str(path), "bucket", str(path.relative_to(sys.argv[1])))
+ThreadedMotoServer("127.0.0.1", int(sys.argv[2]), verbose=False).start()
+print("open", flush=True)
+signal.pause()
+"""
+
+
+class S3:
+    """A real S3 server on loopback, in a process that can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Open, with every file there."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _S3_SERVER, str(self._folder), str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "open\n"
+
+    def kill(self) -> None:
+        """As a machine that loses its power."""
+        self._process.kill()
+        self._process.communicate()
+
+
 @pytest.fixture
-def s3(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A real S3 server on loopback with both data sets in a bucket."""
+def s3(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """Both data sets in a bucket."""
     pytest.importorskip("moto")
     s3fs = pytest.importorskip("s3fs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    endpoint = f"http://127.0.0.1:{port}"
-    for name, value in (
-        ("AWS_ENDPOINT_URL", endpoint),
-        ("AWS_ACCESS_KEY_ID", "test"),
-        ("AWS_SECRET_ACCESS_KEY", "test"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    for _ in range(200):
-        try:
-            urllib.request.urlopen(endpoint, timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.1)
+    for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    server = S3(data)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
     s3fs.S3FileSystem.clear_instance_cache()
-    system = s3fs.S3FileSystem()
-    system.mkdir("bucket")
-    for folder in ("mds", "bin"):
-        for path in (data / folder).glob("*.*"):
-            if path.is_file():
-                system.put_file(str(path), f"bucket/{folder}/{path.name}")
-    yield "s3://bucket"
-    server.terminate()
-    server.wait()
+    yield server
+    server.kill()
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -259,10 +280,86 @@ def s3(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["mds", "bin"])
-def test_s3_gives_the_stream_of_the_disk_within_its_cache(s3: str, name: str, data: Path, tmp_path: Path) -> None:
-    near, far = loader(str(data / name), tmp_path), loader(f"{s3}/{name}", tmp_path / "far", limit=1 << 20)
+@pytest.mark.usefixtures("s3")
+def test_s3_gives_the_stream_of_the_disk_within_its_cache(name: str, data: Path, tmp_path: Path) -> None:
+    near, far = loader(str(data / name), tmp_path), loader(f"s3://bucket/{name}", tmp_path / "far", limit=1 << 20)
     assert np.array_equal(whole_epoch(near), whole_epoch(far))
     assert sum(one.stat().st_size for one in (tmp_path / "far" / "remote" / "files").iterdir()) <= 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_s3_server_killed_and_started_again_costs_no_sample_and_the_cache_keeps_its_limit(
+    s3: S3, data: Path, tmp_path: Path
+) -> None:
+    near = loader(str(data / "mds"), tmp_path)
+    sizes = [path.stat().st_size for path in (data / "mds").glob("*.mds")]
+    limit = 2 * max(sizes) + 100
+    cached = tmp_path / "far" / "remote" / "files"
+    feed = StepFeed(loader("s3://bucket/mds", tmp_path / "far", limit), 0, 8, 4, 0, 1, prefetch=2)
+    steps = near.samples_per_epoch // 8
+    seen, back = [], None
+    for step in range(steps):
+        if step == steps // 3:
+            s3.kill()
+            back = threading.Timer(0.5, s3.start)
+            back.start()
+        seen += [batch.inputs for batch in feed.next_step()]
+        assert sum(one.stat().st_size for one in list(cached.iterdir()) if one.exists()) <= limit
+    feed.close()
+    assert back is not None
+    back.join()
+    assert np.array_equal(np.concatenate(seen), near.rows(0, 8 * steps).inputs)
+
+
+_FULL_DISK = """
+import subprocess, sys
+from pathlib import Path
+import numpy as np
+from keepstep.config.schema import DataConfig
+from keepstep.core.errors import DataError
+from keepstep.core.units import ByteSize
+from keepstep.data.loader import build_loaders
+near, far, disk, size = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=" + size, "tmpfs", disk], check=True)
+def loader(path, cache):
+    config = DataConfig(path=path, valid_share=0.0, cache_limit=ByteSize(1 << 30), shuffle_window=200)
+    return build_loaders(config, 64, 1000, 5, cache).train
+def epoch(one):
+    return np.concatenate([one.rows(first, 50).inputs for first in range(0, one.samples_per_epoch, 50)])
+one = loader(far, disk)
+try:
+    epoch(one)
+except DataError as error:
+    print(error.message, "|", error.hint)
+assert not list(disk.rglob("*.part")), "half a file was left behind"
+subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+assert np.array_equal(epoch(one), epoch(loader(near, disk / "near")))
+print("the same stream")
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full_is_one_clear_error_and_the_run_goes_on_once_there_is_room(
+    web: Web, data: Path, tmp_path: Path
+) -> None:
+    aside = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    try:
+        probe = [*aside, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+        subprocess.run(probe, check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"this machine lets nobody mount a small disk of his own: {error}")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    total = sum(path.stat().st_size for path in (data / "mds").glob("*.mds"))
+    words = [str(data / "mds"), web.address("mds"), str(disk), str(total // 2)]
+    done = subprocess.run([*aside, sys.executable, "-c", _FULL_DISK, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    message, same = done.stdout.splitlines()
+    assert "No space left on device" in message
+    assert "make room on that disk, lower data.cache_limit or set data.cache_dir" in message
+    assert same == "the same stream"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,8 +13,10 @@ import yaml
 from documents import commands
 from manifests import REPOSITORY
 
+from keepstep.cli import data
 from keepstep.cli.main import main
 from keepstep.config.load import load_config
+from keepstep.resilience import agent
 
 SBATCH = commands("sbatch")
 
@@ -25,20 +31,72 @@ def test_keepstep_commands_of_the_documents_run(
     assert capsys.readouterr().out.strip()
 
 
+# Slurm's own programs, as far as a batch script asks them; `srun` writes down what it was to run.
+_SLURM = {
+    "srun": r"""{ printf '%s\0' "$@"; printf '\0'; } >>"$ASKED" """,
+    "scontrol": 'case "$1" in show) echo node1; echo node2 ;; *) echo "JobId=7 Command=$SCRIPT WorkDir=/" ;; esac',
+    "squeue": "echo COMPLETING",
+}
+
+
+def srun_words(script: Path, flags: list[str], folder: Path) -> list[list[str]]:
+    """Run a batch script as Slurm would on its first node; every command that it hands to srun, as words."""
+    programs, asked = folder / "bin", folder / "asked"
+    programs.mkdir()
+    asked.touch()
+    for name, text in _SLURM.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "ASKED": str(asked), "SCRIPT": str(script),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(script), *flags], env=environment, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return [command.split("\0") for command in asked.read_text().removesuffix("\0\0").split("\0\0")]
+
+
 @pytest.mark.parametrize("words", SBATCH, ids=lambda words: " ".join(words)[:70])
-def test_sbatch_lines_name_scripts_and_flags_that_exist(words: list[str]) -> None:
+def test_sbatch_lines_start_a_run_that_is_sound(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = next(word for word in words if word.startswith("slurm/"))
-    text = (REPOSITORY / script).read_text()
-    after = words[words.index(script) + 1 :]
-    if script == "slurm/launch.sb":
-        taken = text.split("getopts '")[1].split("'")[0]
-        flags = [word for word in after if word.startswith("-")]
-        assert {"-c", "-i", "-d", "-m"} <= set(flags)
-        assert all(flag[1] in taken for flag in flags)
-        config = after[after.index("-c") + 1]
-        assert load_config(REPOSITORY / "recipes" / f"{config}.yaml").config.model.preset == config
-    else:
-        assert 2 <= len(after) <= 3
+    flags = words[words.index(script) + 1 :]
+    commands = srun_words(REPOSITORY / script, flags, tmp_path)
+    if script == "slurm/prepare_c4.sb":
+        assert [command[command.index("keepstep") :][:4] for command in commands[1:]] == [
+            ["keepstep", "data", "build", f"c4:{split}"] for split in ("train", "val")
+        ]
+        parser = argparse.ArgumentParser()
+        data.add_arguments(parser)
+        for command in commands[1:]:
+            assert parser.parse_args(command[command.index("data") + 1 :]).task == "0/1"
+        return
+    (command,) = commands
+    options = dict(pairwise(flags))
+    assert f"--container-image={options['-i']}" in command
+    assert any(word.startswith(f"--container-mounts={options['-m']},") for word in command)
+    started: list[tuple[list[str], int]] = []
+
+    def note(words: list[str], processes: int, _group: object) -> int:
+        started.append((words, processes))
+        return 0
+
+    monkeypatch.setattr(agent, "run_processes", note)
+    monkeypatch.setenv("KEEPSTEP_HEAD", "node1")
+    monkeypatch.setenv("KEEPSTEP_PORT", "20007")
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    assert main(command[command.index("launch") :]) == 0
+    (((verb, name, file, *overrides), processes),) = started
+    assert (verb, name, processes) == ("train", "name=job-7", 8)
+    config = load_config(Path(file), [name, *overrides]).config
+    assert config.model.preset == options["-c"]
+    assert config.data.path == options["-d"]
+    assert (str(config.checkpoint.interval), config.checkpoint.keep) == (f"{options['-I']}ba", int(options["-N"]))
+    assert config.checkpoint.folder == f"{options['-F']}/job-7"
+    for pair in options.get("-y", "").split():
+        assert str(getattr(config, pair.partition("=")[0])) == pair.partition("=")[2]
 
 
 def test_the_seeds_slurm_lines_are_all_there() -> None:
@@ -58,3 +116,9 @@ def test_blobfuse_profiles_hold_the_measured_settings(kind: str, block: int, pre
     )
     assert settings["attr_cache"]["timeout-sec"] == 7200
     assert settings["azstorage"]["mode"] == "msi"
+
+
+def test_the_file_cache_profile_keeps_files_on_local_disk() -> None:
+    settings = yaml.safe_load((REPOSITORY / "infra/blobfuse/filecache.yaml").read_text())
+    assert settings["components"] == ["libfuse", "file_cache", "attr_cache", "azstorage"]
+    assert settings["file_cache"] == {"path": "/mnt/nvme/blobfuse-cache"}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from keepstep.cli.plan import _spread_step
@@ -10,6 +14,8 @@ from keepstep.plan.dryrun import dry_run
 from keepstep.plan.memory import plan_memory
 from keepstep.plan.workload import Workload, workload_of
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200_BYTES = int(139.8 * 2**30)
 SMALL = "model.layers=2 model.hidden=512 model.heads=8 model.ffn_hidden=2048 model.vocab=8192 model.seq_len=512"
 LLAMA = f"model=llama-1b {SMALL} model.kv_heads=4"
 MPT = f"model=mpt-1b {SMALL}"
@@ -28,6 +34,7 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} microbatch=8 global_batch=32 compute.recompute=selective parallel.tensor=2", 4),
         (f"{LLAMA} microbatch=4 global_batch=16 parallel.pipeline=2 parallel.shard=2", 4),
         (f"{LLAMA} microbatch=4 global_batch=20 reproducible=elastic", 3),
+        (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16", 2),
     ],
 )
 def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) -> None:
@@ -39,8 +46,9 @@ def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) ->
 
 
 @pytest.mark.slow
-def test_175b_on_512_processes_is_within_5_percent_of_its_trace() -> None:
-    words = "model=gpt3-175b microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
+def test_175b_s_blocks_on_512_processes_are_within_5_percent_of_their_trace() -> None:
+    # Two blocks a stage; benchmarks/plan_dryrun.py plays all 96.
+    words = "model=gpt3-175b model.layers=32 microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
     axes = "parallel.tensor=8 parallel.pipeline=16 parallel.shard=4"
     config = load_config(None, f"{words} {axes}".split()).config
     traced = dry_run(config, workload_of(config, 512), _spread_step)
@@ -49,6 +57,29 @@ def test_175b_on_512_processes_is_within_5_percent_of_its_trace() -> None:
         assert abs(stage.memory_error) < 0.05, list(traced.lines())
         assert stage.traffic_error is not None
         assert abs(stage.traffic_error) < 0.05, list(traced.lines())
+
+
+def test_adapters_and_fp8_take_what_an_h200_measured() -> None:
+    lora = json.loads((RESULTS / "lora_h200.json").read_text())
+    words = f"model={lora['model']} model.seq_len={lora['seq_len']} lora.rank={lora['rank']} precision=bf16"
+    work = workload(f"{words} microbatch=2 global_batch=4 compute.recompute=none parallel.keep_gathered=true", 1)
+    planned = plan_memory(replace(work, device_bytes=H200_BYTES))
+    assert planned.allocated / 2**30 == pytest.approx(lora["memory_gib"], rel=0.05)
+    fp8 = json.loads((RESULTS / "h200.json").read_text())["llama1b_fp8"]
+    words = f"model={fp8['model']} model.seq_len={fp8['seq_len']} precision=fp8 compute.recompute=none"
+    work = workload(f"{words} microbatch={fp8['microbatch']} global_batch={fp8['global_batch']}", 1)
+    planned = plan_memory(replace(work, device_bytes=H200_BYTES))
+    assert planned.allocated / 2**30 == pytest.approx(fp8["peak_memory_gib"], rel=0.05)
+
+
+def test_adapters_alone_have_gradients_and_moments() -> None:
+    parts = plan_memory(workload(f"{LLAMA} microbatch=1 global_batch=8 lora.rank=8", 8)).parts
+    whole = plan_memory(workload(f"{LLAMA} microbatch=1 global_batch=8", 8)).parts
+    # A block's linears have 512 → 1024, 512 → 512, 512 → 4096 and 2048 → 512; q, k, v, gate and up each a first factor.
+    numbers = 2 * 8 * (3 * 512 + 1024 + 512 + 512 + 2 * 512 + 4096 + 2048 + 512)
+    assert parts.optimizer == 2 * 4 * numbers // 8
+    assert parts.parameters < whole.parameters
+    assert parts.gradients < whole.gradients / 10
 
 
 def test_sharding_over_twice_the_processes_halves_the_state() -> None:

@@ -11,10 +11,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 from keepstep.checkpoint import failpoints
-from keepstep.checkpoint.hashing import Algorithm, hasher
+from keepstep.checkpoint.hashing import Algorithm, block_hashes, hasher
 from keepstep.checkpoint.manifest import (
     LATEST,
     MARKER,
@@ -32,7 +33,7 @@ from keepstep.checkpoint.manifest import (
     folder_name,
     parse_folder_name,
 )
-from keepstep.checkpoint.shards import PieceSpec, shard_header
+from keepstep.checkpoint.shards import PieceSpec, block_size, encode_header, shard_header
 from keepstep.checkpoint.store import Store
 from keepstep.core.errors import CheckpointError
 
@@ -150,6 +151,25 @@ def write_part(
     }
     announce(store, attempt, rank, part, peers)
     failpoints.reach("after_part")
+
+
+def stream_part(
+    store: Store,
+    attempt: Attempt,
+    rank: int,
+    specs: list[PieceSpec],
+    read: Callable[[PieceSpec], memoryview],
+    extra: Mapping[str, Any],
+) -> None:
+    """`write_part` without a buffer of the whole share: each piece is read once to be hashed and once to be written."""
+    data_bytes = sum(spec.size_bytes for spec in specs)
+    block_bytes = block_size(data_bytes)
+    blocks = "".join(digest for spec in specs for digest in block_hashes(attempt.algorithm, read(spec), block_bytes))
+    header = encode_header(specs, block_bytes, attempt.algorithm, blocks)
+    name = attempt.file_name(rank)
+    store.write(f"{attempt.folder}/{name}", chain([memoryview(header)], map(read, specs)))
+    file = [name, len(header) + data_bytes, len(header), hasher(attempt.algorithm)(header)]
+    announce(store, attempt, rank, {**extra, "file": file, "pieces": [spec.to_json() for spec in specs]})
 
 
 def announce(store: Store, attempt: Attempt, rank: int, part: Mapping[str, Any], peers: Peers | None = None) -> None:

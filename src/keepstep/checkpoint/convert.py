@@ -1,15 +1,29 @@
-"""From one checkpoint form to another: ours (sharded or full), DCP, and safetensors as Hugging Face tools read them."""
+"""From one checkpoint form to another: ours (sharded or full), DCP, and safetensors under our own names.
+
+One tensor is in memory at a time, but for DCP, whose writer keeps all. Names and layouts of other trainers' models are
+`train.convert`'s business.
+"""
 
 from __future__ import annotations
 
+import json
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from keepstep.checkpoint import commit
+from keepstep.checkpoint.boxes import whole
+from keepstep.checkpoint.direct import write_durable
 from keepstep.checkpoint.foreign import DCP_METADATA, read_dcp, read_safetensors
+from keepstep.checkpoint.layout import DTYPE_NAMES
 from keepstep.checkpoint.manifest import parse_folder_name
-from keepstep.checkpoint.offline import Content, read_content, write_content
+from keepstep.checkpoint.offline import Content, Tensors, read_content, write_content
+from keepstep.checkpoint.restore import bytes_of
 from keepstep.checkpoint.retention import reading
+from keepstep.checkpoint.shards import lay_out
 from keepstep.checkpoint.store import open_store
 from keepstep.core.errors import CheckpointError
 
@@ -17,31 +31,34 @@ Form = Literal["sharded", "full", "safetensors", "dcp"]
 FORMS: tuple[str, ...] = get_args(Form)
 
 
-def read_any(source: str, step: int = 0) -> Content:
+@contextmanager
+def open_any(source: str, step: int = 0) -> Iterator[Content]:
     """Whatever `source` is: a committed step folder of ours, a DCP folder, a safetensors file or a folder of them.
 
-    Foreign forms know no step; `step` says which one they are.
+    Foreign forms know no step; `step` says which one they are. Tensors are read while the source is open, and a step of
+    ours is not deleted meanwhile.
     """
     path = Path(source)
-    if (path / DCP_METADATA).is_file():
-        return read_dcp(path, step)
-    if path.suffix == ".safetensors" and path.is_file():
-        return read_safetensors(path, step)
     parent, _, name = source.rstrip("/").rpartition("/")
-    store = open_store(parent or ".")
-    if parse_folder_name(name) is not None:
+    if (path / DCP_METADATA).is_file():
+        yield read_dcp(path, step)
+    elif path.suffix == ".safetensors" and path.is_file():
+        yield read_safetensors(path, step)
+    elif parse_folder_name(name) is not None:
+        store = open_store(parent or ".")
         try:
             where = commit.read_step(store, name)
         except FileNotFoundError as error:
             raise CheckpointError(f"{source} is not committed: it has no marker") from error
         with reading(store, name):
-            return read_content(store, where)
-    if path.is_dir() and any(path.glob("*.safetensors")):
-        return read_safetensors(path, step)
-    raise CheckpointError(
-        f"{source} is no checkpoint that we can read",
-        "give a step folder, a DCP folder (with .metadata), or a safetensors file or folder",
-    )
+            yield read_content(store, where)
+    elif path.is_dir() and any(path.glob("*.safetensors")):
+        yield read_safetensors(path, step)
+    else:
+        raise CheckpointError(
+            f"{source} is no checkpoint that we can read",
+            "give a step folder, a DCP folder (with .metadata), a safetensors file or folder, or one of Megatron's",
+        )
 
 
 def write_any(content: Content, target: str, form: Form, shards: int = 1, with_parity: bool = False) -> str:
@@ -52,29 +69,40 @@ def write_any(content: Content, target: str, form: Form, shards: int = 1, with_p
             written = write_content(store, content, shards if form == "sharded" else 1, with_parity)
             return store.locate(written.name)
         case "safetensors":
-            return _write_safetensors(content, Path(target))
+            return _write_safetensors(content.tensors, Path(target))
         case "dcp":
-            return _write_dcp(content, Path(target))
+            return _write_dcp(content.tensors, Path(target))
 
 
-def _write_safetensors(content: Content, folder: Path) -> str:
+def _write_safetensors(tensors: Tensors, folder: Path) -> str:
     """The weights alone, under their own names, in one file."""
-    from safetensors.torch import save_file
-
-    weights = {name.removeprefix("model."): t for name, t in content.tensors.items() if name.startswith("model.")}
+    weights = {name: kind for name, kind in tensors.kinds.items() if name.startswith("model.")}
     if not weights:
         raise CheckpointError("this checkpoint holds no weights (no tensor below `model`)")
     path = folder / "model.safetensors"
     if path.exists():
         raise CheckpointError(f"{path} exists already", "choose another folder: nothing is overwritten")
+    specs, _ = lay_out([(name, DTYPE_NAMES[dtype], shape, whole(shape)) for name, (dtype, shape) in weights.items()])
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for spec in specs:
+        span = [spec.begin, spec.begin + spec.size_bytes]
+        table[spec.tensor.removeprefix("model.")] = {
+            "dtype": spec.dtype, "shape": spec.tensor_shape, "data_offsets": span,
+        }  # fmt: skip
+    text = json.dumps(table, separators=(",", ":")).encode()
+    header = text.ljust(-(-len(text) // 8) * 8)
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(struct.pack("<Q", len(header)) + header)
+        for spec in specs:
+            yield bytes_of(tensors[spec.tensor].contiguous())
+
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, metadata={"format": "pt"})
+    write_durable(path, pieces())
     return str(path)
 
 
-def _write_dcp(content: Content, folder: Path) -> str:
-    import warnings
-
+def _write_dcp(tensors: Tensors, folder: Path) -> str:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if (folder / DCP_METADATA).exists():
@@ -84,5 +112,5 @@ def _write_dcp(content: Content, folder: Path) -> str:
     with warnings.catch_warnings():
         # DCP remarks that there is no process group; there is not meant to be one.
         warnings.simplefilter("ignore")
-        save(dict(content.tensors), checkpoint_id=str(folder), no_dist=True)
+        save(dict(tensors), checkpoint_id=str(folder), no_dist=True)
     return str(folder)

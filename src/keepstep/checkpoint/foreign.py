@@ -1,4 +1,4 @@
-"""Reading other systems' checkpoints without trusting them: DCP folders (torchtitan, Composer's sharded), safetensors.
+"""Reading other systems' checkpoints without trusting them: DCP folders (torchtitan, Composer, Megatron), safetensors.
 
 DCP describes its files in a pickle, and a pickle can run code. It is read here by an unpickler that knows a dozen names
 and replaces each by something inert; any other name is an error. Tensors inside are read with weights_only.
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.boxes import Box, coverage_problem
-from keepstep.checkpoint.layout import DTYPE_NAMES
+from keepstep.checkpoint.boxes import Box, coverage_problem, whole
+from keepstep.checkpoint.layout import DTYPE_NAMES, DTYPES
 from keepstep.checkpoint.manifest import safe_name
-from keepstep.checkpoint.offline import Content
+from keepstep.checkpoint.offline import Content, Tensors
 from keepstep.core.errors import CheckpointError
 
 DCP_METADATA = ".metadata"
@@ -42,16 +42,32 @@ class _BytesRecord(_Record):
     pass
 
 
+class _PropertiesRecord(_Record):
+    """TensorProperties pickles itself as a tuple that starts with the type."""
+
+    dtype: torch.dtype = torch.float32
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+
+
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_PLANNER_MODULE = "torch.distributed.checkpoint.planner"
 _ALLOWED: Mapping[tuple[str, str], Callable[..., Any]] = {
     (_METADATA_MODULE, "Metadata"): _Record,
     (_METADATA_MODULE, "TensorStorageMetadata"): _TensorRecord,
     (_METADATA_MODULE, "BytesStorageMetadata"): _BytesRecord,
     (_METADATA_MODULE, "ChunkStorageMetadata"): _Record,
-    (_METADATA_MODULE, "TensorProperties"): _Record,
+    (_METADATA_MODULE, "TensorProperties"): _PropertiesRecord,
     (_METADATA_MODULE, "MetadataIndex"): _Record,
     (_METADATA_MODULE, "StorageMeta"): _Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): lambda value: value,
+    # Megatron keeps the plans of all ranks along.
+    (_PLANNER_MODULE, "SavePlan"): _Record,
+    (_PLANNER_MODULE, "WriteItem"): _Record,
+    (_PLANNER_MODULE, "WriteItemType"): _Record,
+    (_PLANNER_MODULE, "TensorWriteData"): _Record,
+    (_PLANNER_MODULE, "BytesIOWriteData"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Record,
     ("torch.serialization", "_get_layout"): lambda name: name,
@@ -98,7 +114,7 @@ def read_dcp_metadata(folder: Path) -> Any:
 
 
 def read_dcp(folder: Path, step: int = 0) -> Content:
-    """A DCP checkpoint, whole: its tensors by name, and its plain values where they are plain."""
+    """A DCP checkpoint: its tensors by name, read on demand, and its plain values where they are plain."""
     metadata = read_dcp_metadata(folder)
     try:
         # A field at its default is left out of the pickle.
@@ -106,41 +122,73 @@ def read_dcp(folder: Path, step: int = 0) -> Content:
             (index.fqn, tuple(getattr(index, "offset", None) or ())): info
             for index, info in metadata.storage_data.items()
         }
-        tensors: dict[str, torch.Tensor] = {}
-        values: dict[str, Any] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, _TensorRecord):
-                tensors[name] = _dcp_tensor(folder, name, entry, places)
-            else:
-                values[name] = _plain(_dcp_item(folder, name, places[name, ()]))
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        entries = {
+            name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, _TensorRecord)
+        }
+        kinds = {name: _dcp_kind(folder, name, entry, places) for name, entry in entries.items()}
+        values = {
+            name: _dcp_value(folder, name, places[name, ()])
+            for name in metadata.state_dict_metadata
+            if name not in entries
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: its metadata and its files do not fit together: {error!r}") from error
+
+    def read_box(name: str, box: Box) -> torch.Tensor:
+        return _dcp_part(folder, name, entries[name], places, box)
+
+    tensors = Tensors(kinds, lambda name: read_box(name, whole(kinds[name][1])), read_box)
     return Content(step, tensors, {"dcp": values} if values else {}, {"source": "dcp"}, {})
 
 
-def _dcp_tensor(folder: Path, name: str, entry: Any, places: Mapping[Any, Any]) -> torch.Tensor:
+def _dcp_kind(folder: Path, name: str, entry: Any, places: Mapping[Any, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Type and shape of a tensor whose parts are all there, in files inside the folder."""
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
     problem = coverage_problem(entry.size, boxes)
     if problem:
         raise CheckpointError(f"{folder}: tensor {name} is not whole: {problem}")
-    target: torch.Tensor | None = None
     for box in boxes:
+        _own_file(places[name, box.offset])
+    if entry.properties.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{folder}: tensor {name} has type {entry.properties.dtype}, which is not read")
+    return entry.properties.dtype, tuple(entry.size)
+
+
+def _dcp_part(folder: Path, name: str, entry: Any, places: Mapping[Any, Any], wanted: Box) -> torch.Tensor:
+    """One box of a tensor, from the parts that reach into it."""
+    target = torch.empty(wanted.shape, dtype=entry.properties.dtype)
+    for chunk in entry.chunks:
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        common = box.common(wanted) if box.count else None
+        if common is None:
+            continue
         part = _dcp_item(folder, name, places[name, box.offset])
-        if not isinstance(part, torch.Tensor) or tuple(part.shape) != box.shape:
+        if not isinstance(part, torch.Tensor) or tuple(part.shape) != box.shape or part.dtype != target.dtype:
             raise CheckpointError(f"{folder}: the part of {name} at {list(box.offset)} is not what its metadata says")
-        if target is None:
-            target = torch.empty(entry.size, dtype=part.dtype)
-        target[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))] = part
-    return target if target is not None else torch.empty(entry.size)
+        target[common.within(wanted)] = part[common.within(box)]
+    return target
+
+
+def _dcp_value(folder: Path, name: str, info: Any) -> Any:
+    """A value that is no tensor. What plain types cannot hold (a trainer's own classes) is named, and not read."""
+    try:
+        return _plain(_dcp_item(folder, name, info))
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
+        return "<not read: an object of the trainer's own>"
 
 
 def _dcp_item(folder: Path, name: str, info: Any) -> Any:
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{folder}: {name} is stored compressed, which is not read")
     path = folder / _own_file(info)
-    with path.open("rb") as file:
-        file.seek(info.offset)
-        content = file.read(info.length)
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises depends on the bytes
@@ -166,18 +214,27 @@ def _plain(value: Any) -> Any:
 
 
 def read_safetensors(path: Path, step: int = 0) -> Content:
-    """One safetensors file, or a folder of them as Hugging Face writes it; names get the prefix `model.`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    """One safetensors file, or a folder of them; names get the prefix `model.`, tensors are read on demand."""
+    from safetensors import SafetensorError, safe_open
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    tensors: dict[str, torch.Tensor] = {}
+    where: dict[str, Path] = {}
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for file in files:
         try:
-            for name, tensor in load_file(file).items():
-                tensors[f"model.{name}"] = tensor
-        except (SafetensorError, OSError) as error:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    where[f"model.{name}"] = file
+                    kinds[f"model.{name}"] = DTYPES[part.get_dtype()], tuple(part.get_shape())
+        except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not tensors:
+    if not kinds:
         raise CheckpointError(f"{path} holds no safetensors file")
-    return Content(step, tensors, {}, {"source": "safetensors"}, {})
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(where[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name.removeprefix("model."))
+        return tensor
+
+    return Content(step, Tensors(kinds, read), {}, {"source": "safetensors"}, {})

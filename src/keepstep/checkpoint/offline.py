@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,48 @@ from keepstep.checkpoint.hashing import Algorithm, best_algorithm
 from keepstep.checkpoint.layout import DTYPE_NAMES, DTYPES, Holding
 from keepstep.checkpoint.manifest import Manifest, StepFolder
 from keepstep.checkpoint.restore import bytes_of, fill
-from keepstep.checkpoint.shards import ShardReader, lay_out
+from keepstep.checkpoint.shards import PieceSpec, ShardReader, lay_out
 from keepstep.checkpoint.store import Store
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, each read when it is asked for and kept by nobody; types and shapes are known before."""
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Kind],
+        read: Callable[[str], torch.Tensor],
+        read_box: Callable[[str, Box], torch.Tensor] | None = None,
+    ) -> None:
+        self.kinds = kinds
+        self._read = read
+        self._read_box = read_box
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.kinds:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """One box of a tensor, without the rest of it where the source can do that."""
+        if self._read_box is not None:
+            return self._read_box(name, box)
+        tensor = self[name]
+        return tensor[box.within(whole(tensor.shape))] if tensor.shape else tensor
+
+
+def in_memory(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors that are there already."""
+    return Tensors({name: (item.dtype, tuple(item.shape)) for name, item in tensors.items()}, tensors.__getitem__)
 
 
 class OpenStep:
@@ -31,12 +71,23 @@ class OpenStep:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, whole and checked."""
+        return self.part(name, whole(self.manifest.tensors[name].shape))
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """One box of a tensor, checked."""
         entry = self.manifest.tensors[name]
-        target = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        held = Holding(name, entry.dtype, entry.shape, whole(entry.shape), target, None)
+        target = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
+        held = Holding(name, entry.dtype, entry.shape, box, target, None)
         for piece in entry.pieces:
-            fill(self._reader(piece.file), held, piece, piece.box)
+            common = piece.box.common(box)
+            if common is not None:
+                fill(self._reader(piece.file), held, piece, common)
         return target
+
+    def tensors(self) -> Tensors:
+        """All of them, read on demand."""
+        kinds = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in self.manifest.tensors.items()}
+        return Tensors(kinds, self.tensor, self.part)
 
     def _reader(self, file: int) -> ShardReader:
         if file not in self._readers:
@@ -50,18 +101,17 @@ class Content:
     """What a step holds, apart from how it is laid out."""
 
     step: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Tensors
     values: Mapping[str, Any]
     metadata: Mapping[str, Any]
     rank_values: Mapping[int, Any]
 
 
-def read_content(store: Store, step: StepFolder, prefix: str = "") -> Content:
-    """All of a step, or only the tensors whose names start with `prefix`, in memory."""
+def read_content(store: Store, step: StepFolder) -> Content:
+    """All of a step; its tensors are read when they are asked for."""
     source = OpenStep(store, step)
     manifest = source.manifest
-    tensors = {name: source.tensor(name) for name in manifest.tensors if name.startswith(prefix)}
-    return Content(manifest.step, tensors, manifest.values, manifest.metadata, manifest.rank_values)
+    return Content(manifest.step, source.tensors(), manifest.values, manifest.metadata, manifest.rank_values)
 
 
 def write_content(
@@ -71,25 +121,23 @@ def write_content(
     with_parity: bool = False,
     algorithm: Algorithm | None = None,
 ) -> StepFolder:
-    """Commit `content` as a new step in `shards` data files, each with its rows of every tensor."""
+    """Commit `content` as a new step in `shards` data files, each with its rows of every tensor.
+
+    One piece of one tensor is in memory at a time. Each is read twice: hashes come before the data in a file.
+    """
     sequence = 1 + max((step.marker.sequence for step in commit.committed_steps(store)), default=0)
     folder = commit.free_folder(store, content.step)
     attempt = Attempt(content.step, sequence, folder, secrets.token_hex(4), shards, algorithm or best_algorithm())
-    holds = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in content.tensors.items()}
+    holds = {name: (DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in content.tensors.kinds.items()}
+
+    def read(spec: PieceSpec) -> memoryview:
+        return bytes_of(content.tensors.part(spec.tensor, spec.box).contiguous())
+
     for shard in range(shards):
-        memory = {
-            (name, box): local
-            for name, tensor in content.tensors.items()
-            for box, local in [_rows(tensor, shard, shards)]
-            if local.numel()
-        }
-        specs, size_bytes = lay_out([(name, *holds[name], box) for name, box in memory])
-        buffer = torch.empty(size_bytes, dtype=torch.uint8)
-        for spec in specs:
-            target = buffer[spec.begin : spec.begin + spec.size_bytes].view(DTYPES[spec.dtype])
-            target.view(spec.box.shape).copy_(memory[spec.tensor, spec.box])
+        boxes = {name: _rows(shape, shard, shards) for name, (_, shape) in holds.items()}
+        specs, _ = lay_out([(name, *holds[name], box) for name, box in boxes.items() if box is not None and box.count])
         extra = {"holds": holds, "rank_values": content.rank_values.get(shard, {})}
-        commit.write_part(store, attempt, shard, specs, bytes_of(buffer), extra)
+        commit.stream_part(store, attempt, shard, specs, read, extra)
     parts = commit.await_parts(store, attempt, lambda: False, 1.0)
     manifest = commit.compose(attempt, parts, content.values, content.metadata)
     if with_parity:
@@ -97,11 +145,9 @@ def write_content(
     return commit.publish(store, attempt, manifest)
 
 
-def _rows(tensor: torch.Tensor, shard: int, shards: int) -> tuple[Box, torch.Tensor]:
+def _rows(shape: tuple[int, ...], shard: int, shards: int) -> Box | None:
     """One shard's rows of a tensor; a scalar belongs to the first."""
-    if not tensor.shape:
-        return Box((), ()), tensor if shard == 0 else tensor.new_empty(0)
-    rows = tensor.shape[0]
-    first, last = rows * shard // shards, rows * (shard + 1) // shards
-    local = tensor[first:last]
-    return Box((first, *(0,) * (len(tensor.shape) - 1)), tuple(local.shape)), local
+    if not shape:
+        return Box((), ()) if shard == 0 else None
+    first, last = shape[0] * shard // shards, shape[0] * (shard + 1) // shards
+    return Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))

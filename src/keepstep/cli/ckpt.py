@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UsageError
@@ -39,13 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("action", choices=tuple(_ACTIONS), help="what to do, see below")
     parser.add_argument("places", nargs="+", metavar="PLACE", help="where, see below")
-    parser.add_argument("--step", type=int, help="show, verify, repair: this step")
+    parser.add_argument("--step", type=int, help="show, verify, repair: this step; convert: what a foreign SOURCE is")
     parser.add_argument("--tensors", action="store_true", help="show: list every tensor")
     parser.add_argument("--keep", type=int, default=3, help="gc: newest commits to keep (default 3)")
     parser.add_argument("--keep-every", type=int, default=0, help="gc: keep steps divisible by this as well")
     parser.add_argument("--keep-best", type=int, default=0, help="gc: keep this many with the lowest loss as well")
     parser.add_argument("--yes", action="store_true", help="gc: do it")
-    parser.add_argument("--to", choices=("sharded", "full", "safetensors", "dcp"), help="convert: the form to write")
+    parser.add_argument(
+        "--to", choices=("sharded", "full", "safetensors", "dcp", "hf"), help="convert: the form to write"
+    )
+    parser.add_argument(
+        "--config", type=Path, help="convert: the model's shape (a run.yaml) where SOURCE does not say it"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="convert: precision of weights, from or to other trainers (default: fp32 in our forms, else as they are)",
+    )
     parser.add_argument("--shards", type=int, default=1, help="convert --to sharded: data files to write")
     parser.add_argument("--parity", action="store_true", help="convert: add a parity file")
     parser.add_argument("--json", action="store_true", help="answer as JSON")
@@ -293,15 +305,22 @@ def _gc(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.convert import read_any, write_any
+    from keepstep.checkpoint.convert import write_any
+    from keepstep.train.convert import PRECISIONS, open_source, write_hf
 
     source, target = args.places
     if args.to is None:
-        raise UsageError("keepstep ckpt convert needs --to", "--to sharded, full, safetensors or dcp")
+        raise UsageError("keepstep ckpt convert needs --to", "--to sharded, full, safetensors, dcp or hf")
     if args.shards < 1:
         raise UsageError(f"--shards is {args.shards}, and must be at least 1")
-    content = read_any(source, args.step or 0)
-    written = write_any(content, target, args.to, args.shards, args.parity)
+    # Training loads fp32 weights, so that is what another trainer's become in our own forms.
+    ours = args.dtype if args.dtype != "auto" else "fp32"
+    dtype = PRECISIONS[ours] if args.to in ("sharded", "full") else None
+    with open_source(source, args.config, args.step or 0, dtype) as content:
+        if args.to == "hf":
+            written = write_hf(content, Path(target), args.config, args.dtype)
+        else:
+            written = write_any(content, target, args.to, args.shards, args.parity)
     answer = {"written": written, "step": content.step, "tensors": len(content.tensors)}
     lines = [f"wrote {written}: step {content.step}, {len(content.tensors)} tensors read"]
     if args.to in ("sharded", "full"):

@@ -6,7 +6,7 @@ rule, an importer holds no more than one parameter in two layouts at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,17 +38,21 @@ def from_hf(tensors: Tensors, config: ModelConfig, family: Family) -> dict[str, 
 
 def import_parameters(tensors: Tensors, config: ModelConfig, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Our parameters one at a time, each made when it is asked for: `tensors` may read from disk on demand."""
-    used = set()
-    for rule in rules(config, family):
-        names = [_find(tensors, name) for name in rule.theirs]
-        used.update(names)
+    for rule, names in matched(tensors, rules(config, family), config):
         yield rule.ours, rule.pack(*(tensors[name] for name in names))
-    leftover = sorted(name for name in tensors if name not in used and not _is_derived(name, config))
+
+
+def matched(names: Collection[str], rules: Iterable[Rule], config: ModelConfig) -> list[tuple[Rule, list[str]]]:
+    """Each rule with the tensors it takes. One that is missing, or left over, is an error."""
+    found = [(rule, [_find(names, name) for name in rule.theirs]) for rule in rules]
+    used = {name for _, theirs in found for name in theirs}
+    leftover = sorted(name for name in names if name not in used and not _is_derived(name, config))
     if leftover:
         raise CheckpointError(
             f"{len(leftover)} tensors have no place in this model: {', '.join(leftover[:5])}",
             "does config.json belong to these weights?",
         )
+    return found
 
 
 def to_hf(state: Tensors, config: ModelConfig, family: Family) -> dict[str, Tensor]:
@@ -70,7 +74,7 @@ def rules(config: ModelConfig, family: Family) -> Iterator[Rule]:
             return _llama_like(config)
 
 
-def _find(tensors: Tensors, name: str) -> str:
+def _find(tensors: Collection[str], name: str) -> str:
     # Files saved from the bare model, as the first GPT-2 was, lack the outer `transformer.` or `model.`.
     for candidate in (name, name.partition(".")[2]):
         if candidate in tensors:
@@ -86,70 +90,71 @@ def _is_derived(name: str, config: ModelConfig) -> bool:
 
 
 def _llama_like(config: ModelConfig) -> Iterator[Rule]:
-    yield _vocab_rows("embed.weight", "model.embed_tokens.weight", config)
+    yield vocab_rows("embed.weight", "model.embed_tokens.weight", config)
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        yield _same(ours + "attention_norm.weight", theirs + "input_layernorm.weight")
+        yield same(ours + "attention_norm.weight", theirs + "input_layernorm.weight")
         for kind in _kinds(config.bias or config.qkv_bias):
             yield _separate_qkv(ours + f"attention.qkv.{kind}", theirs + "self_attn.", kind, config)
         for kind in _kinds(config.bias):
-            yield _same(ours + f"attention.out.{kind}", theirs + f"self_attn.o_proj.{kind}")
+            yield same(ours + f"attention.out.{kind}", theirs + f"self_attn.o_proj.{kind}")
         if config.qk_norm:
-            yield _same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
-            yield _same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
-        yield _same(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight")
+            yield same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
+            yield same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
+        yield same(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight")
         for kind in _kinds(config.bias):
             yield _gate_up(ours + f"mlp.gate_up.{kind}", theirs + "mlp.", kind, config)
-            yield _same(ours + f"mlp.down.{kind}", theirs + f"mlp.down_proj.{kind}")
-    yield _same("norm.weight", "model.norm.weight")
+            yield same(ours + f"mlp.down.{kind}", theirs + f"mlp.down_proj.{kind}")
+    yield same("norm.weight", "model.norm.weight")
     if not config.tied:
-        yield _vocab_rows("head.weight", "lm_head.weight", config)
+        yield vocab_rows("head.weight", "lm_head.weight", config)
 
 
 def _mpt(config: ModelConfig) -> Iterator[Rule]:
-    yield _vocab_rows("embed.weight", "transformer.wte.weight", config)
+    yield vocab_rows("embed.weight", "transformer.wte.weight", config)
     if config.positions == "learned":
-        yield _same("position.weight", "transformer.wpe.weight")
+        yield same("position.weight", "transformer.wpe.weight")
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}.", f"transformer.blocks.{layer}."
         for kind in _kinds(config.bias):
-            yield _same(ours + f"attention_norm.{kind}", theirs + f"norm_1.{kind}")
+            yield same(ours + f"attention_norm.{kind}", theirs + f"norm_1.{kind}")
             yield _fused_qkv(ours + f"attention.qkv.{kind}", theirs + f"attn.Wqkv.{kind}", config, transposed=False)
-            yield _same(ours + f"attention.out.{kind}", theirs + f"attn.out_proj.{kind}")
-            yield _same(ours + f"mlp_norm.{kind}", theirs + f"norm_2.{kind}")
-            yield _same(ours + f"mlp.up.{kind}", theirs + f"ffn.up_proj.{kind}")
-            yield _same(ours + f"mlp.down.{kind}", theirs + f"ffn.down_proj.{kind}")
+            yield same(ours + f"attention.out.{kind}", theirs + f"attn.out_proj.{kind}")
+            yield same(ours + f"mlp_norm.{kind}", theirs + f"norm_2.{kind}")
+            yield same(ours + f"mlp.up.{kind}", theirs + f"ffn.up_proj.{kind}")
+            yield same(ours + f"mlp.down.{kind}", theirs + f"ffn.down_proj.{kind}")
     for kind in _kinds(config.bias):
-        yield _same(f"norm.{kind}", f"transformer.norm_f.{kind}")
+        yield same(f"norm.{kind}", f"transformer.norm_f.{kind}")
     if not config.tied:
-        yield _vocab_rows("head.weight", "lm_head.weight", config)
+        yield vocab_rows("head.weight", "lm_head.weight", config)
 
 
 def _gpt2(config: ModelConfig) -> Iterator[Rule]:
     # GPT-2's linears are kept as [in, out]: their weights are transposed.
-    yield _vocab_rows("embed.weight", "transformer.wte.weight", config)
-    yield _same("position.weight", "transformer.wpe.weight")
+    yield vocab_rows("embed.weight", "transformer.wte.weight", config)
+    yield same("position.weight", "transformer.wpe.weight")
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}.", f"transformer.h.{layer}."
-        for kind, same in (("weight", _transposed), ("bias", _same)):
+        for kind, alike in (("weight", _transposed), ("bias", same)):
             qkv, flip = theirs + f"attn.c_attn.{kind}", kind == "weight"
-            yield _same(ours + f"attention_norm.{kind}", theirs + f"ln_1.{kind}")
+            yield same(ours + f"attention_norm.{kind}", theirs + f"ln_1.{kind}")
             yield _fused_qkv(ours + f"attention.qkv.{kind}", qkv, config, transposed=flip)
-            yield same(ours + f"attention.out.{kind}", theirs + f"attn.c_proj.{kind}")
-            yield _same(ours + f"mlp_norm.{kind}", theirs + f"ln_2.{kind}")
-            yield same(ours + f"mlp.up.{kind}", theirs + f"mlp.c_fc.{kind}")
-            yield same(ours + f"mlp.down.{kind}", theirs + f"mlp.c_proj.{kind}")
+            yield alike(ours + f"attention.out.{kind}", theirs + f"attn.c_proj.{kind}")
+            yield same(ours + f"mlp_norm.{kind}", theirs + f"ln_2.{kind}")
+            yield alike(ours + f"mlp.up.{kind}", theirs + f"mlp.c_fc.{kind}")
+            yield alike(ours + f"mlp.down.{kind}", theirs + f"mlp.c_proj.{kind}")
     for kind in ("weight", "bias"):
-        yield _same(f"norm.{kind}", f"transformer.ln_f.{kind}")
+        yield same(f"norm.{kind}", f"transformer.ln_f.{kind}")
     if not config.tied:
-        yield _vocab_rows("head.weight", "lm_head.weight", config)
+        yield vocab_rows("head.weight", "lm_head.weight", config)
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if bias else ("weight",)
 
 
-def _same(ours: str, theirs: str) -> Rule:
+def same(ours: str, theirs: str) -> Rule:
+    """A parameter that both keep alike."""
     return Rule(ours, (theirs,), lambda tensor: tensor, lambda tensor: (tensor,))
 
 
@@ -157,7 +162,7 @@ def _transposed(ours: str, theirs: str) -> Rule:
     return Rule(ours, (theirs,), lambda tensor: tensor.t().contiguous(), lambda tensor: (tensor.t().contiguous(),))
 
 
-def _vocab_rows(ours: str, theirs: str, config: ModelConfig) -> Rule:
+def vocab_rows(ours: str, theirs: str, config: ModelConfig) -> Rule:
     """Embedding or head: ours has zero rows up to the padded vocabulary."""
 
     def pack(tensor: Tensor) -> Tensor:

@@ -48,18 +48,22 @@ def block_activations(work: Workload) -> BlockActivations:
     model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
     widths = _Widths.of(model, work.degrees.tensor)
     gated = model.activation == "swiglu"
-    whole = size * _saved_numbers(model, widths, work) + _saved_statistics(model, widths)
+    whole = _saved_bytes(model, widths, work) + _saved_statistics(model, widths)
     match work.recompute:
         case "none":
             kept = whole
         case "selective":
-            products = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + widths.hidden + widths.query
+            products = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + widths.hidden
+            # Products in fp8 are cheap enough to do again; attention's output is kept.
+            products = widths.query + (0 if work.precision == "fp8" else products)
             kept = size * (stream_width(work) + products) + FP32 * widths.heads
         case "full":
             kept = size * stream_width(work)
     # Gradients of the inner tensors take the place of the forward's product, which has just gone, and more.
     working = size * ((2 if gated else 1) * widths.ffn + stream_width(work))
-    return BlockActivations(kept * tokens, whole * tokens, working * tokens)
+    quantised = _quantised_weights(model, widths) if work.precision == "fp8" else 0
+    kept_weights = quantised if work.recompute == "none" else 0
+    return BlockActivations(kept * tokens + kept_weights, whole * tokens + quantised, working * tokens)
 
 
 def stream_width(work: Workload) -> int:
@@ -67,23 +71,35 @@ def stream_width(work: Workload) -> int:
     return work.model.hidden // work.degrees.tensor
 
 
-def _saved_numbers(model: ModelConfig, widths: _Widths, work: Workload) -> int:
-    """Numbers a token leaves behind in compute precision when nothing is recomputed."""
+def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
+    """Bytes a token leaves behind, but for statistics, when nothing is recomputed."""
     turned = model.positions == "rotary" or model.qk_norm
-    attention = [
+    gated = model.activation == "swiglu"
+    kept = [
         stream_width(work),  # the block's input, kept by its norm
-        widths.hidden,  # the norm's output, kept by the projection
         widths.qkv,  # values are a view of it
         widths.query + widths.key if turned else 0,
         # Queries lie apart by group: one head after another needs a copy where a group has several.
         widths.query if not turned and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
         widths.query,  # attention's output, kept by attention and by the output projection
+        stream_width(work),  # the input of the feed-forward's norm
+        (2 if gated else 1) * widths.ffn,  # what goes into the activation
+        # Adapters keep the inputs that the weights' own gradients would, and their narrow middle.
+        work.lora_rank * len(work.lora_targets),
     ]
-    # The gate's kernel keeps its input, of two widths, and the next product keeps its output.
+    # What products keep of their inputs: both norms' outputs and the activation's.
+    inputs = 2 * widths.hidden + widths.ffn
+    if work.precision == "fp8":
+        # Each product has a copy of its input in fp8, one byte a number, attention's output included.
+        return work.compute_bytes * sum(kept) + inputs + widths.query
+    return work.compute_bytes * (sum(kept) + inputs)
+
+
+def _quantised_weights(model: ModelConfig, widths: _Widths) -> int:
+    """Bytes of a block's weights in fp8, which each product keeps for its backward."""
     inner = 3 if model.activation == "swiglu" else 2
-    mlp = [stream_width(work), widths.hidden, inner * widths.ffn]
-    return sum(attention) + sum(mlp)
+    return widths.hidden * (widths.qkv + widths.query + inner * widths.ffn)
 
 
 def _saved_statistics(model: ModelConfig, widths: _Widths) -> int:

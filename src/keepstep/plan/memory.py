@@ -130,14 +130,17 @@ class _Account:
         """Alive from the first step to the last, and between steps."""
         if self.work.offload:
             return Parts()
-        return Parts(parameters=FP32 * self.counts.total // self.shard, optimizer=self._optimizer_bytes())
+        weights = FP32 * self.counts.trained
+        if self.counts.adapters:
+            weights += self.size * self.counts.total
+        return Parts(parameters=weights // self.shard, optimizer=self._optimizer_bytes())
 
     def instants(self) -> dict[str, Parts]:
         """Bytes at each instant that can be the highest."""
         chosen = {
             "backward of the last block": self._backward(blocks_left=self.counts.blocks),
             "backward of the first block": self._backward(blocks_left=1),
-            "update": replace(self.fixed, gradients=self._gradients(self.counts.total)),
+            "update": replace(self.fixed, gradients=self._gradients(self.counts.trained)),
         }
         if self.last:
             chosen["loss"] = self._loss()
@@ -151,8 +154,8 @@ class _Account:
         return chosen
 
     def _optimizer_bytes(self) -> int:
-        if self.work.optimizer == "adamw":
-            return 2 * FP32 * self.counts.total // self.shard
+        if self.work.optimizer == "adamw" or self.counts.adapters:
+            return 2 * FP32 * self.counts.trained // self.shard
         matrices = self.counts.block * self.counts.blocks
         return (FP32 * matrices + 2 * FP32 * self.counts.ends) // self.shard
 
@@ -163,11 +166,11 @@ class _Account:
             return 2 * FP32 * self.counts.total
         if self.work.whole:
             # In compute precision as they come; sums of several micro batches are fp32.
-            return self.size * done + (FP32 * self.counts.total if self.accumulates else 0)
+            return self.size * done + (FP32 * self.counts.trained if self.accumulates else 0)
         if self.work.offload and not self.local_gradients:
             # Shards go to host memory as they come.
             return 0
-        counted = self.counts.total if self.accumulates else done
+        counted = self.counts.trained if self.accumulates else done
         return FP32 * counted // (1 if self.local_gradients else self.shard)
 
     def _gathered(self) -> int:
@@ -216,10 +219,12 @@ class _Account:
 
     def _backward(self, blocks_left: int) -> Parts:
         counts, model = self.counts, self.work.model
-        done = (counts.blocks - blocks_left) * counts.block
+        done = (counts.blocks - blocks_left) * counts.trained_block
         weight_gradient = self.size * model.hidden * model.ffn_size // self.work.degrees.tensor
+        if counts.adapters:
+            weight_gradient = 0
         whole = self.work.whole
-        reducing = 0 if whole or self.local_gradients or blocks_left == counts.blocks else FP32 * counts.block
+        reducing = 0 if whole or self.local_gradients or blocks_left == counts.blocks else FP32 * counts.trained_block
         gathered = 0 if whole or self.work.stays_gathered else self.gather_copies * self.size * counts.block
         return replace(
             self.fixed,
@@ -231,18 +236,18 @@ class _Account:
     def _reduction(self, blocks_left: int) -> Parts:
         """A block's gradients in compute precision and in fp32, before and after they reach their shards."""
         counts = self.counts
-        done = (counts.blocks - blocks_left) * counts.block
+        done = (counts.blocks - blocks_left) * counts.trained_block
         prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
         # Sums kept on this process are what is copied into the buffer; else it is the last micro batch's gradients.
-        incoming = 0 if self.local_gradients else self.size * counts.block
-        outgoing = 0 if self.local_gradients else FP32 * counts.block // self.shard
+        incoming = 0 if self.local_gradients else self.size * counts.trained_block
+        outgoing = 0 if self.local_gradients else FP32 * counts.trained_block // self.shard
         # The block's own weights are let go just before.
         let_go = self.size * counts.block if self.work.stays_gathered else 0
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient(),
             activations=self._activations(blocks_left - 1) + self.stream,
-            buffers=self._gathered() - let_go + prefetched + FP32 * counts.block + max(incoming, outgoing),
+            buffers=self._gathered() - let_go + prefetched + FP32 * counts.trained_block + max(incoming, outgoing),
         )
 
     def _embedding(self) -> Parts:

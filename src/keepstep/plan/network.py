@@ -131,12 +131,12 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     """What one process's collectives carry in one step, as whole tensors, for holding against a trace."""
     degrees, each = work.degrees, work.microbatches
     gathers, reductions = weight_passes(work)
-    blocks = counts.block * counts.blocks
+    blocks = (counts.block + counts.adapters) * counts.blocks
     sharded = degrees.weight_shards > 1
     # The ends stay gathered from forward to backward.
     ends_gathers = min(gathers, each)
     gathered = work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0
-    reduced = FP32 * reductions * counts.total if sharded else 0
+    reduced = FP32 * reductions * counts.trained if sharded else 0
     row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
     first, last = stage == 0, stage == degrees.pipeline - 1
     if degrees.tensor > 1:
@@ -149,7 +149,7 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     sends = each * row // degrees.tensor * (int(not first) + int(not last)) + each * counts.blocks * ring_bytes(work)
     if degrees.pipeline > 1 and work.model.tied and (first or last):
         sends += FP32 * counts.table // degrees.weight_shards
-    replicas = gradient_bytes(work) * counts.total // degrees.weight_shards if degrees.replicate > 1 else 0
+    replicas = gradient_bytes(work) * counts.trained // degrees.weight_shards if degrees.replicate > 1 else 0
     return StepBytes(gathered, reduced, replicas, sends)
 
 

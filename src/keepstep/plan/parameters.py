@@ -22,6 +22,18 @@ class StageParameters:
     """Embedding, positions, last norm and head, as far as the stage has them: FSDP's root unit."""
     table: int
     """The head's or the embedding's matrix, where the stage computes a gradient for it."""
+    adapters: int = 0
+    """Low-rank adapters of one block; with any, nothing else is trained."""
+
+    @property
+    def trained_block(self) -> int:
+        """Parameters of one block that have gradients."""
+        return self.adapters or self.block
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the stage that have gradients and moments."""
+        return self.adapters * self.blocks if self.adapters else self.total
 
     @property
     def total(self) -> int:
@@ -48,7 +60,27 @@ def stage_parameters(work: Workload, stage: int) -> StageParameters:
     ends = tables * table + (positions if first else 0) + (_norm(model) if last else 0)
     held = stage_layers(model.layers, stages * work.stages_per_process)
     blocks = sum(len(held[number]) for number in range(stage, len(held), stages))
-    return StageParameters(block_parameters(model, tensor), blocks, ends, table if first or last else 0)
+    learned_table = table if (first or last) and not work.lora_rank else 0
+    return StageParameters(block_parameters(model, tensor), blocks, ends, learned_table, block_adapters(work))
+
+
+def block_adapters(work: Workload) -> int:
+    """Numbers in one block's adapters: the first factor has a row a rank for each projection, the second is shared."""
+    model, targets = work.model, set(work.lora_targets)
+    query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
+    gated = model.activation == "swiglu"
+    linears = {
+        ("q", "k", "v"): (model.hidden, query + 2 * key),
+        ("o",): (query, model.hidden),
+        ("gate", "up") if gated else ("up",): (model.hidden, (2 if gated else 1) * model.ffn_size),
+        ("down",): (model.ffn_size, model.hidden),
+    }
+    numbers = sum(
+        len(targets & set(names)) * inputs + outputs
+        for names, (inputs, outputs) in linears.items()
+        if targets & set(names)
+    )
+    return work.lora_rank * numbers // work.degrees.tensor
 
 
 def _positions(model: ModelConfig) -> int:

@@ -80,6 +80,9 @@ class Workload:
     offload: bool = False
     exact: bool = False
     """`reproducible: elastic`: whole weights on every process, gradients summed as whole numbers."""
+    lora_rank: int = 0
+    """Width of adapters; above 0 they alone are trained, and the weights are frozen in compute precision."""
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -148,4 +151,6 @@ def workload_of(
         device_bytes=device_bytes,
         offload=config.parallel.offload,
         exact=config.reproducible == "elastic",
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets if config.lora.rank else (),
     )

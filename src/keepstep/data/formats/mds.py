@@ -7,13 +7,14 @@ check every offset of a shard once, when it is first touched; names that lead ou
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from keepstep.core.files import write_atomic
 SIZE_LIMIT = 1 << 26
 INDEX = "index.json"
 _LARGEST_INDEX_BYTES = 1 << 30
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""Names that need no second look: no folder, no leading dot."""
 _SHAPE_TYPES: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<u8"))
 _TOKEN_TYPES = {
     name: np.dtype(name).newbyteorder("<")
@@ -128,9 +131,8 @@ def write_index(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
     write_atomic(folder / INDEX, json.dumps({"shards": list(entries), "version": 2}, sort_keys=True))
 
 
-@dataclass(frozen=True)
-class ShardEntry:
-    """One shard as the index describes it, checked."""
+class ShardEntry(NamedTuple):
+    """One shard as the index describes it, checked. A tuple: an index of 10^12 tokens has hundreds of thousands."""
 
     basename: str
     bytes: int
@@ -149,53 +151,91 @@ def parse_index(raw: bytes, where: str) -> list[ShardEntry]:
     """The shards of an index.json; anything odd in it is an error that names the shard."""
     if len(raw) > _LARGEST_INDEX_BYTES:
         raise DataError(f"{where} is {len(raw):,} bytes long", "no index is that large: the file is damaged")
-    # An index of 10^12 tokens has tens of thousands of entries: the fast parser is what keeps opening it short.
+    # An index of 10^12 tokens has hundreds of thousands of entries: the fast parser is what keeps opening it short.
     import orjson
 
+    # The collector would walk the growing heap again and again, and there is nothing in it to collect.
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        index = orjson.loads(raw)
-        shards = index["shards"]
-        if index["version"] != 2 or not isinstance(shards, list):
-            raise ValueError("not version 2")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"{where} is not an MDS index: {error}", "the file is damaged: build or copy it again"
-        ) from error
-    return [_parse_entry(entry, f"{where} shard {number}") for number, entry in enumerate(shards)]
+        try:
+            index = orjson.loads(raw)
+            shards = index["shards"]
+            if index["version"] != 2 or not isinstance(shards, list):
+                raise ValueError("not version 2")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(
+                f"{where} is not an MDS index: {error}", "the file is damaged: build or copy it again"
+            ) from error
+        columns: dict[Any, _Columns] = {}
+        parsed = []
+        # From the back, so that what is parsed can go.
+        while shards:
+            number = len(shards) - 1
+            parsed.append(_parse_entry(shards.pop(), columns, where, number))
+        return parsed[::-1]
+    finally:
+        if collecting:
+            gc.enable()
 
 
-def _parse_entry(entry: Any, where: str) -> ShardEntry:
+_Columns = tuple[tuple[str, ...], tuple[str, ...], tuple[int | None, ...]]
+
+
+def _parse_entry(entry: Any, columns: dict[Any, _Columns], where: str, number: int) -> ShardEntry:
     try:
         if entry["format"] != "mds" or entry["version"] != 2:
             raise ValueError(f"format {entry['format']} version {entry['version']}")
-        raw, zipped = entry["raw_data"], entry.get("zip_data") or {"basename": "", "bytes": 0, "hashes": {}}
+        raw, zipped = entry["raw_data"], entry.get("zip_data")
+        written = (*entry["column_names"], None, *entry["column_encodings"], None, *entry["column_sizes"])
+        # Shards of one set have the same columns: they are looked at once and shared.
+        known = columns.get(written)
+        if known is None:
+            known = columns[written] = _parse_columns(entry)
         parsed = ShardEntry(
             _safe_name(raw["basename"]),
             int(raw["bytes"]),
             int(entry["samples"]),
-            tuple(map(str, entry["column_names"])),
-            tuple(map(str, entry["column_encodings"])),
-            tuple(None if size is None else int(size) for size in entry["column_sizes"]),
-            {str(name): str(value) for name, value in (raw.get("hashes") or {}).items()},
+            *known,
+            _parse_hashes(raw),
             str(entry.get("compression") or ""),
-            _safe_name(zipped["basename"]) if zipped["basename"] else "",
-            int(zipped["bytes"]),
-            {str(name): str(value) for name, value in (zipped.get("hashes") or {}).items()},
+            _safe_name(zipped["basename"]) if zipped and zipped["basename"] else "",
+            int(zipped["bytes"]) if zipped else 0,
+            _parse_hashes(zipped) if zipped else {},
         )
         if not 0 <= parsed.samples < 1 << 32 or not 0 <= parsed.bytes < 1 << 32 or parsed.zip_bytes < 0:
             raise ValueError(f"{parsed.samples} samples in {parsed.bytes} bytes")
-        if not len(parsed.column_names) == len(parsed.column_encodings) == len(parsed.column_sizes):
-            raise ValueError("its column lists differ in length")
-        if any(size is not None and size < 0 for size in parsed.column_sizes):
-            raise ValueError("a column of negative size")
         if parsed.compression and not parsed.zip_basename:
             raise ValueError("compressed, but without zip_data")
         return parsed
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"{where} is malformed: {error}", "the index is damaged: build or copy it again") from error
+        raise DataError(
+            f"{where} shard {number} is malformed: {error}", "the index is damaged: build or copy it again"
+        ) from error
+
+
+def _parse_columns(entry: Any) -> _Columns:
+    names = tuple(map(str, entry["column_names"]))
+    encodings = tuple(map(str, entry["column_encodings"]))
+    sizes = tuple(None if size is None else int(size) for size in entry["column_sizes"])
+    if not len(names) == len(encodings) == len(sizes):
+        raise ValueError("its column lists differ in length")
+    if any(size is not None and size < 0 for size in sizes):
+        raise ValueError("a column of negative size")
+    return names, encodings, sizes
+
+
+def _parse_hashes(file: Any) -> dict[str, str]:
+    hashes = file.get("hashes") or {}
+    for value in hashes.values():
+        if not isinstance(value, str):
+            raise ValueError(f"its hash {value!r} is no text")
+    return dict(hashes)
 
 
 def _safe_name(name: str) -> str:
+    if _PLAIN_NAME.fullmatch(name):
+        return name
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
         raise ValueError(f"its file name {name!r} leads out of the folder")

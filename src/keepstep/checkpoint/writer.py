@@ -162,8 +162,8 @@ class _Inbox:
 def main(arguments: list[str]) -> int:
     """Serve jobs from the snapshot memory behind the given file descriptor until stdin closes."""
     # A Ctrl-C or a launcher's SIGTERM goes to the whole group; the trainer decides what it means and closes our stdin.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     handle = int(arguments[0])
     inbox = _Inbox()
     memory: mmap.mmap | None = None

@@ -20,9 +20,12 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from keepstep.resilience.signals import STOP_SIGNALS
+
 STACKS_FILE = "KEEPSTEP_STACKS_FILE"
 """Environment variable: where a process writes its stacks when the agent asks for them."""
 STACKS_SIGNAL = signal.SIGUSR2
+_WARM = "keepstep.resilience.warm"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Workers:
         # Threads would not survive a fork: the numeric libraries must start none in the warm process.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(task.preload))
+        self._context.set_forkserver_preload([_WARM, *task.preload])
         self._processes: list[BaseProcess] = []
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
@@ -115,6 +118,9 @@ def _work(task: Task, environment: dict[str, str]) -> None:
     """In the new process."""
     # A group of its own: helpers it starts can be ended with it, and a terminal's Ctrl-C reaches the agent alone.
     os.setpgid(0, 0)
+    for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+        # The warm process ignores these; its children must not.
+        signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
     threading.Thread(target=_stop_with_agent, name="agent-watch", daemon=True).start()
     stacks = environment.get(STACKS_FILE)

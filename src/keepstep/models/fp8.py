@@ -167,12 +167,12 @@ def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tupl
     """`x` in fp8, its largest magnitude filling the format; the same transposed; and what undoes the scale."""
     if largest is None:
         largest = torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32)
-    limit = torch.finfo(dtype).max
-    undo = largest.clamp(min=1e-12) / limit
     if x.is_cuda and has_triton():
         from keepstep.models.kernels.quantise import quantise_both
 
-        return *quantise_both(x.contiguous(), undo.reciprocal(), dtype), undo
+        return quantise_both(x.contiguous(), largest, dtype)
+    limit = torch.finfo(dtype).max
+    undo = largest.clamp(min=1e-12) / limit
     small = (x.float() / undo).clamp(-limit, limit).to(dtype)
     return small, small.t().contiguous(), undo
 

@@ -20,6 +20,7 @@ from keepstep.models.masks import Context, make_context
 from keepstep.models.mlp import make_mlp
 from keepstep.models.norm import make_norm
 from keepstep.models.positions import document_positions
+from keepstep.models.residual import add_and_norm
 
 
 class Block(nn.Module):
@@ -35,9 +36,10 @@ class Block(nn.Module):
 
     def forward(self, x_btd: Tensor, context: Context) -> Tensor:
         """The residual stream after this block."""
-        attended_btd = self.attention(self.attention_norm(x_btd), context)
-        x_btd = x_btd + F.dropout(attended_btd, self.dropout, self.training)
-        return x_btd + F.dropout(self.mlp(self.mlp_norm(x_btd)), self.dropout, self.training)
+        x_btd, normed_btd = add_and_norm(x_btd, None, self.attention_norm)
+        attended_btd = F.dropout(self.attention(normed_btd, context), self.dropout, self.training)
+        x_btd, normed_btd = add_and_norm(x_btd, attended_btd, self.mlp_norm)
+        return x_btd + F.dropout(self.mlp(normed_btd), self.dropout, self.training)
 
 
 class Transformer(nn.Module):

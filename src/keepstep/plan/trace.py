@@ -160,15 +160,17 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
     def pieces(tokens: int, rows: int, logits: Tensor) -> int:
         return max(1, min(tokens, -(-tokens * rows * logits.element_size() // (device_bytes // PIECE_SHARE))))
 
-    def add_in_place(total: Tensor, _left: Tensor, _right: Tensor) -> None:
-        total.zero_()
+    def add_in_place(total: head._WeightSum, _left: Tensor, _right: Tensor) -> None:
+        total.total_vd.zero_()
 
     with ExitStack() as stack:
-        kernels = {"keepstep.models.kernels.cross_entropy": SimpleNamespace(cross_entropy_=fused_loss)}
+        kernels = {
+            "keepstep.models.kernels.cross_entropy": SimpleNamespace(cross_entropy_=fused_loss, scale_=Tensor.mul_)
+        }
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
         stack.enter_context(mock.patch.object(head, "_fused", return_value=True))
-        stack.enter_context(mock.patch.object(head, "_add_product", add_in_place))
+        stack.enter_context(mock.patch.object(head._WeightSum, "add", add_in_place))
         for module in (head, vocabulary):
             stack.enter_context(mock.patch.object(module, "default_chunks", pieces))
         stack.enter_context(

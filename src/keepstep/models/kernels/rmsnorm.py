@@ -69,7 +69,7 @@ def rms_norm_forward(x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, ep
     block = triton.next_power_of_2(width)
     _forward_kernel[(rows,)](
         x_md, added_md, weight_d, stream_md, normed_md, inverses_m, width, eps, added_md is not None, block,
-        num_warps=_warps(block),
+        num_warps=_warps(block, 16),
     )  # fmt: skip
     return stream_md, normed_md, inverses_m
 
@@ -87,11 +87,10 @@ def rms_norm_backward(
     _backward_kernel[(programs,)](
         d_normed_md, d_stream_md, stream_md, inverses_m, weight_d, dx_md, sums, rows,
         triton.cdiv(rows, programs), width, block,
-        num_warps=_warps(block),
+        num_warps=_warps(block, 8),
     )  # fmt: skip
     return dx_md, sums.sum(0).to(weight_d.dtype)
 
 
-def _warps(block: int) -> int:
-    """16 numbers a thread."""
-    return max(1, min(16, block // 512))
+def _warps(block: int, numbers_per_thread: int) -> int:
+    return max(1, min(16, block // (32 * numbers_per_thread)))

@@ -19,15 +19,16 @@ def add_and_norm(x_btd: Tensor, added_btd: Tensor | None, norm: nn.Module) -> tu
     """The stream with `added_btd`, and its norm."""
     # A norm that tensor parallelism changed reads its weight in a way of its own.
     if x_btd.is_cuda and type(norm) is RMSNorm:
-        stream_md, normed_md = _AddAndNorm.apply(
-            x_btd.flatten(0, -2),
-            None if added_btd is None else added_btd.flatten(0, -2),
-            norm.weight.to(x_btd.dtype),
-            norm.eps,
-        )  # type: ignore[no-untyped-call]
-        return stream_md.view_as(x_btd), normed_md.view_as(x_btd)
+        return joined_add_and_norm(x_btd, added_btd, norm.weight, norm.eps)
     stream_btd = x_btd if added_btd is None else x_btd + added_btd
     return stream_btd, norm(stream_btd)
+
+
+def joined_add_and_norm(x_btd: Tensor, added_btd: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same for an RMS norm through the joined operators, on any device."""
+    added_md = None if added_btd is None else added_btd.flatten(0, -2)
+    both: tuple[Tensor, Tensor] = _AddAndNorm.apply(x_btd.flatten(0, -2), added_md, weight_d.to(x_btd.dtype), eps)  # type: ignore[no-untyped-call]
+    return both[0].view_as(x_btd), both[1].view_as(x_btd)
 
 
 class _AddAndNorm(torch.autograd.Function):

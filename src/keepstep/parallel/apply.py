@@ -51,7 +51,7 @@ def apply_parallel(
             block.hands_over = shard_dtype is None and modes[int(layer)] == "none"
             apply_recompute(block, modes[int(layer)])
             if compute.compile:
-                block.forward = torch.compile(block.forward)
+                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if shard_dtype is not None:
             shard_model(stage, grid.weights_mesh, ShardPolicy(shard_dtype, keep_gathered, parallel.offload))
     return stages

@@ -60,7 +60,9 @@ def _backward_kernel(
     tl.store(weight_sums + program * width + lanes, total, mask=exists)
 
 
-def rms_norm_forward(x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, ...]:
+def rms_norm_forward(
+    x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The stream (x itself where nothing is added), its norm, and the fp32 inverse root of each row's mean square."""
     rows, width = x_md.shape
     stream_md = x_md if added_md is None else torch.empty_like(x_md)

@@ -56,7 +56,7 @@ class Attention(nn.Module):
         qkv_btm = self.qkv(x_btd)
         if self.clip_qkv:
             qkv_btm = qkv_btm.clamp(-self.clip_qkv, self.clip_qkv)
-        if rotary is not None and self.query_norm is None and qkv_btm.is_cuda:
+        if rotary is not None and self.query_norm is None and splits_and_turns_at_once(qkv_btm):
             query_btne, key_btge, value_btge = split_and_turn(qkv_btm, *rotary, self.queries_per_group, self.head_size)
             return query_btne, key_btge, value_btge
         grouped = qkv_btm.unflatten(-1, (-1, self.queries_per_group + 2, self.head_size))
@@ -66,6 +66,11 @@ class Attention(nn.Module):
         if rotary is not None:
             query_btgre, key_btge = rotate(query_btgre, *rotary), rotate(key_btge, *rotary)
         return query_btgre.flatten(2, 3), key_btge, value_btge
+
+
+def splits_and_turns_at_once(qkv_btm: Tensor) -> bool:
+    """Whether one kernel takes the projection apart; a CPU has none, and can differentiate its own operators twice."""
+    return qkv_btm.is_cuda
 
 
 def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:

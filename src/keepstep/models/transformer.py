@@ -100,7 +100,7 @@ class Transformer(nn.Module):
         for block in self.blocks.values():
             x_btd, added_btd = block(x_btd, context, added_btd)
         if added_btd is not None:
-            x_btd = x_btd + added_btd
+            x_btd, added_btd = x_btd + added_btd, None
         if self.norm is None:
             return x_btd
         x_btd = self.norm(x_btd)

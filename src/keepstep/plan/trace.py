@@ -22,7 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keepstep.models import head
+from keepstep.models import attention, head
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.swiglu import swiglu
 from keepstep.parallel import vocabulary
@@ -170,6 +170,8 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
         stack.enter_context(mock.patch.object(head, "_fused", return_value=True))
+        # A function, not a mock: that would remember what it was called with, and keep it alive.
+        stack.enter_context(mock.patch.object(attention, "splits_and_turns_at_once", lambda _qkv: True))
         stack.enter_context(mock.patch.object(head._WeightSum, "add", add_in_place))
         for module in (head, vocabulary):
             stack.enter_context(mock.patch.object(module, "default_chunks", pieces))

@@ -169,8 +169,8 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
         }
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
-        stack.enter_context(mock.patch.object(head, "_fused", return_value=True))
-        # A function, not a mock: that would remember what it was called with, and keep it alive.
+        # Functions, not mocks: those remember what they were called with, and keep it alive.
+        stack.enter_context(mock.patch.object(head, "_fused", lambda _tensor: True))
         stack.enter_context(mock.patch.object(attention, "splits_and_turns_at_once", lambda _qkv: True))
         stack.enter_context(mock.patch.object(head._WeightSum, "add", add_in_place))
         for module in (head, vocabulary):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from keepstep.models.fp8 import FORWARD, Fp8Linear, fp8_gated, to_fp8
+from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, to_fp8
 from keepstep.models.head import head_loss
 from keepstep.models.norm import RMSNorm
 from keepstep.models.residual import add_and_norm
@@ -145,3 +145,14 @@ def test_fp8_with_its_scale_and_its_transpose() -> None:
     assert small.float().abs().max() == torch.finfo(FORWARD).max
     assert torch.equal(turned.float(), small.float().t())
     assert relative(small.float() * undo, x) < 0.04
+
+
+def test_fp8_gradients_over_many_tokens_are_added_up_in_full() -> None:
+    torch.manual_seed(8)
+    x, dy = (torch.randn(32768, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    (_, x8_km, x_undo), (_, w8_kn, w_undo) = to_fp8(x, FORWARD), to_fp8(dy[:512], FORWARD)
+    _, d_weight = fp8_gradients(dy + x, x8_km, x_undo, w8_kn, w_undo)
+    dy8_nm, dy_undo = to_fp8(dy + x, BACKWARD)[1:]
+    exact = (dy8_nm.double() @ x8_km.double().t()) * (dy_undo.double() * x_undo.double())
+    # Fast sums would be 8% off.
+    assert relative(d_weight, exact) < 5e-3

@@ -157,6 +157,10 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
         del with_gradient
         return torch.empty(logits_nv.shape[0], dtype=torch.float32, device=logits_nv.device)
 
+    # A function, not a mock: that remembers what it was called with, and keeps it alive.
+    def there_is_one(_tensor: Tensor) -> bool:
+        return True
+
     def pieces(tokens: int, rows: int, logits: Tensor) -> int:
         return max(1, min(tokens, -(-tokens * rows * logits.element_size() // (device_bytes // PIECE_SHARE))))
 
@@ -169,9 +173,8 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
         }
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
-        # Functions, not mocks: those remember what they were called with, and keep it alive.
-        stack.enter_context(mock.patch.object(head, "_fused", lambda _tensor: True))
-        stack.enter_context(mock.patch.object(attention, "splits_and_turns_at_once", lambda _qkv: True))
+        stack.enter_context(mock.patch.object(head, "_fused", there_is_one))
+        stack.enter_context(mock.patch.object(attention, "splits_and_turns_at_once", there_is_one))
         stack.enter_context(mock.patch.object(head._WeightSum, "add", add_in_place))
         for module in (head, vocabulary):
             stack.enter_context(mock.patch.object(module, "default_chunks", pieces))

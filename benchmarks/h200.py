@@ -12,12 +12,15 @@ import gc
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from titan_style import titan_step
 from torch import Tensor
@@ -25,8 +28,10 @@ from torch import Tensor
 from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
 from keepstep.core.files import write_json
+from keepstep.data.formats.megatron import MegatronWriter
 from keepstep.models.size import flops_per_token, mfu_llm_foundry, peak_flops
 from keepstep.train.bench import bench_step
+from keepstep.train.record import Recorder
 from keepstep.train.run import train
 
 RESULTS = Path(__file__).parent / "results" / "h200.json"
@@ -110,6 +115,47 @@ def final_loss(precision: str, steps: int, runs_dir: Path) -> float:
     return statistics.mean(line["loss"] for line in lines[-20:])
 
 
+def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
+    """What a real run's step spends on waiting for data and on telling about itself, all sinks on and all off.
+
+    Telemetry's share is the time that the training thread spends in it; the medians of both runs show what that comes
+    to, within the noise of a GPU that is at its power limit.
+    """
+    spent_s: list[float] = []
+    plain = Recorder.step_done
+
+    def watched(recorder: Recorder, *args: Any) -> None:
+        started = time.perf_counter()
+        plain(recorder, *args)
+        spent_s.append(time.perf_counter() - started)
+
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "tokens"
+        document = np.random.default_rng(1).integers(0, run.model.vocab, (steps * run.global_batch, run.model.seq_len))
+        with MegatronWriter(data, np.dtype(np.int32)) as writer:
+            for row in document:
+                writer.add(row)
+        lines: dict[str, list[dict[str, float]]] = {}
+        for name, observe in {
+            "off": replace(run.observe, tensorboard=False, rank_interval=0),
+            "on": replace(run.observe, tensorboard=True, rank_interval=1, metrics_port=9464),
+        }.items():
+            fresh()
+            spent_s.clear()
+            with mock.patch.object(Recorder, "step_done", watched):
+                train(replace(run, name=name, runs_dir=folder, data=replace(run.data, path=str(data)), observe=observe))
+            path = Path(folder) / name / "metrics.jsonl"
+            # The first steps compile.
+            lines[name] = [json.loads(line) for line in path.read_text().splitlines()][5:]
+    medians_s = {name: statistics.median(line["step_s"] for line in of) for name, of in lines.items()}
+    return {
+        "steps": steps,
+        "step_s": medians_s,
+        "data_wait_share": statistics.mean(line["data_s"] for line in lines["on"]) / medians_s["on"],
+        "telemetry_share": statistics.mean(spent_s[5:]) / medians_s["on"],
+    }
+
+
 def measure(steps: int, parity_steps: int, with_hugging_face: bool) -> dict[str, Any]:
     llama_1b = config("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16")
     mpt_1b = config("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16")
@@ -136,6 +182,11 @@ def measure(steps: int, parity_steps: int, with_hugging_face: bool) -> dict[str,
     result["mpt1b_mfu"] = mfu_llm_foundry(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
     result["llama8b"] = ours(llama_8b, steps)
     result["llama8b_mfu"] = result["llama8b"]["mfu"]
+    quiet = ("checkpoint.at_end=false", "evaluate.at_end=false")
+    real = config("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16", "max_duration=40ba", *quiet)
+    result["side_costs"] = side_costs(real, 40)
+    result["data_wait_share"] = result["side_costs"]["data_wait_share"]
+    result["telemetry_share"] = result["side_costs"]["telemetry_share"]
     if parity_steps:
         with tempfile.TemporaryDirectory() as folder:
             losses = {name: final_loss(name, parity_steps, Path(folder)) for name in ("bf16", "fp8")}
@@ -152,7 +203,15 @@ def main() -> None:
     args = parser.parse_args()
     result = measure(args.steps, args.parity_steps, not args.no_hugging_face)
     write_json(args.out, result)
-    for name in ("llama1b_bf16_vs_titan", "llama1b_fp8_vs_titan", "mpt1b_mfu", "llama8b_mfu", "parity"):
+    for name in (
+        "llama1b_bf16_vs_titan",
+        "llama1b_fp8_vs_titan",
+        "mpt1b_mfu",
+        "llama8b_mfu",
+        "data_wait_share",
+        "telemetry_share",
+        "parity",
+    ):
         print(f"{name:<28}{result.get(name)}")
 
 

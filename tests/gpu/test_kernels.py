@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from keepstep.models.fp8 import Fp8Linear, fp8_gated
+from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, to_fp8
 from keepstep.models.head import head_loss
+from keepstep.models.norm import RMSNorm
+from keepstep.models.residual import add_and_norm
 from keepstep.models.swiglu import activate, activate_backward, swiglu
+from keepstep.models.turn import split_and_turn
 from keepstep.train.master import bias_corrections, join, plain_update, split
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels run on a GPU")
@@ -99,3 +102,62 @@ def test_adamw_on_split_weights() -> None:
     before = [part.clone() for part in ours]
     adamw_((ours[0], ours[1]), gradient, (ours[2], ours[3]), factor * float("nan"), **settings)  # type: ignore[arg-type]
     assert all(torch.equal(part, kept) for part, kept in zip(ours, before, strict=True))
+
+
+@pytest.mark.parametrize("with_added", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(32768, 2048), (300, 4096), (5, 96)])
+def test_residual_sum_and_norm_forward_and_backward(rows: int, width: int, with_added: bool) -> None:
+    torch.manual_seed(5)
+    norm = RMSNorm(width, 1e-5).to(CUDA, torch.bfloat16)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    parts = [torch.randn(1, rows, width, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
+    x, added = parts[0].requires_grad_(), parts[1].requires_grad_() if with_added else None
+    exact = [part.detach().double().requires_grad_() for part in (x, norm.weight, *([added] if with_added else []))]  # type: ignore[union-attr]
+    ours = add_and_norm(x, added, norm)
+    stream = exact[0] + exact[2] if with_added else exact[0] * 1
+    # The kernel normalises the sum as it was stored, in bf16.
+    stream = stream + (ours[0].detach().double() - stream).detach()
+    theirs = (stream, F.rms_norm(stream, (width,), exact[1], 1e-5))
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b) < 4e-3
+    wanted = [x, norm.weight, *([added] if with_added else [])]
+    gradients = torch.autograd.grad(ours, wanted, parts[2:])  # type: ignore[arg-type]
+    expected = torch.autograd.grad(theirs, exact, [part.double() for part in parts[2:]])
+    for a, b in zip(gradients, expected, strict=True):
+        assert relative(a, b) < 6e-3
+
+
+@pytest.mark.parametrize(("groups", "queries", "size", "tables"), [(8, 4, 64, 1), (3, 1, 96, 2), (2, 8, 128, 2)])
+def test_rotary_with_the_split_of_the_projection(groups: int, queries: int, size: int, tables: int) -> None:
+    torch.manual_seed(6)
+    qkv = torch.randn(2, 700, groups * (queries + 2) * size, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    angle = torch.rand(tables, 700, size // 2, device=CUDA) * 6
+    theirs_in = qkv.detach().cpu().requires_grad_()
+    ours = split_and_turn(qkv, angle.cos(), angle.sin(), queries, size)
+    theirs = split_and_turn(theirs_in, angle.cpu().cos(), angle.cpu().sin(), queries, size)
+    # Attention hands gradients back head by head: strides that are not those of the parts.
+    gradients = [torch.randn_like(part.transpose(1, 2).contiguous()).transpose(1, 2) for part in ours]
+    back = torch.autograd.grad(ours, qkv, gradients)[0]
+    wanted = torch.autograd.grad(theirs, theirs_in, [gradient.cpu() for gradient in gradients])[0]
+    for a, b in zip((*ours, back), (*theirs, wanted), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-2, atol=1e-2)
+
+
+def test_fp8_with_its_scale_and_its_transpose() -> None:
+    torch.manual_seed(7)
+    x = torch.randn(1000, 600, device=CUDA, dtype=torch.bfloat16)
+    small, turned, undo = to_fp8(x, FORWARD)
+    assert small.float().abs().max() == torch.finfo(FORWARD).max
+    assert torch.equal(turned.float(), small.float().t())
+    assert relative(small.float() * undo, x) < 0.04
+
+
+def test_fp8_gradients_over_many_tokens_are_added_up_in_full() -> None:
+    torch.manual_seed(8)
+    x, dy = (torch.randn(32768, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    (_, x8_km, x_undo), (_, w8_kn, w_undo) = to_fp8(x, FORWARD), to_fp8(dy[:512], FORWARD)
+    _, d_weight = fp8_gradients(dy + x, x8_km, x_undo, w8_kn, w_undo)
+    dy8_nm, dy_undo = to_fp8(dy + x, BACKWARD)[1:]
+    exact = (dy8_nm.double() @ x8_km.double().t()) * (dy_undo.double() * x_undo.double())
+    # Fast sums would be 8% off.
+    assert relative(d_weight, exact) < 5e-3

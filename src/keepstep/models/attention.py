@@ -21,6 +21,7 @@ from keepstep.models.linear import make_linear
 from keepstep.models.masks import Context
 from keepstep.models.norm import RMSNorm
 from keepstep.models.positions import rotate
+from keepstep.models.turn import split_and_turn
 
 
 class Attention(nn.Module):
@@ -44,25 +45,32 @@ class Attention(nn.Module):
 
     def forward(self, x_btd: Tensor, context: Context) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual."""
-        query_btgre, key_btge, value_btge = self._project(x_btd)
-        if context.rotary is not None:
-            query_btgre, key_btge = rotate(query_btgre, *context.rotary), rotate(key_btge, *context.rotary)
-        query_btne = query_btgre.flatten(2, 3)
+        query_btne, key_btge, value_btge = self._project(x_btd, context.rotary)
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
         mixed_btne = self.attend(query_btne, key_btge, value_btge, self.first_head, context)
         output_btd: Tensor = self.out(mixed_btne.flatten(2))
         return output_btd
 
-    def _project(self, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         qkv_btm = self.qkv(x_btd)
         if self.clip_qkv:
             qkv_btm = qkv_btm.clamp(-self.clip_qkv, self.clip_qkv)
+        if rotary is not None and self.query_norm is None and splits_and_turns_at_once(qkv_btm):
+            query_btne, key_btge, value_btge = split_and_turn(qkv_btm, *rotary, self.queries_per_group, self.head_size)
+            return query_btne, key_btge, value_btge
         grouped = qkv_btm.unflatten(-1, (-1, self.queries_per_group + 2, self.head_size))
         query_btgre, key_btge, value_btge = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
         if self.query_norm is not None and self.key_norm is not None:
             query_btgre, key_btge = self.query_norm(query_btgre), self.key_norm(key_btge)
-        return query_btgre, key_btge, value_btge
+        if rotary is not None:
+            query_btgre, key_btge = rotate(query_btgre, *rotary), rotate(key_btge, *rotary)
+        return query_btgre.flatten(2, 3), key_btge, value_btge
+
+
+def splits_and_turns_at_once(qkv_btm: Tensor) -> bool:
+    """Whether one kernel takes the projection apart; a CPU has none, and can differentiate its own operators twice."""
+    return qkv_btm.is_cuda
 
 
 def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:

@@ -2,7 +2,11 @@
 
 Scaling is per tensor and dynamic: each operand is scaled so that its largest magnitude becomes the largest number of
 the format, at the moment it is used. Activations and weights take e4m3 (three bits of precision), gradients e5m2 (more
-range). Sums are fp32, results bf16; weights, optimizer and everything outside the products stay as they are.
+range). Results are bf16; weights, optimizer and everything outside the products stay as they are.
+
+The tensor cores' fast sums keep about 14 bits and cut off the rest. Outputs, sums over a layer's inputs, stand that
+(0.1 to 0.9% beside the 3.6% of the format itself). Gradients are sums over outputs or over all tokens: there it would
+be up to 8.5%, and 6% of a weight's gradient would be missing. They are added up in fp32, for 2.5% of the step.
 
 Shape legend: m tokens, k inputs, n outputs; a trailing 8 is a tensor in fp8, a t before it says transposed.
 """
@@ -118,14 +122,14 @@ def _(dh_mf: Tensor, fused_mn: Tensor, width: int, x8_km: Tensor, *_others: Tens
 def _forward(x_mk: Tensor, w_nk: Tensor, x_largest: Tensor | None) -> tuple[Tensor, Kept]:
     x8_mk, x8_km, x_undo = to_fp8(x_mk, FORWARD, x_largest)
     w8_nk, w8_kn, w_undo = to_fp8(w_nk, FORWARD)
-    return multiply(x8_mk, w8_nk, x_undo, w_undo, x_mk.dtype), (x8_km, x_undo, w8_kn, w_undo)
+    return multiply(x8_mk, w8_nk, x_undo, w_undo, x_mk.dtype, fast_sums=True), (x8_km, x_undo, w8_kn, w_undo)
 
 
 def _gradients(dy_mn: Tensor, largest: Tensor | None, kept: Kept) -> tuple[Tensor, Tensor]:
     x8_km, x_undo, w8_kn, w_undo = kept
     dy8_mn, dy8_nm, dy_undo = to_fp8(dy_mn, BACKWARD, largest)
-    dx_mk = multiply(dy8_mn, w8_kn, dy_undo, w_undo, dy_mn.dtype)
-    return dx_mk, multiply(dy8_nm, x8_km, dy_undo, x_undo, dy_mn.dtype)
+    dx_mk = multiply(dy8_mn, w8_kn, dy_undo, w_undo, dy_mn.dtype, fast_sums=False)
+    return dx_mk, multiply(dy8_nm, x8_km, dy_undo, x_undo, dy_mn.dtype, fast_sums=False)
 
 
 def _fake_kept(x_mk: Tensor, w_nk: Tensor) -> Kept:
@@ -167,18 +171,21 @@ def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tupl
     """`x` in fp8, its largest magnitude filling the format; the same transposed; and what undoes the scale."""
     if largest is None:
         largest = torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32)
-    limit = torch.finfo(dtype).max
-    undo = largest.clamp(min=1e-12) / limit
     if x.is_cuda and has_triton():
         from keepstep.models.kernels.quantise import quantise_both
 
-        return *quantise_both(x.contiguous(), undo.reciprocal(), dtype), undo
+        return quantise_both(x.contiguous(), largest, dtype)
+    limit = torch.finfo(dtype).max
+    undo = largest.clamp(min=1e-12) / limit
     small = (x.float() / undo).clamp(-limit, limit).to(dtype)
     return small, small.t().contiguous(), undo
 
 
-def multiply(a8_ij: Tensor, b8_lj: Tensor, a_undo: Tensor, b_undo: Tensor, dtype: torch.dtype) -> Tensor:
+def multiply(
+    a8_ij: Tensor, b8_lj: Tensor, a_undo: Tensor, b_undo: Tensor, dtype: torch.dtype, *, fast_sums: bool
+) -> Tensor:
     """a · bᵀ with both scales undone; both sides are contiguous along the dimension that is summed."""
     if a8_ij.is_cuda:
-        return torch._scaled_mm(a8_ij, b8_lj.t(), scale_a=a_undo, scale_b=b_undo, out_dtype=dtype, use_fast_accum=True)
+        scales = {"scale_a": a_undo, "scale_b": b_undo}
+        return torch._scaled_mm(a8_ij, b8_lj.t(), **scales, out_dtype=dtype, use_fast_accum=fast_sums)
     return ((a8_ij.float() @ b8_lj.float().t()) * (a_undo * b_undo)).to(dtype)

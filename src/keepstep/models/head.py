@@ -112,6 +112,28 @@ def _token_losses(log_probability_nv: Tensor, targets_n: Tensor) -> Tensor:
     return -log_probability_nv.gather(1, targets_n.clamp(min=0)[:, None]).squeeze(1)
 
 
+class _WeightSum:
+    """What the head's gradient is added up in, piece by piece."""
+
+    def __init__(self, weight_vd: Tensor, pieces: int) -> None:
+        self._only = pieces == 1
+        # fp32: a sum over many pieces in bfloat16 would stop growing. One piece is summed inside its product.
+        self.total_vd = torch.empty_like(weight_vd) if self._only else torch.zeros_like(weight_vd, dtype=torch.float32)
+
+    def add(self, left_vn: Tensor, right_nd: Tensor) -> None:
+        """Add a product of matrices."""
+        total_vd = self.total_vd
+        if self._only:
+            torch.mm(left_vn, right_nd, out=total_vd)
+        elif total_vd.dtype == left_vn.dtype:
+            total_vd.addmm_(left_vn, right_nd)
+        elif total_vd.is_cuda:
+            # The GPU's kernels add half-precision products to an fp32 matrix without rounding in between.
+            torch.addmm(total_vd, left_vn, right_nd, out_dtype=torch.float32, out=total_vd)
+        else:
+            total_vd.add_(torch.mm(left_vn, right_nd))
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and, in the same pass, its gradient by hidden states and head weights."""
 
@@ -120,25 +142,24 @@ class _ChunkedLoss(torch.autograd.Function):
         by_hidden, by_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         hidden_grad_nd = torch.empty_like(hidden_nd) if by_hidden else None
-        # fp32: a sum over many pieces in bfloat16 would stop growing. One piece is summed inside its product.
-        sum_dtype = weight_vd.dtype if pieces == 1 else torch.float32
-        weight_grad_vd = torch.zeros_like(weight_vd, dtype=sum_dtype) if by_weight else None
+        weight_sum = _WeightSum(weight_vd, pieces) if by_weight else None
         piece_size = -(-hidden_nd.shape[0] // pieces)
         for start in range(0, hidden_nd.shape[0], piece_size):
             piece = slice(start, start + piece_size)
             grad_nd = None if hidden_grad_nd is None else hidden_grad_nd[piece]
-            loss += _piece_loss(hidden_nd[piece], weight_vd, targets_n[piece], vocab, grad_nd, weight_grad_vd)
-        ctx.grads = (hidden_grad_nd, weight_grad_vd, weight_vd.dtype)
+            loss += _piece_loss(hidden_nd[piece], weight_vd, targets_n[piece], vocab, grad_nd, weight_sum)
+        ctx.grads = (hidden_grad_nd, weight_sum and weight_sum.total_vd, weight_vd.dtype)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         hidden_grad_nd, weight_grad_vd, weight_dtype = ctx.grads
         del ctx.grads
-        scale = grad_outputs[0]
-        by_hidden = None if hidden_grad_nd is None else (hidden_grad_nd * scale).to(hidden_grad_nd.dtype)
-        by_weight = None if weight_grad_vd is None else weight_grad_vd.mul_(scale).to(weight_dtype)
-        return by_hidden, by_weight, None, None, None
+        for grad in (hidden_grad_nd, weight_grad_vd):
+            if grad is not None:
+                _scale_in_place(grad, grad_outputs[0])
+        by_weight = None if weight_grad_vd is None else weight_grad_vd.to(weight_dtype)
+        return hidden_grad_nd, by_weight, None, None, None
 
 
 def _piece_loss(
@@ -147,7 +168,7 @@ def _piece_loss(
     targets_n: Tensor,
     vocab: int,
     hidden_grad_nd: Tensor | None,
-    weight_grad_vd: Tensor | None,
+    weight_sum: _WeightSum | None,
 ) -> Tensor:
     """One piece's loss; fills its hidden states' gradient and adds to the weights'. Its logits are gone on return."""
     if _fused(hidden_nd):
@@ -157,8 +178,8 @@ def _piece_loss(
         loss_n = cross_entropy_(logits_nv, targets_n, vocab, with_gradient=True)
         if hidden_grad_nd is not None:
             torch.mm(logits_nv, weight_vd, out=hidden_grad_nd)
-        if weight_grad_vd is not None:
-            _add_product(weight_grad_vd, logits_nv.t(), hidden_nd)
+        if weight_sum is not None:
+            weight_sum.add(logits_nv.t(), hidden_nd)
         return loss_n.sum()
     counts_n1 = (targets_n != NO_LOSS)[:, None]
     logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab)
@@ -167,8 +188,8 @@ def _piece_loss(
     # Tokens without a target are left out on the narrow side of both products: v is many times d.
     if hidden_grad_nd is not None:
         torch.mul(torch.mm(logits_grad_nv, weight_vd), counts_n1, out=hidden_grad_nd)
-    if weight_grad_vd is not None:
-        _add_product(weight_grad_vd, logits_grad_nv.t(), hidden_nd * counts_n1)
+    if weight_sum is not None:
+        weight_sum.add(logits_grad_nv.t(), hidden_nd * counts_n1)
     return loss_n.where(counts_n1.squeeze(1), 0.0).sum()
 
 
@@ -181,11 +202,10 @@ def _logits_grad(logits_nv: Tensor, log_probability_nv: Tensor, loss_n: Tensor, 
     return grad_nv
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        # The GPU's kernels add half-precision products to an fp32 matrix without rounding in between.
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+def _scale_in_place(tensor: Tensor, factor: Tensor) -> None:
+    if _fused(tensor):
+        from keepstep.models.kernels.cross_entropy import scale_
+
+        scale_(tensor, factor)
     else:
-        total.add_(torch.mm(left, right))
+        tensor.mul_(factor)

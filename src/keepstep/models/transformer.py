@@ -20,6 +20,7 @@ from keepstep.models.masks import Context, make_context
 from keepstep.models.mlp import make_mlp
 from keepstep.models.norm import make_norm
 from keepstep.models.positions import document_positions
+from keepstep.models.residual import add_and_norm
 
 
 class Block(nn.Module):
@@ -32,12 +33,17 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
+        self.hands_over = False
+        """Whether the last sum is left to the next norm, for one kernel to do both. Costs memory where block inputs are
+        kept, and FSDP wants outputs that are nobody's views."""
 
-    def forward(self, x_btd: Tensor, context: Context) -> Tensor:
-        """The residual stream after this block."""
-        attended_btd = self.attention(self.attention_norm(x_btd), context)
-        x_btd = x_btd + F.dropout(attended_btd, self.dropout, self.training)
-        return x_btd + F.dropout(self.mlp(self.mlp_norm(x_btd)), self.dropout, self.training)
+    def forward(self, x_btd: Tensor, context: Context, added_btd: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is still to be added to it: taken and handed on alike."""
+        x_btd, normed_btd = add_and_norm(x_btd, added_btd, self.attention_norm)
+        attended_btd = F.dropout(self.attention(normed_btd, context), self.dropout, self.training)
+        x_btd, normed_btd = add_and_norm(x_btd, attended_btd, self.mlp_norm)
+        added_btd = F.dropout(self.mlp(normed_btd), self.dropout, self.training)
+        return (x_btd, added_btd) if self.hands_over else (x_btd + added_btd, None)
 
 
 class Transformer(nn.Module):
@@ -90,8 +96,11 @@ class Transformer(nn.Module):
                 positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
         x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
         context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache)
+        added_btd: Tensor | None = None
         for block in self.blocks.values():
-            x_btd = block(x_btd, context)
+            x_btd, added_btd = block(x_btd, context, added_btd)
+        if added_btd is not None:
+            x_btd, added_btd = x_btd + added_btd, None
         if self.norm is None:
             return x_btd
         x_btd = self.norm(x_btd)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from keepstep.config.schema import ComputeConfig, ParallelConfig
-from keepstep.models.transformer import Transformer
+from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.context import split_rows
 from keepstep.parallel.fsdp import ShardPolicy, shard_model
 from keepstep.parallel.mesh import Grid
@@ -47,9 +47,11 @@ def apply_parallel(
         if grid.context_group is not None:
             split_rows(stage, grid.context_group)
         for layer, block in stage.blocks.items():
+            assert isinstance(block, Block)
+            block.hands_over = shard_dtype is None and modes[int(layer)] == "none"
             apply_recompute(block, modes[int(layer)])
             if compute.compile:
-                block.forward = torch.compile(block.forward)
+                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if shard_dtype is not None:
             shard_model(stage, grid.weights_mesh, ShardPolicy(shard_dtype, keep_gathered, parallel.offload))
     return stages

@@ -73,14 +73,14 @@ def stream_width(work: Workload) -> int:
 
 def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
     """Bytes a token leaves behind, but for statistics, when nothing is recomputed."""
-    turned = model.positions == "rotary" or model.qk_norm
+    rotary = model.positions == "rotary"
     gated = model.activation == "swiglu"
     kept = [
         stream_width(work),  # the block's input, kept by its norm
-        widths.qkv,  # values are a view of it
-        widths.query + widths.key if turned else 0,
+        widths.qkv,  # queries, keys and values apart where one kernel splits and turns, else all that they are views of
+        widths.query + widths.key if model.qk_norm else 0,
         # Queries lie apart by group: one head after another needs a copy where a group has several.
-        widths.query if not turned and model.heads > model.key_value_heads else 0,
+        widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
         widths.query,  # attention's output, kept by attention and by the output projection
         stream_width(work),  # the input of the feed-forward's norm

@@ -22,7 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keepstep.models import head
+from keepstep.models import attention, head
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.swiglu import swiglu
 from keepstep.parallel import vocabulary
@@ -157,18 +157,25 @@ def gpu_kernels(device_bytes: int) -> Iterator[None]:
         del with_gradient
         return torch.empty(logits_nv.shape[0], dtype=torch.float32, device=logits_nv.device)
 
+    # A function, not a mock: that remembers what it was called with, and keeps it alive.
+    def there_is_one(_tensor: Tensor) -> bool:
+        return True
+
     def pieces(tokens: int, rows: int, logits: Tensor) -> int:
         return max(1, min(tokens, -(-tokens * rows * logits.element_size() // (device_bytes // PIECE_SHARE))))
 
-    def add_in_place(total: Tensor, _left: Tensor, _right: Tensor) -> None:
-        total.zero_()
+    def add_in_place(total: head._WeightSum, _left: Tensor, _right: Tensor) -> None:
+        total.total_vd.zero_()
 
     with ExitStack() as stack:
-        kernels = {"keepstep.models.kernels.cross_entropy": SimpleNamespace(cross_entropy_=fused_loss)}
+        kernels = {
+            "keepstep.models.kernels.cross_entropy": SimpleNamespace(cross_entropy_=fused_loss, scale_=Tensor.mul_)
+        }
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", fused_norm))
-        stack.enter_context(mock.patch.object(head, "_fused", return_value=True))
-        stack.enter_context(mock.patch.object(head, "_add_product", add_in_place))
+        stack.enter_context(mock.patch.object(head, "_fused", there_is_one))
+        stack.enter_context(mock.patch.object(attention, "splits_and_turns_at_once", there_is_one))
+        stack.enter_context(mock.patch.object(head._WeightSum, "add", add_in_place))
         for module in (head, vocabulary):
             stack.enter_context(mock.patch.object(module, "default_chunks", pieces))
         stack.enter_context(

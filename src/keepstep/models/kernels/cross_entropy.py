@@ -1,8 +1,9 @@
 """Cross-entropy and its gradient over logits in one kernel, in place.
 
 One program a row. The first pass over the row finds the normaliser, the second overwrites the logits with their
-gradient; a row of a 128k vocabulary is 256 KiB, so the second pass finds it in the cache and each logit travels to
-memory and back once. Torch's own operators make five passes in fp32.
+gradient. A row of a 128k vocabulary is 256 KiB: the second pass finds it in the cache, and each logit travels to memory
+and back once, if no more rows are under way than the cache holds. So programs are wide: few fill a multiprocessor.
+Torch's own operators make five passes in fp32.
 """
 
 from __future__ import annotations
@@ -12,36 +13,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
-_WARPS = 8
+_ROWS, _COLUMNS = 16, 4096
+"""A tile of logits: as many columns as all threads load at once, and how many such loads are under way."""
+_WARPS = 16
+_LOWEST = tl.constexpr(-1e30)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _row_kernel(logits, targets, losses, row_stride, vocab, width, block: tl.constexpr, with_gradient: tl.constexpr):
+def _row_kernel(
+    logits, targets, losses, row_stride, vocab, width,
+    rows: tl.constexpr, columns: tl.constexpr, with_gradient: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row)
-    lanes = tl.arange(0, block)
-    top = float("-inf")
-    total = tl.zeros((block,), tl.float32)
-    for start in range(0, vocab, block):
-        x = tl.load(logits + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
-        # One maximum for the whole row so far: each logit then costs one exponential, not two.
+    tile = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
+    # Maximum and sum of every column: no thread waits for another before the end, and one exponential a logit is
+    # enough but for one a column and tile.
+    top = tl.full((columns,), _LOWEST, tl.float32)
+    total = tl.zeros((columns,), tl.float32)
+    for start in range(0, vocab, rows * columns):
+        places = start + tile
+        x = tl.load(logits + places, mask=places < vocab, other=float("-inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        total = total * tl.exp2((top - higher) * _LOG2_E)
+        total += tl.sum(tl.exp2(x * _LOG2_E - (higher * _LOG2_E)[None, :]), 0)
         top = higher
-    normaliser = top + tl.log(tl.sum(total, 0))
+    highest = tl.max(top, 0)
+    normaliser = highest + tl.log(tl.sum(total * tl.exp2((top - highest) * _LOG2_E), 0))
     counts = target >= 0
     wanted = tl.load(logits + tl.where(counts, target, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(counts, normaliser - wanted, 0.0))
     if with_gradient:
         tl.debug_barrier()
-        for start in range(0, width, block):
-            places = start + lanes
-            x = tl.load(logits + places, mask=places < vocab, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - normaliser) - tl.where(places == target, 1.0, 0.0)
-            gradient = tl.where(counts, gradient, 0.0)
-            tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=places < width)
+        # Nothing is left of a row that does not count when what is taken off is infinite.
+        shift = tl.where(counts, normaliser * _LOG2_E, float("inf"))
+        for start in range(0, width, rows * columns):
+            places = start + tile
+            x = tl.load(logits + places, mask=places < vocab, other=float("-inf"), eviction_policy="evict_first")
+            gradient = tl.exp2(x.to(tl.float32) * _LOG2_E - shift).to(logits.dtype.element_ty)
+            tl.store(logits + places, gradient, mask=places < width, eviction_policy="evict_first")
+        tl.debug_barrier()
+        at_target = tl.exp2(wanted * _LOG2_E - shift) - 1.0
+        tl.store(logits + target, at_target.to(logits.dtype.element_ty), mask=counts)
 
 
 def cross_entropy_(logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradient: bool) -> Tensor:
@@ -52,6 +68,20 @@ def cross_entropy_(logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradie
     rows, width = logits_nv.shape
     losses_n = torch.empty(rows, dtype=torch.float32, device=logits_nv.device)
     _row_kernel[(rows,)](
-        logits_nv, targets_n, losses_n, logits_nv.stride(0), vocab, width, _BLOCK, with_gradient, num_warps=_WARPS
-    )
+        logits_nv, targets_n, losses_n, logits_nv.stride(0), vocab, width, _ROWS, _COLUMNS, with_gradient,
+        num_warps=_WARPS,
+    )  # fmt: skip
     return losses_n
+
+
+@triton.jit
+def _scale_kernel(tensor, factor, size, block: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    x = tl.load(tensor + places, mask=places < size).to(tl.float32) * tl.load(factor)
+    tl.store(tensor + places, x.to(tensor.dtype.element_ty), mask=places < size)
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    """Multiply by an fp32 device scalar, in place; torch's own operator reads bf16 one number at a time for this."""
+    block = 4096
+    _scale_kernel[(triton.cdiv(tensor.numel(), block),)](tensor, factor, tensor.numel(), block, num_warps=8)

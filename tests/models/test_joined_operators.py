@@ -1,0 +1,73 @@
+"""Operators that have a kernel on a GPU, in the form that every device runs, against the plain formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from model_variants import LLAMA, build, random_tokens
+from torch.nn import functional as F
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.positions import rotate
+from keepstep.models.residual import joined_add_and_norm
+from keepstep.models.turn import split_and_turn
+
+
+def outputs_and_gradients(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    inputs = [part.detach().clone().requires_grad_() for part in inputs]
+    outputs = function(*inputs)
+    torch.manual_seed(9)
+    # Strides of their own, as attention's gradients have them.
+    seeds = [torch.randn_like(part.transpose(0, 1).contiguous()).transpose(0, 1) for part in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, seeds)]
+
+
+# Torch's own compiler warns of what it does itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sum_and_norm(compiled: bool) -> None:
+    torch.manual_seed(1)
+    x, added, weight = torch.randn(2, 5, 24), torch.randn(2, 5, 24), torch.rand(24)
+
+    def joined(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        stream, normed = joined_add_and_norm(x, None, weight, 1e-5)
+        return *joined_add_and_norm(stream + normed, added, weight, 1e-5), normed
+
+    def plain(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        normed = F.rms_norm(x, (24,), weight, 1e-5)
+        stream = x + normed + added
+        return stream, F.rms_norm(stream, (24,), weight, 1e-5), normed
+
+    function = torch.compile(joined, backend="aot_eager", fullgraph=True) if compiled else joined
+    ours, theirs = outputs_and_gradients(function, [x, added, weight]), outputs_and_gradients(plain, [x, added, weight])
+    torch.testing.assert_close(ours, theirs)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_the_split_of_the_projection_with_rotary(tables: int) -> None:
+    torch.manual_seed(2)
+    qkv, angle = torch.randn(2, 7, 3 * (4 + 2) * 8), torch.rand(tables, 7, 4)
+    cos, sin = angle.cos(), angle.sin()
+
+    def plain(qkv: torch.Tensor) -> Sequence[torch.Tensor]:
+        grouped = qkv.unflatten(-1, (3, 6, 8))
+        query, key, value = grouped[..., :4, :], grouped[..., 4, :], grouped[..., 5, :]
+        return rotate(query, cos, sin).flatten(2, 3), rotate(key, cos, sin), value
+
+    ours = outputs_and_gradients(lambda qkv: split_and_turn(qkv, cos, sin, 4, 8), [qkv])
+    torch.testing.assert_close(ours, outputs_and_gradients(plain, [qkv]))
+
+
+def test_a_sum_left_to_the_next_norm_changes_no_bit() -> None:
+    config = ModelConfig(**LLAMA)
+    model, tokens = build(config), random_tokens(config, 2, 24)
+    at_once = model(tokens, tokens)
+    for block in model.blocks.values():
+        block.hands_over = True  # type: ignore[assignment]
+    assert torch.equal(model(tokens, tokens), at_once)

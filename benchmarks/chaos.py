@@ -37,6 +37,7 @@ MODEL = [
     "compute.device=cpu",
 ]  # fmt: skip
 KILL_AT, STEPS = 12, 20
+MARK, END = "<!-- chaos: written by benchmarks/chaos.py -->", "<!-- /chaos -->"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -45,8 +46,12 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=200)
     parser.add_argument("--soak", type=int, default=0, help="random faults in one run; 0 leaves it out")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--docs-only", action="store_true", help="only write the table in docs/faults.md again")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
     args = parser.parse_args()
+    if args.docs_only:
+        write_docs(json.loads(args.output.read_text()))
+        return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         results: dict[str, Any] = suite(folder)
@@ -58,6 +63,7 @@ def main() -> int:
             results["soak"] = json.loads(args.output.read_text()).get("soak")
     results["machine"] = f"{os.cpu_count()} cores, {platform.system()}"
     args.output.write_text(json.dumps(results, indent=1) + "\n")
+    write_docs(results)
     print(json.dumps({key: value for key, value in results.items() if key not in ("faults", "soak")}, indent=1))
     return 0 if results["passed"] else 1
 
@@ -148,6 +154,34 @@ def restarts_in_a_row(folder: Path, count: int) -> dict[str, Any]:
     if done.returncode:
         print(done.stderr[-2000:], file=sys.stderr)
     return {"restarts": count, "restarts_at_first_attempt": first_attempts, "restarts_exit_code": done.returncode}
+
+
+def write_docs(results: dict[str, Any]) -> None:
+    """The table in docs/faults.md, from the results."""
+
+    def seconds(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f} s"
+
+    lines = ["| Fault | noticed after | ready again after | steps done again | losses equal |", "|---|---|---|---|---|"]
+    for fault in results["faults"]:
+        times = f"{seconds(fault['detected_s'])} | {seconds(fault['recovered_s'])}"
+        equal = "yes" if fault["loss_equal"] else "no"
+        lines.append(f"| {fault['title']} | {times} | {fault['steps_lost']} | {equal} |")
+    ours, theirs = (statistics.median(results[key]) for key in ("recovery_s", "recovery_torchrun_s"))
+    lines += [
+        "",
+        "From SIGKILL of one of two processes to a state that is ready for the next step, a model of 28M parameters: "
+        f"**{ours:.2f} s**, torchrun with a DCP resume {theirs:.2f} s: {results['recovery_ratio_torchrun']:.2f} of it. "
+        f"{results['restarts_at_first_attempt']} of {results['restarts']} restarts in a row succeeded at the first "
+        f"attempt.",
+    ]
+    if results.get("soak"):
+        soaked = results["soak"]
+        how = "with the losses of the undisturbed run and nothing left behind" if soaked["passed"] else "FAILED"
+        lines += ["", f"{soaked['faults']} random faults in one run: {how}, in {soaked['seconds'] / 60:.0f} minutes."]
+    page = ROOT / "docs" / "faults.md"
+    before, _, rest = page.read_text().partition(MARK + "\n")
+    page.write_text(before + MARK + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
 
 
 def keepstep(*words: str) -> list[str]:

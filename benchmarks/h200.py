@@ -156,7 +156,8 @@ def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(steps: int, parity_steps: int, with_hugging_face: bool) -> dict[str, Any]:
+def measure(steps: int, parity_steps: int, with_hugging_face: bool, out: Path) -> dict[str, Any]:
+    """All of it; what is measured is written at once, because time on a rented GPU may end before the run does."""
     llama_1b = config("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16")
     mpt_1b = config("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16")
     llama_8b = config("model=llama-8b", "global_batch=1", "microbatch=1", "precision=bf16", "compute.recompute=auto")
@@ -172,25 +173,28 @@ def measure(steps: int, parity_steps: int, with_hugging_face: bool) -> dict[str,
     tokens = llama_1b.global_batch * llama_1b.model.seq_len
     peak = peak_flops(torch.cuda.get_device_name(), "bf16")
     assert peak is not None
+    write_json(out, result)
     result["llama1b_titan"]["mfu"] = tokens / reference_s * flops_per_token(llama_1b.model, 4096) / peak
     if with_hugging_face:
         result["llama1b_hugging_face"] = hugging_face(llama_1b, steps)
         result["llama1b_bf16_vs_hugging_face"] = (
             result["llama1b_hugging_face"]["step_s"] / result["llama1b_bf16"]["step_s"]
         )
+    if parity_steps:
+        with tempfile.TemporaryDirectory() as folder:
+            losses = {name: final_loss(name, parity_steps, Path(folder)) for name in ("bf16", "fp8")}
+        result["parity"] = {"steps": parity_steps, **losses, "relative": abs(losses["fp8"] / losses["bf16"] - 1)}
+        write_json(out, result)
     result["mpt1b"] = ours(mpt_1b, steps)
     result["mpt1b_mfu"] = mfu_llm_foundry(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
     result["llama8b"] = ours(llama_8b, steps)
     result["llama8b_mfu"] = result["llama8b"]["mfu"]
+    write_json(out, result)
     quiet = ("checkpoint.at_end=false", "evaluate.at_end=false")
     real = config("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16", "max_duration=40ba", *quiet)
     result["side_costs"] = side_costs(real, 40)
     result["data_wait_share"] = result["side_costs"]["data_wait_share"]
     result["telemetry_share"] = result["side_costs"]["telemetry_share"]
-    if parity_steps:
-        with tempfile.TemporaryDirectory() as folder:
-            losses = {name: final_loss(name, parity_steps, Path(folder)) for name in ("bf16", "fp8")}
-        result["parity"] = {"steps": parity_steps, **losses, "relative": abs(losses["fp8"] / losses["bf16"] - 1)}
     return result
 
 
@@ -201,7 +205,7 @@ def main() -> None:
     parser.add_argument("--no-hugging-face", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    result = measure(args.steps, args.parity_steps, not args.no_hugging_face)
+    result = measure(args.steps, args.parity_steps, not args.no_hugging_face, args.out)
     write_json(args.out, result)
     for name in (
         "llama1b_bf16_vs_titan",

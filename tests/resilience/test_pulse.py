@@ -13,7 +13,7 @@ from keepstep.core.errors import CheckpointError, ConfigError, DataError, Diverg
 from keepstep.resilience.causes import CAUSE_FILE, Cause, classify, first_cause, read_cause, write_cause
 from keepstep.resilience.hangs import Look, most_suspect
 from keepstep.resilience.pulse import Beat, Board, Pulse
-from keepstep.resilience.scratch import scratch_folder
+from keepstep.resilience.scratch import remove_with, scratch_folder
 
 
 def test_a_process_is_overdue_after_the_time_it_named_itself() -> None:
@@ -100,3 +100,19 @@ def test_what_a_killed_agent_left_is_removed_by_the_next(tmp_path: Path, monkeyp
             assert first.is_dir(), "its agent lives"
             assert second != first
     assert not list(tmp_path.iterdir())
+
+
+def test_the_fork_servers_folder_of_a_killed_agent_goes_too_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    kept, gone = tmp_path / "precious", tmp_path / "tmp" / "pymp-1"
+    for number, folder in enumerate((kept, gone)):
+        folder.mkdir(parents=True)
+        left = tmp_path / "tmp" / f"keepstep-agent-{number}"
+        left.mkdir()
+        (left / "lock").touch()
+        remove_with(left, folder)
+    with scratch_folder():
+        assert kept.exists()
+        assert not gone.exists()

@@ -22,7 +22,7 @@ from keepstep.resilience.causes import CAUSE_FILE, Cause, first_cause, read_caus
 from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
-from keepstep.resilience.scratch import scratch_folder
+from keepstep.resilience.scratch import remove_with, scratch_folder
 from keepstep.resilience.signals import STOP_SIGNALS
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
@@ -133,7 +133,7 @@ class _Agent:
         if ending.code is not None:
             return ending.code
         if self._signals:
-            return EXIT_STOPPED if self._stopped_by_us(ending) else (ending.cause or _UNKNOWN).exit_code
+            return self._stopped_code(ending.cause or _UNKNOWN)
         if ending.cause is not None and not self._goes_on(ending.cause):
             return ending.cause.exit_code
         return None
@@ -151,6 +151,7 @@ class _Agent:
         for place in range(self._processes):
             self._cause_file(place).unlink(missing_ok=True)
         self._workers.start([self._environment(meeting, place) for place in range(self._processes)])
+        remove_with(self._scratch, self._workers.server_folder)
         self._attempts += 1
 
     def _environment(self, meeting: Meeting, place: int) -> dict[str, str]:
@@ -255,11 +256,16 @@ class _Agent:
     def _furthest_step(self) -> int:
         return max(self._board.read(place).step for place in range(self._processes))
 
-    def _stopped_by_us(self, ending: _Ending) -> bool:
-        """A process that our own forwarded signal ended before it had anything to save has lost nothing."""
+    def _stopped_code(self, cause: Cause) -> int:
+        """After a stop request that not every process lived to follow: the last checkpoint stands, go on from there."""
+        if not cause.restartable:
+            return cause.exit_code
         sent = {number if number != signal.SIGINT else signal.SIGTERM for number in self._signals}
-        code = ending.cause.exit_code if ending.cause is not None else 0
-        return code - 128 in sent
+        if cause.exit_code - 128 not in sent:
+            # A process that our own signal ended before it had anything to save is not worth a word.
+            message = f"stopped on request, but without a save: {cause.message}"
+            self._say(KeepstepError(message, "start the same command to go on from the last checkpoint"))
+        return EXIT_STOPPED
 
     def _cause_file(self, place: int) -> Path:
         return self._scratch / f"cause-{place}.json"

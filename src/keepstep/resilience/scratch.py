@@ -12,6 +12,8 @@ from pathlib import Path
 
 _PREFIX = "keepstep-agent-"
 _LOCK = "lock"
+_ALSO = "also"
+_FORK_SERVER_PREFIX = "pymp-"
 
 
 @contextmanager
@@ -25,6 +27,11 @@ def scratch_folder() -> Iterator[Path]:
             yield folder
 
 
+def remove_with(scratch: Path, folder: Path) -> None:
+    """Whoever sweeps `scratch` away is to remove this folder as well: the fork server's, which Python puts elsewhere."""
+    (scratch / _ALSO).write_text(str(folder))
+
+
 def _sweep(parent: Path) -> None:
     """Remove folders whose lock nobody holds: their agents were killed before they could."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -33,7 +40,16 @@ def _sweep(parent: Path) -> None:
                 continue
             with (folder / _LOCK).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_companion(folder)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             # Held by a living agent, just being made, or already gone.
             continue
+
+
+def _remove_companion(folder: Path) -> None:
+    also = folder / _ALSO
+    if also.is_file():
+        named = Path(also.read_text())
+        if named.name.startswith(_FORK_SERVER_PREFIX) and named.parent == folder.parent:
+            shutil.rmtree(named, ignore_errors=True)

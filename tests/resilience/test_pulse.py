@@ -110,7 +110,7 @@ def test_the_fork_servers_folder_of_a_killed_agent_goes_too_and_nothing_else(
     for number, folder in enumerate((kept, gone)):
         folder.mkdir(parents=True)
         left = tmp_path / "tmp" / f"keepstep-agent-{number}"
-        left.mkdir()
+        left.mkdir(parents=True)
         (left / "lock").touch()
         remove_with(left, folder)
     with scratch_folder():

@@ -28,7 +28,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_with(scratch: Path, folder: Path) -> None:
-    """Whoever sweeps `scratch` away is to remove this folder as well: the fork server's, which Python puts elsewhere."""
+    """Whoever sweeps `scratch` away is to remove this folder too: the fork server's, which Python puts elsewhere."""
     (scratch / _ALSO).write_text(str(folder))
 
 

@@ -23,8 +23,8 @@ Split = Literal["train", "test"]
 Category = Literal["simple", "multiple", "parallel", "irrelevance"]
 
 CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevance")
-_WEIGHTS = (2, 3, 2, 3)
-_SHORT_WEIGHTS = (2, 0, 0, 1)
+_WEIGHTS = (2, 3, 2, 4)
+_SHORT_WEIGHTS = (1, 0, 0, 1)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
 _RECOMBINED_SHARE = 0.85
@@ -41,7 +41,7 @@ _REQUESTS = (
     "Can {name} {what}? {details}",
 )
 _REQUESTS_BY_SUMMARY = ("Please {what}. {details}", "I want to {what}. {details}", "Can you {what}? {details}")
-_BY_SUMMARY_SHARE = 0.15
+_BY_SUMMARY_SHARE = 0.05
 """Requests that only describe what they want; the others name the function too, as people do who know their tools."""
 _DETAILS = ("Use {0}.", "With {0}.", "Take {0}.", "{0}.")
 _PAIRS = ("{name} {value}", "{name} = {value}", "{name} set to {value}")

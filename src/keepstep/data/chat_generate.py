@@ -23,13 +23,13 @@ Split = Literal["train", "test"]
 Category = Literal["simple", "multiple", "parallel", "irrelevance"]
 
 CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevance")
-_WEIGHTS = (2, 3, 2, 4)
-_SHORT_WEIGHTS = (1, 0, 0, 1)
+_WEIGHTS = (2, 3, 2, 3)
+_SHORT_WEIGHTS = (2, 3, 0, 3)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
 _RECOMBINED_SHARE = 0.85
 _SHORT_SHARE = 0.5
-"""Rows of `train` with one small tool and few words: copying is learnt on short texts first, and cheaply."""
+"""Rows of `train` with small tools and few words: reading is learnt on short texts first, and cheaply."""
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
 
@@ -72,7 +72,8 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     draw = random.Random(f"{seed} {split} {index}")
     short = split == "train" and draw.random() < _SHORT_SHARE
     category = draw.choices(CATEGORIES, _SHORT_WEIGHTS if short else _WEIGHTS)[0]
-    shown = 1 if short or category == "simple" else draw.randint(2, _MOST_TOOLS)
+    fewest = 1 if short and category == "irrelevance" else 2
+    shown = 1 if category == "simple" else draw.randint(fewest, _MOST_TOOLS)
     chosen = _choose_functions(shown + 1, draw, split)
     if short:
         chosen = [_shortened(function) for function in chosen]
@@ -195,7 +196,7 @@ def _value(parameter: Parameter, draw: random.Random, split: Split) -> Any:
 
 
 def _drawn_word(draw: random.Random, split: Split) -> str:
-    if split == "train" and draw.random() < 0.1:
+    if split == "train" and draw.random() < 0.3:
         # Letters without sense: a value has to be copied whatever it is.
         return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(3, 7)))
     return draw.choice(split_words(split))

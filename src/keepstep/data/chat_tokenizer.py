@@ -18,9 +18,9 @@ from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, Chat
 from keepstep.data.corpus import prepare_folder
 from keepstep.data.tokenize import END_OF_TEXT
 
-VOCAB = 1536
+VOCAB = 1024
 _SAMPLE_ROWS = 2000
-_VERSION = 2
+_VERSION = 3
 
 _FIXED = (
     '{"type": "function", "function": {"name": "', '", "description": "',

@@ -12,6 +12,7 @@ from typing import Any
 from keepstep.cli.data_common import add_action
 from keepstep.core.errors import UsageError
 
+LOSS_ON = ("assistant", "tool_calls", "all")
 FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca")
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError, KeepstepError, StopRequested
 from keepstep.core.ranks import Ranks, from_environment
+
+if TYPE_CHECKING:
+    from keepstep.train.run import Machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if processes == 1:
         from keepstep.train.run import train
 
-        train(config)
+        train(config, _plan)
         code = 0
     else:
         from keepstep.config.check import accumulation_steps
@@ -73,12 +77,32 @@ def load_run(path: Path | None, overrides: list[str]) -> RunConfig:
     return adopt_start(loaded)
 
 
+def _plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
+    """The plan that is stored with the run; a plan that cannot be made must not keep a run from starting."""
+    from keepstep.plan.plan import DeviceFacts, plan_for_run
+
+    facts = DeviceFacts(
+        name=machine.device,
+        memory_bytes=machine.memory_bytes,
+        peak_flops=machine.peak_flops,
+        processes=machine.processes,
+        processes_per_node=machine.processes_per_node,
+    )
+    try:
+        plan = plan_for_run(config, facts, machine.precision)  # type: ignore[arg-type]
+    except KeepstepError as error:
+        return {"problem": error.message}
+    speed, memory = plan["speed"], plan["memory"]
+    headline = {name: speed[name] for name in ("step_s", "tokens_per_s", "mfu")}
+    return {**headline, "memory_gib": memory["allocated_gib"], "details": plan}
+
+
 def _train_as_one_of(ranks: Ranks, config: RunConfig) -> int:
     from keepstep.resilience.agent import report_exit
     from keepstep.train.run import train
 
     try:
-        train(config)
+        train(config, _plan)
         code = 0
     except KeepstepError as error:
         code = error.exit_code

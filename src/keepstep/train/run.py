@@ -5,8 +5,11 @@ The only file that sees the whole configuration; every part below is handed its 
 
 from __future__ import annotations
 
+import os
 import platform
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
-from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat
+from keepstep.data.chat_loader import build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
@@ -41,7 +44,23 @@ from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.validate import ValidationRows, validate
 
 
-def train(config: RunConfig) -> None:
+@dataclass(frozen=True)
+class Machine:
+    """What a run finds itself on, in plain numbers."""
+
+    device: str
+    memory_bytes: int
+    peak_flops: float
+    precision: str
+    processes: int
+    processes_per_node: int
+
+
+Planner = Callable[[RunConfig, Machine], dict[str, Any]]
+"""What a run should need and reach on a machine; stored with it."""
+
+
+def train(config: RunConfig, planner: Planner | None = None) -> None:
     """Run to the end, or to a saved stop. Every process of the run calls this with the same configuration."""
     ranks = from_environment()
     layout = check_layout(config, ranks.world_size)
@@ -53,7 +72,7 @@ def train(config: RunConfig) -> None:
         joined_world(ranks, device) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
     ):
-        _Run(config, world, layout, folder).go(stop)
+        _Run(config, world, layout, folder).go(stop, planner)
 
 
 def open_data(config: RunConfig) -> Loaders:
@@ -62,17 +81,10 @@ def open_data(config: RunConfig) -> Loaders:
     if not is_chat(data, config.chat):
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
     start = config.finetune.start_from
-    reading = Pace(config.global_batch, config.model.seq_len, 0).steps(config.chat.read_first) or 0
-    source = ChatSource(
-        data=data,
-        chat=config.chat,
-        seq_len=config.model.seq_len,
-        vocab=config.model.vocab,
-        seed=config.seed,
-        tokenizer=find_tokenizer(Path(start)) if start else None,
-        whole_samples=reading * config.global_batch,
+    tokenizer = find_tokenizer(Path(start)) if start else None
+    return build_chat_loaders(
+        data, config.chat, config.model.seq_len, config.model.vocab, config.seed, cache_dir, tokenizer
     )
-    return build_chat_loaders(source, cache_dir)
 
 
 class _Run:
@@ -97,9 +109,9 @@ class _Run:
         self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
         self.best = BestWeights(folder.root / BEST, config.evaluate)
 
-    def go(self, stop: StopFlag) -> None:
+    def go(self, stop: StopFlag, planner: Planner | None) -> None:
         """Resume where a checkpoint allows it, then train."""
-        self._describe()
+        self._describe(planner)
         self._resume()
         feed = StepFeed(
             self.loaders.train,
@@ -202,14 +214,17 @@ class _Run:
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
         return Recorder(config.observe, rates, sinks, progress, device)
 
-    def _describe(self) -> None:
+    def _describe(self, planner: Planner | None) -> None:
         if not self.world.is_first:
             return
         config, parameters = self.config, parameter_count(self.config.model)
         write_atomic(self.folder.config, dump_config(config))
         if self.loaders.tokenizer is not None:
             keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
-        write_json(self.folder.facts, _facts(config, self.world, self.loaders, parameters))
+        facts = _facts(config, self.world, self.loaders, parameters)
+        if planner is not None:
+            facts["plan"] = planner(config, _machine(config, self.world))
+        write_json(self.folder.facts, facts)
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "
             f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
@@ -237,6 +252,23 @@ def _tracked(config: RunConfig) -> dict[str, Any]:
         "max_duration": str(config.max_duration),
         "seed": config.seed,
     }
+
+
+def _machine(config: RunConfig, world: World) -> Machine:
+    dtype = compute_dtype(config.precision, world.device)
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    if world.device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(world.device).total_memory
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.ranks.local_world_size
+    return Machine(
+        device=device_name(world.device),
+        memory_bytes=memory_bytes,
+        peak_flops=device_peak_flops(world.device, dtype),
+        precision="fp8" if config.precision == "fp8" else name,
+        processes=world.ranks.world_size,
+        processes_per_node=world.ranks.local_world_size,
+    )
 
 
 def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -> dict[str, Any]:

@@ -26,8 +26,8 @@ _INTEGERS = {
     "minute", "second", "fd", "pid", "bits", "maxlinelen", "tabsize", "start", "stop", "step", "max", "min", "nargs",
 }  # fmt: skip
 _NUMBERS = {"timeout", "delay", "interval", "seconds", "mu", "sigma", "alpha", "beta", "x", "y", "radius", "angle"}
-_MOST_PARAMETERS = 4
-_LONGEST_SUMMARY = 12
+_MOST_PARAMETERS = 3
+_LONGEST_SUMMARY = 10
 
 
 @dataclass(frozen=True)

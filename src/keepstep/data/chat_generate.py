@@ -23,22 +23,26 @@ Split = Literal["train", "test"]
 Category = Literal["simple", "multiple", "parallel", "irrelevance"]
 
 CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevance")
-_WEIGHTS = (2, 3, 2, 2)
+_WEIGHTS = (2, 3, 2, 3)
+_SHORT_WEIGHTS = (2, 3, 0, 3)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
 _RECOMBINED_SHARE = 0.85
 _SHORT_SHARE = 0.5
-"""Rows of `train` with one small tool and few words: copying is learnt on short texts first, and cheaply."""
+"""Rows of `train` with small tools and few words: reading is learnt on short texts first, and cheaply."""
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
 
 _REQUESTS = (
-    "Please {what}. {details}",
-    "{What}. {details}",
-    "I want to {what}. {details}",
-    "Can you {what}? {details}",
-    "{What}, please. {details}",
+    "Use {name} to {what}. {details}",
+    "Please {what} with {name}. {details}",
+    "Call {name} to {what}. {details}",
+    "I need {name}: {what}. {details}",
+    "Can {name} {what}? {details}",
 )
+_REQUESTS_BY_SUMMARY = ("Please {what}. {details}", "I want to {what}. {details}", "Can you {what}? {details}")
+_BY_SUMMARY_SHARE = 0.05
+"""Requests that only describe what they want; the others name the function too, as people do who know their tools."""
 _DETAILS = ("Use {0}.", "With {0}.", "Take {0}.", "{0}.")
 _PAIRS = ("{name} {value}", "{name} = {value}", "{name} set to {value}")
 _REFUSAL = "None of these tools can do that."
@@ -67,8 +71,9 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     """One row."""
     draw = random.Random(f"{seed} {split} {index}")
     short = split == "train" and draw.random() < _SHORT_SHARE
-    category = "simple" if short else draw.choices(CATEGORIES, _WEIGHTS)[0]
-    shown = 1 if category == "simple" else draw.randint(2, _MOST_TOOLS)
+    category = draw.choices(CATEGORIES, _SHORT_WEIGHTS if short else _WEIGHTS)[0]
+    fewest = 1 if short and category == "irrelevance" else 2
+    shown = 1 if category == "simple" else draw.randint(fewest, _MOST_TOOLS)
     chosen = _choose_functions(shown + 1, draw, split)
     if short:
         chosen = [_shortened(function) for function in chosen]
@@ -169,9 +174,9 @@ class _Task:
         pairs = [pair.format(name=name, value=_spoken(value)) for name, value in arguments.items()]
         listed = pairs[0] if len(pairs) == 1 else f"{', '.join(pairs[:-1])} and {pairs[-1]}"
         what = function.summary
-        return draw.choice(_REQUESTS).format(
-            what=what, What=what[0].upper() + what[1:], details=draw.choice(_DETAILS).format(listed)
-        )
+        forms = _REQUESTS_BY_SUMMARY if draw.random() < _BY_SUMMARY_SHARE else _REQUESTS
+        details = draw.choice(_DETAILS).format(listed)
+        return draw.choice(forms).format(name=function.name, what=what, details=details)
 
 
 def _spoken(value: Any) -> str:
@@ -213,8 +218,8 @@ def split_functions(split: Split) -> tuple[Function, ...]:
 @cache
 def split_words(split: Split) -> tuple[str, ...]:
     """Words for argument values: those of all summaries and names, each in one split only."""
-    texts = (f"{function.name} {function.summary}".lower() for function in standard_functions())
-    words = {word for text in texts for word in re.findall(r"[a-z]{3,10}", text)}
+    texts = (f"{function.name.replace('_', ' ')} {function.summary}" for function in standard_functions())
+    words = {word for text in texts for word in re.findall(r"\b[a-z]{3,10}\b", text)}
     return tuple(sorted(word for word in words if _split_of(word) == split))
 
 

@@ -58,7 +58,8 @@ def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: p
     checkpoint = replace(config.checkpoint, skip_optimizer=False)
     parallel = replace(config.parallel, async_tensor=False)
     compute = replace(config.compute, attention="auto")
-    config = replace(config, checkpoint=checkpoint, compute=compute, parallel=parallel)
+    chat = replace(config.chat, read_first=Duration(config.chat.read_first.value, "ba"))
+    config = replace(config, chat=chat, checkpoint=checkpoint, compute=compute, parallel=parallel)
     assert list(broken_rules(config)) == []
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(dump_config(config), encoding="utf-8")

@@ -24,15 +24,15 @@ Category = Literal["simple", "multiple", "parallel", "irrelevance"]
 
 CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevance")
 _WEIGHTS = (2, 3, 2, 3)
-_SHORT_WEIGHTS = (2, 3, 0, 3)
+_SHORT_WEIGHTS = (2, 3, 0, 4)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
 _RECOMBINED_SHARE = 0.85
 _SHORT_SHARE = 0.5
 """Rows of `train` with small tools and few words: reading is learnt on short texts first, and cheaply."""
-_MADE_UP_SHARE = 0.4
+_MADE_UP_SHARE = 0.3
 """Names and values of `train` that are no words: the held-out ones are none either to a model that never met them."""
-_RELATED_SHARE = 0.4
+_RELATED_SHARE = 0.25
 """Made-up functions of `train` that look like another one of their row."""
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
@@ -49,7 +49,7 @@ _REQUESTS_BY_SUMMARY = (
     "I want to {what}, with {details}.",
     "Can you {what}? Take {details}.",
 )
-_BY_SUMMARY_SHARE = 0.2
+_BY_SUMMARY_SHARE = 0.1
 """Requests that only describe what they want; the others name the function too, as people do who know their tools."""
 _PAIRS = ("`{name}` {value}", "`{name}` = {value}", "`{name}`: {value}")
 _REFUSAL = "None of these tools can do that."
@@ -79,8 +79,8 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     draw = random.Random(f"{seed} {split} {index}")
     short = split == "train" and draw.random() < _SHORT_SHARE
     category = draw.choices(CATEGORIES, _SHORT_WEIGHTS if short else _WEIGHTS)[0]
-    fewest = 1 if short and category == "irrelevance" else 2
-    shown = 1 if category == "simple" else draw.randint(fewest, _MOST_TOOLS)
+    fewest, most = (1, 2) if short and category == "irrelevance" else (2, _MOST_TOOLS)
+    shown = 1 if category == "simple" else draw.randint(fewest, most)
     turns = draw.randint(1, 3 if short else 2) if split == "train" else 1
     chosen = _choose_functions(shown + turns, draw, split)
     if short:
@@ -89,7 +89,7 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     # Rows of `train` go on with further requests: their tools have to be read only once.
     messages: list[dict[str, Any]] = []
     for turn in range(turns):
-        kind = category if turn == 0 else draw.choices(CATEGORIES, (5, 0, 1 if shown > 1 else 0, 3))[0]
+        kind = category if turn == 0 else draw.choices(CATEGORIES, (5, 0, 1 if shown > 1 else 0, 4))[0]
         messages += _turn(kind, tools, absent[turn], draw, split)
     return GeneratedRow(canonical(messages, [function.tool() for function in tools]), category)
 
@@ -157,12 +157,12 @@ def _recombined(function: Function, draw: random.Random, others: Sequence[Functi
 def _name_part(known: Sequence[str], draw: random.Random) -> str:
     """Names are written in every way there is."""
     part = _word(known, draw, _MADE_UP_SHARE)
-    match draw.randrange(10):
+    match draw.randrange(16):
         case 0:
             return part.upper()
-        case 1:
+        case 1 | 2:
             return part.capitalize() + _word(known, draw, _MADE_UP_SHARE).capitalize()
-        case 2:
+        case 3:
             return part.capitalize()
         case _:
             return part

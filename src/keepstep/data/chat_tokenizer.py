@@ -1,6 +1,6 @@
 """A small tokenizer for generated function calls, made so that names and values can be copied token by token.
 
-A call repeats names and values of its prompt. Requests put names in backticks and texts in quotes, so the fixed parts of
+A call repeats names and values of its prompt. Requests put names in backticks and texts in quotes, so fixed parts of
 JSON, punctuation and pairs of digits are tokens of their own, and a name or a value has the same tokens in both places.
 Most words of the training split are one token; held-out ones are put together from parts, like any word never met.
 """
@@ -22,7 +22,7 @@ from keepstep.data.tokenize import END_OF_TEXT
 VOCAB = 2048
 _SAMPLE_ROWS = 1000
 _WORD_WEIGHT = 20
-_VERSION = 4
+_VERSION = 6
 
 _TYPES = [
     f'": {{"type": "{kind}"}}{after}'

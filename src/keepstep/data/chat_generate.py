@@ -37,12 +37,12 @@ _RELATED_SHARE = 0.25
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
 
+_BRIEF_REQUESTS = ("I need `{name}` with {details}.", "Run `{name}`: {details}.")
 _REQUESTS = (
     "Use `{name}` to {what}: {details}.",
     "Call `{name}` to {what}, with {details}.",
     "With `{name}`, {what}: {details}.",
-    "I need `{name}` with {details}.",
-    "Run `{name}`: {details}.",
+    *_BRIEF_REQUESTS,
 )
 _REQUESTS_BY_SUMMARY = (
     "Please {what}: {details}.",
@@ -81,29 +81,35 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     category = draw.choices(CATEGORIES, _SHORT_WEIGHTS if short else _WEIGHTS)[0]
     fewest, most = (1, 2) if short and category == "irrelevance" else (2, _MOST_TOOLS)
     shown = 1 if category == "simple" else draw.randint(fewest, most)
-    turns = draw.randint(1, 3 if short else 2) if split == "train" else 1
-    chosen = _choose_functions(shown + turns, draw, split)
+    turns = draw.randint(2, 5) if short else draw.randint(1, 2) if split == "train" else 1
+    chosen = _choose_functions(shown + min(turns, 3), draw, split)
     if short:
         chosen = [_shortened(function) for function in chosen]
     tools, absent = chosen[:shown], chosen[shown:]
-    # Rows of `train` go on with further requests: their tools have to be read only once.
-    messages: list[dict[str, Any]] = []
-    for turn in range(turns):
-        kind = category if turn == 0 else draw.choices(CATEGORIES, (5, 0, 1 if shown > 1 else 0, 4))[0]
-        messages += _turn(kind, tools, absent[turn], draw, split)
+    messages = _turn(category, tools, absent[0], draw, split)
+    # Rows of `train` go on with further requests: when to refuse takes more practice than how to call.
+    for turn in range(1, turns):
+        kind = draw.choices(CATEGORIES, (4, 0, 1 if shown > 1 and not short else 0, 4))[0]
+        messages += _turn(kind, tools, absent[turn % len(absent)], draw, split, brief=True)
     return GeneratedRow(canonical(messages, [function.tool() for function in tools]), category)
 
 
 def _turn(
-    kind: Category, tools: Sequence[Function], absent: Function, draw: random.Random, split: Split
+    kind: Category,
+    tools: Sequence[Function],
+    absent: Function,
+    draw: random.Random,
+    split: Split,
+    *,
+    brief: bool = False,
 ) -> list[dict[str, Any]]:
     """A request and what is said to it."""
     if kind == "irrelevance":
-        request = _Task([absent], draw, split).request()
+        request = _Task([absent], draw, split).request(brief)
         return [{"role": "user", "content": request}, {"role": "assistant", "content": _REFUSAL}]
     task = _Task(draw.sample(tools, 2 if kind == "parallel" else 1), draw, split)
     calls = [call(name, arguments) for name, arguments in task.calls]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": task.request()}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.request(brief)}]
     messages.append({"role": "assistant", "content": "", "tool_calls": calls})
     if draw.random() < FOLLOW_UP_SHARE:
         result = draw.choice(_RESULTS)
@@ -215,18 +221,18 @@ class _Task:
             given = given or [draw.choice(function.parameters)]
             self.calls.append((function.name, {item.name: _value(item, draw, split) for item in given}))
 
-    def request(self) -> str:
+    def request(self, brief: bool = False) -> str:
         """The words of it."""
-        return " ".join(
-            self._one(function, arguments) for function, (_, arguments) in zip(self._functions, self.calls, strict=True)
-        )
+        pairs = zip(self._functions, self.calls, strict=True)
+        return " ".join(self._one(function, arguments, brief) for function, (_, arguments) in pairs)
 
-    def _one(self, function: Function, arguments: dict[str, Any]) -> str:
+    def _one(self, function: Function, arguments: dict[str, Any], brief: bool) -> str:
         draw = self._draw
         pair = draw.choice(_PAIRS)
         pairs = [pair.format(name=name, value=_spoken(value)) for name, value in arguments.items()]
         details = pairs[0] if len(pairs) == 1 else f"{', '.join(pairs[:-1])} and {pairs[-1]}"
-        forms = _REQUESTS_BY_SUMMARY if draw.random() < _BY_SUMMARY_SHARE else _REQUESTS
+        by_summary = not brief and draw.random() < _BY_SUMMARY_SHARE
+        forms = _REQUESTS_BY_SUMMARY if by_summary else _BRIEF_REQUESTS if brief else _REQUESTS
         return draw.choice(forms).format(name=function.name, what=function.summary, details=details)
 
 

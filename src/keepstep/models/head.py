@@ -79,7 +79,7 @@ def _counted(hidden_nd: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
 
     A GPU takes them all, because counting them would make it wait.
     """
-    if hidden_nd.device.type != "cpu":
+    if hidden_nd.device.type != "cpu" or _fused(hidden_nd):
         return hidden_nd, targets_n
     places_m = (targets_n != NO_LOSS).nonzero().squeeze(1)
     if 2 * places_m.numel() > targets_n.numel() or not places_m.numel():

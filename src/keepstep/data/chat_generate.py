@@ -81,7 +81,7 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     category = draw.choices(CATEGORIES, _SHORT_WEIGHTS if short else _WEIGHTS)[0]
     fewest, most = (1, 2) if short and category == "irrelevance" else (2, _MOST_TOOLS)
     shown = 1 if category == "simple" else draw.randint(fewest, most)
-    turns = draw.randint(2, 5) if short else draw.randint(1, 2) if split == "train" else 1
+    turns = draw.randint(1, 4) if short else draw.randint(1, 2) if split == "train" else 1
     chosen = _choose_functions(shown + min(turns, 3), draw, split)
     if short:
         chosen = [_shortened(function) for function in chosen]
@@ -106,11 +106,14 @@ def _turn(
     """A request and what is said to it."""
     if kind == "irrelevance":
         request = _Task([absent], draw, split).request(brief)
-        return [{"role": "user", "content": request}, {"role": "assistant", "content": _REFUSAL}]
+        said = f"`{absent.name}` is none of these tools." if f"`{absent.name}`" in request else _REFUSAL
+        return [{"role": "user", "content": request}, {"role": "assistant", "content": said}]
     task = _Task(draw.sample(tools, 2 if kind == "parallel" else 1), draw, split)
     calls = [call(name, arguments) for name, arguments in task.calls]
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.request(brief)}]
-    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+    # Said before anything is decided: whether there is such a tool is easier to tell with its name at hand.
+    said = ", ".join(f"`{name}`" for name, _ in task.calls) + ":"
+    messages.append({"role": "assistant", "content": said, "tool_calls": calls})
     if draw.random() < FOLLOW_UP_SHARE:
         result = draw.choice(_RESULTS)
         messages += [{"role": "tool", "content": result, "name": name} for name, _ in task.calls]

@@ -40,7 +40,7 @@ from keepstep.data.rows import Rows, RowSource
 
 GENERATED = "toolcalls"
 """The data.path of the generated function-calling set."""
-_VERSION = 6
+_VERSION = 7
 _VALID_ROWS = 512
 
 

@@ -22,7 +22,7 @@ from keepstep.data.tokenize import END_OF_TEXT
 VOCAB = 2048
 _SAMPLE_ROWS = 1000
 _WORD_WEIGHT = 20
-_VERSION = 7
+_VERSION = 8
 
 _TYPES = [
     f'": {{"type": "{kind}"}}{after}'

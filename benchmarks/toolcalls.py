@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "toolcalls-demo.yaml"
@@ -21,15 +22,17 @@ LEAST = 0.8
 MOST_BEFORE = 0.05
 
 
-def keepstep(*words: str) -> str:
-    print(f"── keepstep {' '.join(words)}", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", "keepstep", *words], stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
+def keepstep(*words: str) -> None:
+    print(f"── keepstep {' '.join(words)}", flush=True)
+    subprocess.run([sys.executable, "-m", "keepstep", *words], check=True)
 
 
-def ask(run: Path, rows: int, *more: str) -> dict[str, object]:
-    answer: dict[str, object] = json.loads(keepstep("eval", "tools", str(run), "--rows", str(rows), "--json", *more))
-    return answer
+def ask(run: Path, rows: int, name: str, *more: str) -> dict[str, Any]:
+    """Ask held-out questions, print the table, and give back the report."""
+    out = run / f"tools-{name}.json"
+    keepstep("eval", "tools", str(run), "--rows", str(rows), "--out", str(out), "--max-new-tokens", "128", *more)
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
 
 
 def main() -> int:
@@ -45,11 +48,10 @@ def main() -> int:
         run = args.runs_dir / f"toolcalls-demo-{number}"
     started, cpu_started = time.monotonic(), os.times()
     words = [f"runs_dir={args.runs_dir}", f"name={run.name}", *args.overrides]
-    keepstep("finetune", str(RECIPE), *words, "--procs", "1")
-    before = ask(run, args.rows, "--start", "--max-new-tokens", "64")
-    after = ask(run, args.rows, "--answers", str(run / "answers.jsonl"))
+    keepstep("finetune", str(RECIPE), *words, "--procs", str(min(2, os.cpu_count() or 1)))
+    before = ask(run, args.rows, "before", "--start")
+    after = ask(run, args.rows, "after", "--answers", str(run / "answers.jsonl"))
     seconds, cpu = time.monotonic() - started, os.times()
-    print(keepstep("eval", "tools", str(run), "--rows", "100"))
     result = {
         "exact_before": before["exact"],
         "exact": after["exact"],
@@ -65,7 +67,7 @@ def main() -> int:
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"exact calls {result['exact_before']:.1%} → {result['exact']:.1%}, irrelevance {result['irrelevance']:.1%}, "
           f"{seconds / 60:.1f} minutes; written to {args.out}")  # fmt: skip
-    good = before["exact"] <= MOST_BEFORE and after["exact"] >= LEAST and after["irrelevance"] >= LEAST  # type: ignore[operator]
+    good = before["exact"] <= MOST_BEFORE and after["exact"] >= LEAST and after["irrelevance"] >= LEAST
     if not good:
         print(f"error: wanted at most {MOST_BEFORE:.0%} before, at least {LEAST:.0%} after", file=sys.stderr)
     return 0 if good else 1

@@ -23,9 +23,8 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 free = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts.filter(bool), inner, max_size=3)
 )
-durations = st.builds(
-    Duration, st.integers(1, 10**15).map(float), st.sampled_from(["ba", "tok", "sp", "s"])
-) | st.builds(Duration, st.floats(1e-9, 1e9), st.sampled_from(["ep", "s"]))
+counts = st.builds(Duration, st.integers(1, 10**15).map(float), st.sampled_from(["ba", "tok", "sp"]))
+durations = counts | st.builds(Duration, st.floats(1e-9, 1e9), st.sampled_from(["ep", "s"]))
 
 
 def values_of(path: str, kind: Any, default: Any) -> st.SearchStrategy[Any]:
@@ -35,6 +34,8 @@ def values_of(path: str, kind: Any, default: Any) -> st.SearchStrategy[Any]:
         return st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
     if path == "model.preset":
         return st.sampled_from(["custom", *PRESETS, *ALIASES])
+    if path == "chat.read_first":
+        return counts
     if path == "variables":
         return st.dictionaries(texts.filter(bool), free, max_size=3)
     by_type: dict[Any, st.SearchStrategy[Any]] = {

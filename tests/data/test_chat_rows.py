@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from keepstep.data.chat_generate import (
     split_functions,
     split_words,
 )
-from keepstep.data.chat_loader import ChatRows, build_chat_loaders, is_chat
+from keepstep.data.chat_loader import ChatRows, ChatSource, ReadingLoader, build_chat_loaders, is_chat
 from keepstep.data.chat_packing import pack
 from keepstep.data.chat_rows import calls_of
-from keepstep.data.loader import NO_LOSS, Batch, to_batch
+from keepstep.data.chat_tokenizer import VOCAB
+from keepstep.data.loader import NO_LOSS, Batch, Loader, to_batch
 from keepstep.evaluate.toolcalls import Task, compare
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
 
 SEQ_LEN = 512
+SOURCE = ChatSource(DataConfig(path="toolcalls"), ChatConfig(generated_rows=60), SEQ_LEN, VOCAB, seed=5)
 
 
 @given(st.lists(st.integers(1, 64), max_size=80))
@@ -49,15 +52,13 @@ def test_a_document_longer_than_a_row_is_an_error() -> None:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("cache")
-    loaders = build_chat_loaders(
-        DataConfig(path="toolcalls"), ChatConfig(generated_rows=60), SEQ_LEN, 1024, 5, cache, None
-    )
+    loaders = build_chat_loaders(SOURCE, cache)
     return Path(loaders.facts["path"])
 
 
 def test_the_loss_of_packed_rows_equals_that_of_separate_rows(prepared: Path) -> None:
     config = ModelConfig(
-        layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=1024, seq_len=SEQ_LEN, positions="rotary",
+        layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB, seq_len=SEQ_LEN, positions="rotary",
         norm="rmsnorm", activation="swiglu", bias=False,
     )  # fmt: skip
     model = Transformer(config)
@@ -97,9 +98,22 @@ def test_packed_rows_are_nearly_full_and_padding_carries_no_loss(prepared: Path)
     assert not read.loss[read.documents == last[:, None]][read.tokens[read.documents == last[:, None]] == 0].any()
 
 
+def test_the_first_samples_are_read_whole_and_later_ones_by_the_mask(prepared: Path) -> None:
+    rows = ChatRows(prepared / "train", SEQ_LEN, packing=True)
+    loader = ReadingLoader(rows, 3, seed=1, shuffle=True)
+    batch = loader.rows(1, 4)
+    masked = Loader(rows, seed=1, shuffle=True).rows(1, 4)
+    learnt, answers = batch.targets != NO_LOSS, masked.targets != NO_LOSS
+    assert (learnt[:2].sum(axis=1) > 3 * answers[:2].sum(axis=1)).all()
+    assert (learnt[:2] | ~answers[:2]).all()
+    assert np.array_equal(batch.targets[2:], masked.targets[2:])
+    alone = loader.rows(2, 1)
+    assert np.array_equal(alone.targets[0], batch.targets[1]), "what is learnt of a sample does not hang on its batch"
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.vocab is 600"):
-        build_chat_loaders(DataConfig(path="toolcalls"), ChatConfig(generated_rows=4), 128, 600, 5, tmp_path, None)
+        build_chat_loaders(replace(SOURCE, vocab=600), tmp_path)
 
 
 def test_what_names_conversations_and_what_does_not(tmp_path: Path) -> None:

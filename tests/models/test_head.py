@@ -28,9 +28,11 @@ def plain_loss(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor) -> Ten
     return F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten(), reduction="sum")
 
 
+@pytest.mark.parametrize("first_counted", [0, 9])
 @pytest.mark.parametrize("chunks", [0, 1, 2, 5, 33, 100])
-def test_loss_and_gradients_in_pieces_equal_the_whole(chunks: int) -> None:
+def test_loss_and_gradients_in_pieces_equal_the_whole(chunks: int, first_counted: int) -> None:
     hidden_btd, weight_vd, targets_bt = inputs()
+    targets_bt[:, :first_counted] = -100
     loss = head_loss(hidden_btd, weight_vd, targets_bt, VOCAB, chunks)
     expected = plain_loss(hidden_btd, weight_vd, targets_bt)
     assert loss.dtype == torch.float32

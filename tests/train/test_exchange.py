@@ -13,7 +13,7 @@ import torch
 from keepstep.cli.main import main
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError, UsageError
-from keepstep.data.chat_tokenizer import prepare_tokenizer
+from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
 from keepstep.models.hf_folder import HfTensors, load_hf, write_shards
@@ -124,7 +124,7 @@ def test_what_no_family_computes_is_an_error() -> None:
 @pytest.mark.slow
 def test_greedy_answers_equal_transformers_token_for_token(tmp_path: Path) -> None:
     tokenizer = prepare_tokenizer(tmp_path / "cache", 1)
-    size = 1024
+    size = VOCAB
     shape = {"vocab_size": size, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
              "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
     torch.manual_seed(3)
@@ -152,7 +152,7 @@ def test_a_trained_run_exports_with_tokenizer_template_and_card(
     words = [
         "data.path=toolcalls", "chat.generated_rows=40", "name=small", f"runs_dir={tmp_path}", "max_duration=2ba",
         "global_batch=2", "microbatch=2", "model.preset=llama-1b", "model.layers=1", "model.hidden=16", "model.heads=2",
-        "model.kv_heads=1", "model.ffn_hidden=32", "model.vocab=1024", "model.seq_len=512", "evaluate.batches=1",
+        "model.kv_heads=1", "model.ffn_hidden=32", f"model.vocab={VOCAB}", "model.seq_len=512", "evaluate.batches=1",
         "schedule.warmup=1ba", "compute.device=cpu",
     ]  # fmt: skip
     assert main(["finetune", *words, "--procs", "1"]) == 0

@@ -13,7 +13,7 @@ import torch
 
 from keepstep.cli.main import main
 from keepstep.data.chat_generate import generate_rows
-from keepstep.data.chat_tokenizer import prepare_tokenizer
+from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -28,7 +28,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages take for granted."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("desk")
-    shape = {"vocab_size": 1024, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(folder / "model")

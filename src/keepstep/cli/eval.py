@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from keepstep.core.files import write_atomic
+
 _ACTIONS = {
     "ppl": "perplexity on held-out text",
     "tools": "are its tool calls right? by category, with BFCL's error names",
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="tools: longest answer (default: 256)")
     parser.add_argument("--start", action="store_true", help="the weights the run started from, not those it trained")
     parser.add_argument("--answers", type=Path, metavar="FILE", help="tools: write every answer as a JSON line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="tools: write the report as JSON, beside the table")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, where the model's folder has none")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--json", action="store_true", help="answer as JSON")
@@ -62,8 +65,11 @@ def _tools(args: argparse.Namespace) -> int:
     answered = ask(speaker, questions, Sampling(max_new_tokens=args.max_new_tokens), args.batch, progress)
     if args.answers:
         write_answers(answered.lines, args.answers)
+    report = json.dumps({"model": str(args.model), "step": speaker.step, **answered.report.as_json()}, indent=2)
+    if args.out:
+        write_atomic(args.out, report + "\n")
     if args.json:
-        print(json.dumps({"model": str(args.model), "step": speaker.step, **answered.report.as_json()}, indent=2))
+        print(report)
         return 0
     print(table(answered.report))
     print(f"next: keepstep chat {args.model}")

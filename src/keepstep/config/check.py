@@ -45,7 +45,7 @@ ZERO_OR_MORE = frozenset({
     "data.prefetch", "data.shuffle_window", "data.gpt_samples", "data.stride",
     "optimizer.weight_decay", "optimizer.clip", "schedule.warmup",
     "parallel.stages", "compute.loss_chunks", "compute.threads",
-    "evaluate.interval", "evaluate.patience", "lora.rank", "finetune.neftune",
+    "evaluate.interval", "evaluate.patience", "chat.read_first", "lora.rank", "finetune.neftune",
     "checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best",
     "observe.rank_interval", "resilience.max_restarts", "resilience.grace_s",
     "guard.outlier_factor", "guard.limit", "guard.recheck_interval",
@@ -265,9 +265,16 @@ def _adapters_have_a_place(config: RunConfig) -> Found:
     return f"must name some of {', '.join(_LORA_TARGETS)}", "lora.targets=[q, v] is the smallest usual choice"
 
 
+def _reading_is_counted_in_rows(config: RunConfig) -> Found:
+    if config.chat.read_first.unit in ("ba", "sp", "tok"):
+        return None
+    return "must be in steps, samples or tokens", "chat.read_first=200ba"
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("name",), _name_is_a_folder),
     (("lora.targets",), _adapters_have_a_place),
+    (("chat.read_first",), _reading_is_counted_in_rows),
     (("model.hidden", "model.heads", "model.head_dim"), _heads_divide_hidden),
     (("model.kv_heads", "model.heads"), _kv_heads_divide_heads),
     (("model.positions", "model.hidden", "model.heads", "model.head_dim"), _rotary_halves_heads),

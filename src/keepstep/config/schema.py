@@ -160,8 +160,10 @@ class ChatConfig:
     template: str = ""
     """Path of a jinja2 chat template; empty takes the tokenizer's own, or a built-in one (ChatML, Hermes calls)."""
     loss_on: Literal["assistant", "tool_calls", "all"] = "assistant"
-    """Learn everything the assistant says, only its turns that call a tool, or the whole text: for a model that starts
-    from nothing, and has reading to learn as well."""
+    """Learn everything the assistant says, only its turns that call a tool, or the whole text."""
+    read_first: Duration = Duration(0, "ba")
+    """Learn the whole text for this long before `loss_on` counts: a model that starts from random weights has to learn
+    reading first. In steps, samples or tokens."""
     packing: bool = True
     """Put several conversations into one row; none sees another."""
     generated_rows: int = 12000

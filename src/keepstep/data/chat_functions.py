@@ -26,8 +26,8 @@ _INTEGERS = {
     "minute", "second", "fd", "pid", "bits", "maxlinelen", "tabsize", "start", "stop", "step", "max", "min", "nargs",
 }  # fmt: skip
 _NUMBERS = {"timeout", "delay", "interval", "seconds", "mu", "sigma", "alpha", "beta", "x", "y", "radius", "angle"}
-_MOST_PARAMETERS = 4
-_LONGEST_SUMMARY = 12
+_MOST_PARAMETERS = 3
+_LONGEST_SUMMARY = 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _function(node: ast.FunctionDef, prefix: tuple[str, ...]) -> Function | None
     parameters = _parameters(node.args)
     if summary is None or parameters is None or not 0 < len(parameters) <= _MOST_PARAMETERS:
         return None
-    name = "_".join((*prefix, node.name))
+    name = "_".join((*prefix[-1:], node.name))
     return Function(name, summary, parameters) if len(name) <= 48 else None
 
 

@@ -23,24 +23,35 @@ Split = Literal["train", "test"]
 Category = Literal["simple", "multiple", "parallel", "irrelevance"]
 
 CATEGORIES: tuple[Category, ...] = ("simple", "multiple", "parallel", "irrelevance")
-_WEIGHTS = (2, 3, 2, 2)
+_WEIGHTS = (2, 3, 2, 3)
+_SHORT_WEIGHTS = (2, 3, 0, 4)
 TEST_SHARE = 0.15
 _MOST_TOOLS = 3
 _RECOMBINED_SHARE = 0.85
 _SHORT_SHARE = 0.5
-"""Rows of `train` with one small tool and few words: copying is learnt on short texts first, and cheaply."""
+"""Rows of `train` with small tools and few words: reading is learnt on short texts first, and cheaply."""
+_MADE_UP_SHARE = 0.3
+"""Names and values of `train` that are no words: the held-out ones are none either to a model that never met them."""
+_RELATED_SHARE = 0.25
+"""Made-up functions of `train` that look like another one of their row."""
 FOLLOW_UP_SHARE = 0.05
 """Rows that go on after the call: the tool answers and the assistant says so."""
 
+_BRIEF_REQUESTS = ("I need `{name}` with {details}.", "Run `{name}`: {details}.")
 _REQUESTS = (
-    "Please {what}. {details}",
-    "{What}. {details}",
-    "I want to {what}. {details}",
-    "Can you {what}? {details}",
-    "{What}, please. {details}",
+    "Use `{name}` to {what}: {details}.",
+    "Call `{name}` to {what}, with {details}.",
+    "With `{name}`, {what}: {details}.",
+    *_BRIEF_REQUESTS,
 )
-_DETAILS = ("Use {0}.", "With {0}.", "Take {0}.", "{0}.")
-_PAIRS = ("{name} {value}", "{name} = {value}", "{name} set to {value}")
+_REQUESTS_BY_SUMMARY = (
+    "Please {what}: {details}.",
+    "I want to {what}, with {details}.",
+    "Can you {what}? Take {details}.",
+)
+_BY_SUMMARY_SHARE = 0.1
+"""Requests that only describe what they want; the others name the function too, as people do who know their tools."""
+_PAIRS = ("`{name}` {value}", "`{name}` = {value}", "`{name}`: {value}")
 _REFUSAL = "None of these tools can do that."
 _RESULTS = ("ok", "done", "failed", "empty")
 
@@ -67,26 +78,55 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     """One row."""
     draw = random.Random(f"{seed} {split} {index}")
     short = split == "train" and draw.random() < _SHORT_SHARE
-    category = "simple" if short else draw.choices(CATEGORIES, _WEIGHTS)[0]
-    shown = 1 if category == "simple" else draw.randint(2, _MOST_TOOLS)
-    chosen = _choose_functions(shown + 1, draw, split)
+    category = draw.choices(CATEGORIES, _SHORT_WEIGHTS if short else _WEIGHTS)[0]
+    fewest, most = (1, 2) if short and category == "irrelevance" else (2, _MOST_TOOLS)
+    shown = 1 if category == "simple" else draw.randint(fewest, most)
+    turns = draw.randint(1, 4) if short else draw.randint(1, 2) if split == "train" else 1
+    chosen = _choose_functions(shown + min(turns, 3), draw, split)
     if short:
         chosen = [_shortened(function) for function in chosen]
-    tools, absent = chosen[:shown], chosen[shown]
-    if category == "irrelevance":
-        task = _Task([absent], draw, split)
-        return GeneratedRow(_conversation(tools, task.request(), _REFUSAL, []), category)
-    wanted = draw.sample(tools, 2) if category == "parallel" else [draw.choice(tools)]
-    task = _Task(wanted, draw, split)
+    tools, absent = chosen[:shown], chosen[shown:]
+    messages = _turn(category, tools, absent[0], draw, split)
+    # Rows of `train` go on with further requests: when to refuse takes more practice than how to call.
+    for turn in range(1, turns):
+        kind = draw.choices(CATEGORIES, (4, 0, 1 if shown > 1 and not short else 0, 4))[0]
+        messages += _turn(kind, tools, absent[turn % len(absent)], draw, split, brief=True)
+    return GeneratedRow(canonical(messages, [function.tool() for function in tools]), category)
+
+
+def _turn(
+    kind: Category,
+    tools: Sequence[Function],
+    absent: Function,
+    draw: random.Random,
+    split: Split,
+    *,
+    brief: bool = False,
+) -> list[dict[str, Any]]:
+    """A request and what is said to it."""
+    if kind == "irrelevance":
+        request = _Task([absent], draw, split).request(brief)
+        said = f"`{absent.name}` is none of these tools." if f"`{absent.name}`" in request else _REFUSAL
+        return [{"role": "user", "content": request}, {"role": "assistant", "content": said}]
+    task = _Task(draw.sample(tools, 2 if kind == "parallel" else 1), draw, split)
     calls = [call(name, arguments) for name, arguments in task.calls]
-    follow_up = draw.choice(_RESULTS) if draw.random() < FOLLOW_UP_SHARE else None
-    return GeneratedRow(_conversation(tools, task.request(), "", calls, follow_up), category)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.request(brief)}]
+    # Said before anything is decided: whether there is such a tool is easier to tell with its name at hand.
+    said = ", ".join(f"`{name}`" for name, _ in task.calls) + ":"
+    messages.append({"role": "assistant", "content": said, "tool_calls": calls})
+    if draw.random() < FOLLOW_UP_SHARE:
+        result = draw.choice(_RESULTS)
+        messages += [{"role": "tool", "content": result, "name": name} for name, _ in task.calls]
+        messages.append({"role": "assistant", "content": f"The answer: {result}."})
+    return messages
 
 
 def _choose_functions(count: int, draw: random.Random, split: Split) -> list[Function]:
-    chosen = draw.sample(split_functions(split), count)
+    chosen: list[Function] = list(draw.sample(split_functions(split), count))
     if split == "train":
-        chosen = [_recombined(item, draw) if draw.random() < _RECOMBINED_SHARE else item for item in chosen]
+        for place, item in enumerate(chosen):
+            if draw.random() < _RECOMBINED_SHARE:
+                chosen[place] = _recombined(item, draw, chosen[:place])
     # Two tools of one name, or of one summary, would make the right answer a guess.
     unique = len({item.name for item in chosen}) == len({item.summary for item in chosen}) == count
     return chosen if unique else _choose_functions(count, draw, split)
@@ -97,17 +137,53 @@ def _shortened(function: Function) -> Function:
     return Function(function.name, " ".join(function.summary.split()[:3]), function.parameters[:1])
 
 
-def _recombined(function: Function, draw: random.Random) -> Function:
-    """A function that never was: the shape of one, with words and parameters of all others."""
+def _recombined(function: Function, draw: random.Random, others: Sequence[Function]) -> Function:
+    """A function that never was: the shape of one, with words and parameters of all others and made-up ones.
+
+    It may share parts with the `others` of its row, as functions of one module do: a name that is only half the same
+    is another function.
+    """
     pool = _parts()
-    name = "_".join(draw.sample(pool.names, draw.randint(2, 3)))
-    words = [word if draw.random() < 0.3 else draw.choice(pool.words) for word in function.summary.split()]
+    parts = [_name_part(pool.names, draw) for _ in range(draw.randint(2, 3))]
+    words = [word if draw.random() < 0.3 else _word(pool.words, draw, 0.1) for word in function.summary.split()]
+    words[0] = draw.choice(pool.verbs)
     kinds = [draw.choice((item.kind, "string", "integer")) for item in function.parameters]
-    named = draw.sample(pool.parameters, len(kinds))
+    named: dict[str, None] = {}
+    if others and draw.random() < _RELATED_SHARE:
+        near = draw.choice(others)
+        shared = near.name.split("_")[:-1]
+        parts = [*shared[:2], parts[-1]] if draw.random() < 0.7 else [parts[0], near.name.split("_")[-1]]
+        named[draw.choice(near.parameters).name] = None
+        words[: draw.randint(0, 2)] = near.summary.split()[: draw.randint(0, 2)]
+    while len(named) < len(kinds):
+        named[_word(pool.parameters, draw, _MADE_UP_SHARE)] = None
     parameters = tuple(
         Parameter(new, kind, old.required) for new, kind, old in zip(named, kinds, function.parameters, strict=True)
     )
-    return Function(name, " ".join([draw.choice(pool.verbs), *words[1:]]), parameters)
+    return Function("_".join(parts), " ".join(words), parameters)
+
+
+def _name_part(known: Sequence[str], draw: random.Random) -> str:
+    """Names are written in every way there is."""
+    part = _word(known, draw, _MADE_UP_SHARE)
+    match draw.randrange(16):
+        case 0:
+            return part.upper()
+        case 1 | 2:
+            return part.capitalize() + _word(known, draw, _MADE_UP_SHARE).capitalize()
+        case 3:
+            return part.capitalize()
+        case _:
+            return part
+
+
+def _word(known: Sequence[str], draw: random.Random, made_up_share: float) -> str:
+    """A known word, or one made up of the beginning of one and the end of another: what is copied must be read."""
+    plain = _parts().plain
+    if draw.random() >= made_up_share:
+        return draw.choice(known) if draw.random() < 0.7 else draw.choice(plain)
+    first, last = draw.choice(plain), draw.choice(plain)
+    return first[: draw.randint(2, max(2, len(first) - 2))] + last[-draw.randint(1, max(1, len(last) - 3)) :]
 
 
 @dataclass(frozen=True)
@@ -116,6 +192,7 @@ class _Parts:
     verbs: tuple[str, ...]
     words: tuple[str, ...]
     parameters: tuple[str, ...]
+    plain: tuple[str, ...]
 
 
 @cache
@@ -127,22 +204,12 @@ def _parts() -> _Parts:
         verbs=_unique(words[0] for words in summaries),
         words=_unique(word for words in summaries for word in words[1:]),
         parameters=_unique(item.name for function in functions for item in function.parameters),
+        plain=split_words("train"),
     )
 
 
 def _unique(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(words)))
-
-
-def _conversation(
-    tools: Sequence[Function], request: str, said: str, calls: list[dict[str, Any]], result: str | None = None
-) -> Conversation:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": request}]
-    messages.append({"role": "assistant", "content": said, "tool_calls": calls})
-    if result is not None:
-        messages += [{"role": "tool", "content": result, "name": item["function"]["name"]} for item in calls]
-        messages.append({"role": "assistant", "content": f"The answer: {result}."})
-    return canonical(messages, [function.tool() for function in tools])
 
 
 class _Task:
@@ -157,21 +224,19 @@ class _Task:
             given = given or [draw.choice(function.parameters)]
             self.calls.append((function.name, {item.name: _value(item, draw, split) for item in given}))
 
-    def request(self) -> str:
+    def request(self, brief: bool = False) -> str:
         """The words of it."""
-        return " ".join(
-            self._one(function, arguments) for function, (_, arguments) in zip(self._functions, self.calls, strict=True)
-        )
+        pairs = zip(self._functions, self.calls, strict=True)
+        return " ".join(self._one(function, arguments, brief) for function, (_, arguments) in pairs)
 
-    def _one(self, function: Function, arguments: dict[str, Any]) -> str:
+    def _one(self, function: Function, arguments: dict[str, Any], brief: bool) -> str:
         draw = self._draw
         pair = draw.choice(_PAIRS)
         pairs = [pair.format(name=name, value=_spoken(value)) for name, value in arguments.items()]
-        listed = pairs[0] if len(pairs) == 1 else f"{', '.join(pairs[:-1])} and {pairs[-1]}"
-        what = function.summary
-        return draw.choice(_REQUESTS).format(
-            what=what, What=what[0].upper() + what[1:], details=draw.choice(_DETAILS).format(listed)
-        )
+        details = pairs[0] if len(pairs) == 1 else f"{', '.join(pairs[:-1])} and {pairs[-1]}"
+        by_summary = not brief and draw.random() < _BY_SUMMARY_SHARE
+        forms = _REQUESTS_BY_SUMMARY if by_summary else _BRIEF_REQUESTS if brief else _REQUESTS
+        return draw.choice(forms).format(name=function.name, what=function.summary, details=details)
 
 
 def _spoken(value: Any) -> str:
@@ -187,14 +252,12 @@ def _value(parameter: Parameter, draw: random.Random, split: Split) -> Any:
         case "number":
             return _drawn_number(draw, split) + draw.choice((0.25, 0.5, 0.75))
         case "string":
-            return " ".join(_drawn_word(draw, split) for _ in range(draw.choice((1, 1, 2))))
+            words = [_drawn_word(draw, split) for _ in range(draw.choice((1, 1, 2)))]
+            return draw.choice("-./").join(words)
 
 
 def _drawn_word(draw: random.Random, split: Split) -> str:
-    if split == "train" and draw.random() < 0.3:
-        # Letters without sense: a value has to be copied whatever it is.
-        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(3, 7)))
-    return draw.choice(split_words(split))
+    return _word(split_words("train"), draw, _MADE_UP_SHARE) if split == "train" else draw.choice(split_words("test"))
 
 
 def _drawn_number(draw: random.Random, split: Split) -> int:
@@ -213,8 +276,8 @@ def split_functions(split: Split) -> tuple[Function, ...]:
 @cache
 def split_words(split: Split) -> tuple[str, ...]:
     """Words for argument values: those of all summaries and names, each in one split only."""
-    texts = (f"{function.name} {function.summary}".lower() for function in standard_functions())
-    words = {word for text in texts for word in re.findall(r"[a-z]{3,10}", text)}
+    texts = (f"{function.name.replace('_', ' ')} {function.summary}" for function in standard_functions())
+    words = {word for text in texts for word in re.findall(r"\b[a-z]{3,10}\b", text)}
     return tuple(sorted(word for word in words if _split_of(word) == split))
 
 

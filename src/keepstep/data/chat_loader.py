@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ from keepstep.data.chat_packing import pack
 from keepstep.data.chat_rows import BadRow
 from keepstep.data.chat_template import ChatTemplate, find_template
 from keepstep.data.corpus import FACTS, prepare_folder, read_facts
-from keepstep.data.loader import Loader, Loaders
+from keepstep.data.loader import Batch, Loader, Loaders, to_batch
 from keepstep.data.order import IndexArray
-from keepstep.data.rows import Rows
+from keepstep.data.rows import Rows, RowSource
 
 GENERATED = "toolcalls"
 """The data.path of the generated function-calling set."""
-_VERSION = 1
+_VERSION = 7
 _VALID_ROWS = 512
 
 
@@ -53,74 +53,96 @@ def is_chat(data: DataConfig, chat: ChatConfig) -> bool:
     return chat.format != "auto" or holds_conversations(Path(data.path))
 
 
+class ReadingLoader(Loader):
+    """Learns the whole text of its first samples, and what the mask says of all later ones."""
+
+    def __init__(self, source: RowSource, whole_samples: int, *, seed: int, shuffle: bool) -> None:
+        super().__init__(source, seed=seed, shuffle=shuffle)
+        self._whole_samples = whole_samples
+
+    def rows(self, first_sample: int, count: int) -> Batch:
+        """The samples [first_sample, first_sample + count) of the endless stream."""
+        read = self._source.read(self._order(first_sample, count))
+        whole = np.arange(first_sample, first_sample + count) < self._whole_samples
+        loss = None if read.loss is None else read.loss | whole[:, None]
+        return to_batch(replace(read, loss=loss), first_sample)
+
+
 @dataclass(frozen=True)
 class ChatSource:
-    """Everything that decides what the prepared rows are."""
+    """Everything that decides what the rows are."""
 
     data: DataConfig
     chat: ChatConfig
     seq_len: int
+    vocab: int
     seed: int
-    tokenizer: Path
+    tokenizer: Path | None = None
+    """The one of the weights that training starts from; `data.tokenizer` goes before it."""
+    whole_samples: int = 0
+    """Samples that are learnt whole before the loss mask counts."""
 
 
-def build_chat_loaders(
-    data: DataConfig, chat: ChatConfig, seq_len: int, vocab: int, seed: int, cache_dir: Path, tokenizer: Path | None
-) -> Loaders:
-    """Prepare at first use, then open. `tokenizer` is the one of the weights that training starts from."""
-    chosen = _tokenizer_path(data, tokenizer, cache_dir, seed)
-    size = tokenize.load(chosen).get_vocab_size()
-    if size > vocab:
+def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
+    """Prepare at first use, then open."""
+    tokenizer = _tokenizer_path(given, cache_dir)
+    size = tokenize.load(tokenizer).get_vocab_size()
+    if size > given.vocab:
         raise DataError(
-            f"the tokenizer {chosen} has {size} tokens, but model.vocab is {vocab}", f"set model.vocab={size}"
+            f"the tokenizer {tokenizer} has {size} tokens, but model.vocab is {given.vocab}", f"set model.vocab={size}"
         )
-    source = ChatSource(data, chat, seq_len, seed, chosen)
-    folder = prepare_folder(cache_dir / f"chat-{_key(source)}", lambda aside: _prepare(aside, source))
-    train, valid = (ChatRows(folder / name, seq_len, packing=chat.packing) for name in ("train", "valid"))
+    source = replace(given, tokenizer=tokenizer)
+    folder = prepare_folder(cache_dir / f"chat-{_key(source, tokenizer)}", lambda aside: _prepare(aside, source))
+    packing = source.chat.packing
+    train, valid = (ChatRows(folder / name, source.seq_len, packing=packing) for name in ("train", "valid"))
     if not train.count:
         raise DataError(
-            f"{data.path} holds no conversation to train on", f"{folder / 'rejects.jsonl'} says why rows were refused"
+            f"{source.data.path} holds no conversation to train on",
+            f"{folder / 'rejects.jsonl'} says why rows were refused",
         )
     facts = {"kind": "chat", "path": str(folder), **read_facts(folder), "rows": train.count, "filled": train.filled}
     return Loaders(
-        Loader(train, seed=seed, shuffle=data.shuffle),
+        ReadingLoader(train, source.whole_samples, seed=source.seed, shuffle=source.data.shuffle),
         Loader(valid, seed=0, shuffle=True) if valid.count else None,
-        chosen,
+        tokenizer,
         facts,
     )
 
 
-def _tokenizer_path(data: DataConfig, tokenizer: Path | None, cache_dir: Path, seed: int) -> Path:
-    if data.tokenizer:
-        if not Path(data.tokenizer).is_file():
-            raise DataError(f"data.tokenizer is {data.tokenizer!r}, which is missing", "give a tokenizer.json")
-        return Path(data.tokenizer)
-    if tokenizer is not None:
-        return tokenizer
-    if data.path == GENERATED:
+def _tokenizer_path(source: ChatSource, cache_dir: Path) -> Path:
+    named = source.data.tokenizer
+    if named:
+        if not Path(named).is_file():
+            raise DataError(f"data.tokenizer is {named!r}, which is missing", "give a tokenizer.json")
+        return Path(named)
+    if source.tokenizer is not None:
+        return source.tokenizer
+    if source.data.path == GENERATED:
         from keepstep.data.chat_tokenizer import prepare_tokenizer
 
-        return prepare_tokenizer(cache_dir, seed)
+        return prepare_tokenizer(cache_dir, source.seed)
     raise DataError(
         "conversations need a tokenizer, and none was named",
         "data.tokenizer=PATH/tokenizer.json, or finetune.start_from a folder that has one",
     )
 
 
-def _key(source: ChatSource) -> str:
+def _key(source: ChatSource, tokenizer: Path) -> str:
     files = [] if source.data.path == GENERATED else conversation_files(Path(source.data.path))
     files += conversation_files(Path(source.data.valid_path)) if source.data.valid_path else []
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    template = find_template(source.tokenizer, source.chat.template).source
+    template = find_template(tokenizer, source.chat.template).source
     named = [
         _VERSION, sys.version if source.data.path == GENERATED else "", source.data.path, source.data.valid_path,
-        source.data.valid_share, source.seq_len, source.seed, repr(source.chat), stats, template,
-        hashlib.sha256(source.tokenizer.read_bytes()).hexdigest(),
+        source.data.valid_share, source.seq_len, source.seed, source.chat.format, source.chat.loss_on,
+        source.chat.generated_rows, stats, template,
+        hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]
 
 
 def _prepare(folder: Path, source: ChatSource) -> None:
+    assert source.tokenizer is not None, "chosen before anything is prepared"
     template = find_template(source.tokenizer, source.chat.template)
     encoder = _Encoder(template, tokenize.load(source.tokenizer), source)
     print(f"conversations: rendering and encoding {source.data.path}", file=sys.stderr)
@@ -238,6 +260,7 @@ class ChatRows:
         tokens = np.zeros((len(indices), self._width), dtype=np.int64)
         documents = np.zeros_like(tokens)
         loss = np.zeros(tokens.shape, dtype=np.bool_)
+        filled = np.zeros(len(indices), dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
             at = 0
             for place, number in enumerate(self._rows[index]):
@@ -247,7 +270,8 @@ class ChatRows:
                 loss[row, at : at + size] = self._bits(start, size)
                 at += size
             documents[row, at:] = len(self._rows[index])
-        return Rows(tokens, documents, loss=loss)
+            filled[row] = at
+        return Rows(tokens, documents, filled, loss)
 
     def _bits(self, start: int, size: int) -> NDArray[np.bool_]:
         first = start // 8

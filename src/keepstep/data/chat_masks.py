@@ -52,17 +52,14 @@ def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
     """Token ids with their mask."""
     encoding = tokenizer.encode(rendered.text, add_special_tokens=False)
     edges = sorted({edge for span in rendered.spans for edge in (span.start, span.end)})
-    if any(_crosses(encoding.offsets, edge) for edge in edges):
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    if any(bool(((starts < edge) & (edge < ends)).any()) for edge in edges):
         return _piecewise(rendered, edges, tokenizer)
     loss = np.zeros(len(encoding.ids), dtype=np.bool_)
-    starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
     for span in rendered.spans:
         loss |= (starts >= span.start) & (starts < span.end)
     return MaskedTokens(np.array(encoding.ids, dtype=np.int32), loss)
-
-
-def _crosses(offsets: list[tuple[int, int]], edge: int) -> bool:
-    return any(start < edge < end for start, end in offsets)
 
 
 def _piecewise(rendered: Rendered, edges: list[int], tokenizer: Any) -> MaskedTokens:

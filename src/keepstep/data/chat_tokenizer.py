@@ -1,7 +1,8 @@
 """A small tokenizer for generated function calls, made so that names and values can be copied token by token.
 
-A call repeats names and values of its prompt, but after other characters: `width 42` and `"width": 42`. Spaces, digits
-and the fixed parts of tool schemas are therefore tokens of their own: a word has the same tokens wherever it stands.
+A call repeats names and values of its prompt. Requests put names in backticks and texts in quotes, so fixed parts of
+JSON, punctuation and pairs of digits are tokens of their own, and a name or a value has the same tokens in both places.
+Most words of the training split are one token; held-out ones are put together from parts, like any word never met.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.core.files import write_atomic, write_json
-from keepstep.data.chat_generate import generate_rows
+from keepstep.data.chat_generate import generate_rows, split_functions, split_words
 from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate
 from keepstep.data.corpus import prepare_folder
 from keepstep.data.tokenize import END_OF_TEXT
 
-VOCAB = 1024
-_SAMPLE_ROWS = 2000
-_VERSION = 1
+VOCAB = 2048
+_SAMPLE_ROWS = 1000
+_WORD_WEIGHT = 20
+_VERSION = 8
 
+_TYPES = [
+    f'": {{"type": "{kind}"}}{after}'
+    for kind in ("string", "integer", "number", "boolean")
+    for after in (', "', '}, "required": ["', '}, "required": []}}}')
+]
 _FIXED = (
-    '{"type": "function", "function": {"name": "', '", "description": "',
+    '\n{"type": "function", "function": {"name": "', '", "description": "',
     '.", "parameters": {"type": "object", "properties": {"',
-    '": {"type": "string"}', '": {"type": "integer"}', '": {"type": "number"}', '": {"type": "boolean"}',
-    ', "', '", "', '": "', '": ', '"]}}}', '}, "required": ["', '}, "required": []}}}',
-    '{"name": "', '", "arguments": {"', '"}}', "}}", '\nTo call one: ', '{"name": ..., "arguments": {...}}', "Tools:",
+    *_TYPES,
+    '"]}}}', '\n{"name": "', '", "arguments": {"', '"}}\n', "}}\n", '": "', '": ', '", "', ', "',
+    "system\nTools:\n", '\nTo call one: ', '\n{"name": ..., "arguments": {...}}\n', "user\n", "assistant\n",
 )  # fmt: skip
 """Parts that the template and JSON write the same way each time."""
 
@@ -39,13 +46,14 @@ def prepare_tokenizer(cache_dir: Path, seed: int) -> Path:
 
 
 def _build(folder: Path, seed: int) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     steps = [
-        pre_tokenizers.Split(" ", "isolated"),
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        # Names stand in backticks or quotes and values after the same sign wherever they are, so a word keeps the
+        # space before it and a part of a name its underscore.
+        pre_tokenizers.Split(Regex("[ _]?[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9]+?(?=[ _]?[A-Za-z]|[0-9]|$)"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,11 +73,19 @@ def _build(folder: Path, seed: int) -> None:
 
 
 def _texts(seed: int) -> Iterator[str]:
+    """Rows for how things are written, and every word of the training split for itself: most become one token."""
     template = ChatTemplate()
     fixed = re.compile("|".join(re.escape(text) for text in sorted(_FIXED, key=len, reverse=True)))
     for row in generate_rows(_SAMPLE_ROWS, seed, "train"):
         # What becomes a token as a whole must not use up merges of the BPE.
         yield from fixed.split(template.render(row.conversation).text)
+    for function in split_functions("train"):
+        for text in (function.name, *(item.name for item in function.parameters), f" {function.summary}"):
+            yield from [text] * _WORD_WEIGHT
+    for word in split_words("train"):
+        yield from [word, f" {word}"] * _WORD_WEIGHT
+    for pair in range(100):
+        yield from [f"{pair:02}"] * _SAMPLE_ROWS
 
 
 FILES = (

@@ -30,7 +30,7 @@ from keepstep.core.errors import HardwareError, StopRequested
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
-from keepstep.data.chat_loader import build_chat_loaders, is_chat
+from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders
 from keepstep.models.size import parameter_count
@@ -100,10 +100,17 @@ def open_data(config: RunConfig) -> Loaders:
     if not is_chat(data, config.chat):
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
     start = config.finetune.start_from
-    tokenizer = find_tokenizer(Path(start)) if start else None
-    return build_chat_loaders(
-        data, config.chat, config.model.seq_len, config.model.vocab, config.seed, cache_dir, tokenizer
+    reading = Pace(config.global_batch, config.model.seq_len, 0).steps(config.chat.read_first) or 0
+    source = ChatSource(
+        data=data,
+        chat=config.chat,
+        seq_len=config.model.seq_len,
+        vocab=config.model.vocab,
+        seed=config.seed,
+        tokenizer=find_tokenizer(Path(start)) if start else None,
+        whole_samples=reading * config.global_batch,
     )
+    return build_chat_loaders(source, cache_dir)
 
 
 class _Run:

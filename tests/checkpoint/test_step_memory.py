@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,33 @@ def test_another_layout_finds_nothing(places: list[Path]) -> None:
     other = state(0.0)
     other["model"]["more"] = torch.zeros(3)
     assert StepMemory(places).newest(other) is None
+
+
+@pytest.mark.slow
+def test_a_replaced_node_gets_its_steps_back_from_the_one_that_mirrors_them(tmp_path: Path) -> None:
+    handles = [[os.memfd_create("test") for _ in range(4)] for _ in range(2)]
+
+    def run(task: str) -> None:
+        processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("mirror_worker.py")),
+                    str(rank),
+                    str(tmp_path / task),
+                    task,
+                ]
+                + [f"/proc/{os.getpid()}/fd/{handle}" for handle in own]
+            )
+            for rank, own in enumerate(handles)
+        ]
+        assert [process.wait(120) for process in processes] == [0, 0]
+
+    run("keep")
+    # The second node is gone, and another one has come with empty memory.
+    for handle in handles[1]:
+        os.close(handle)
+    handles[1] = [os.memfd_create("test") for _ in range(4)]
+    run("find")
+    for handle in (*handles[0], *handles[1]):
+        os.close(handle)

@@ -47,5 +47,8 @@ def test_random_faults_leave_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_two_hosts_lose_their_network_and_one_of_them(tmp_path: Path) -> None:
-    told = chaos(tmp_path, "--kinds", "lost-network,lost-host", "--timeout", "300")
+    told = chaos(tmp_path, "--kinds", "lost-network,lost-host", "--steps", "28", "--timeout", "300")
     assert told["passed"]
+    (events,) = tmp_path.glob("chaos-*/lost-host/events.jsonl")
+    resumed = [line for line in map(json.loads, events.read_text().splitlines()) if line["kind"] == "resume"]
+    assert resumed[0]["folder"] == "memory", "the new host's state comes from the memory of the other one"

@@ -10,7 +10,8 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,44 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.layout import DTYPES, holding, split_state
+from keepstep.checkpoint.mirror import Mirror
+from keepstep.checkpoint.page import PAGE_BYTES, forget, make_page, read_page, write_page
 from keepstep.checkpoint.shards import PieceSpec, lay_out
 from keepstep.checkpoint.snapshot import Snapshot
 from keepstep.checkpoint.together import Together
 
-PAGE_BYTES = 65536
-_WHOLE = b"keepstep whole 1\n"
-
 
 def holds_step(places: Sequence[Path]) -> bool:
     """Whether some step lies whole in one of the places, for whatever layout."""
-    return any(_read_page(place) is not None for place in places)
+    for place in places:
+        with place.open("rb") as file:
+            if read_page(file.fileno()) is not None:
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one process has in memory."""
+
+    fingerprint: str
+    own: set[int]
+    mirrored: dict[int, str]
+    """Steps it keeps for another process, with that one's fingerprint."""
 
 
 class StepMemory:
     """Keeps this process's part of the newest steps in `places` and finds it there again.
 
-    `newest` is collective; all else is this process's own affair. The layout must be the one that was kept: for any
-    other there are checkpoints.
+    `newest` and `load` are collective. The layout must be the one that was kept: for any other there are checkpoints.
+    With several nodes, of `neighbours` processes each, `mirror_places` keep a copy of another node's steps.
     """
 
-    def __init__(self, places: Sequence[Path]) -> None:
+    def __init__(self, places: Sequence[Path], mirror_places: Sequence[Path] = (), neighbours: int = 0) -> None:
         self._together = Together()
+        several = neighbours and self._together.world_size > neighbours
+        self._mirror = Mirror(mirror_places, neighbours) if several and mirror_places else None
+        self._holdings: list[_Kept] = []
         self._buffers = [_Buffer(place) for place in places]
         self._specs: list[PieceSpec] | None = None
         self._size_bytes = 0
@@ -50,10 +67,22 @@ class StepMemory:
         """The newest step (`before` some step) that every process has whole for a state of this layout, or None."""
         self._plan(state)
         self.join()
-        steps = {buffer.step(self._fingerprint) for buffer in self._buffers}
-        own = {step for step in steps if step is not None and (before is None or step < before)}
-        common = set.intersection(*self._together.gather(own))
-        return max(common, default=None)
+        own = {step for buffer in self._buffers if (step := buffer.step(self._fingerprint)) is not None}
+        mirrored = self._mirror.steps() if self._mirror is not None else {}
+        self._holdings = self._together.gather(_Kept(self._fingerprint, own, mirrored))
+        known = set().union(*(kept.own for kept in self._holdings))
+        wanted = (step for step in sorted(known, reverse=True) if before is None or step < before)
+        return next((step for step in wanted if all(self._can_have(rank, step) for rank in self._ranks())), None)
+
+    def _ranks(self) -> range:
+        return range(self._together.world_size)
+
+    def _can_have(self, rank: int, step: int) -> bool:
+        """Whether a process has this step, or gets it back from the one that keeps its copy."""
+        kept = self._holdings[rank]
+        if step in kept.own or self._mirror is None:
+            return step in kept.own
+        return self._holdings[self._mirror.holder(rank)].mirrored.get(step) == kept.fingerprint
 
     def keep(self, step: int, state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Begin to copy; the tensors must not change before `before_update` has returned."""
@@ -62,8 +91,11 @@ class StepMemory:
         self.join()
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
-        page = {"fingerprint": self._fingerprint, "step": step, "values": values}
-        buffer.fill(list(zip(self._specs, _local_tensors(state), strict=True)), self._size_bytes, page)
+        page = make_page({"fingerprint": self._fingerprint, "step": step, "values": values})
+        pieces = list(zip(self._specs, _local_tensors(state), strict=True))
+        mirror = self._mirror
+        whole = (lambda: None) if mirror is None else (lambda: mirror.exchange(buffer.snapshot.handle))
+        buffer.fill(pieces, self._size_bytes, page, whole)
 
     def before_update(self) -> None:
         """Call before anything changes the kept tensors."""
@@ -74,18 +106,31 @@ class StepMemory:
         """Return when no copy is under way."""
         for buffer in self._buffers:
             buffer.snapshot.join()
+        if self._mirror is not None:
+            self._mirror.join()
 
     def load(self, step: int, into: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the tensors of `into` in place and return the values that were kept with them."""
         assert self._specs is not None
+        self._fetch_missing(step)
         buffer = next(buffer for buffer in self._buffers if buffer.step(self._fingerprint) == step)
         values = buffer.read(self._specs, _local_tensors(into))
         # The step just read is the newest whole one: the next copy must not go over it.
         self._turn = (self._buffers.index(buffer) + 1) % len(self._buffers)
         return values
 
+    def _fetch_missing(self, step: int) -> None:
+        """Processes that have nothing, because their node is new, get their state from the nodes that keep it."""
+        for rank in self._ranks():
+            if step not in self._holdings[rank].own:
+                assert self._mirror is not None
+                if self._together.rank in (rank, self._mirror.holder(rank)):
+                    self._mirror.give_back(rank, step, self._buffers[0].snapshot.handle)
+
     def close(self) -> None:
         """Let go of the memory; what is in it stays as long as its owner lives."""
+        if self._mirror is not None:
+            self._mirror.close()
         for buffer in self._buffers:
             buffer.snapshot.close()
 
@@ -108,17 +153,17 @@ class _Buffer:
     def __init__(self, place: Path) -> None:
         self.snapshot = Snapshot(os.open(place, os.O_RDWR | os.O_CLOEXEC))
 
-    def fill(self, plan: list[tuple[PieceSpec, torch.Tensor]], size_bytes: int, page: Mapping[str, Any]) -> None:
-        text = json.dumps(page).encode()
-        if len(text) + len(_WHOLE) > PAGE_BYTES:
-            raise ValueError(f"{len(text)} bytes of plain values do not fit beside the tensors")
-        self._forget()
+    def fill(
+        self, plan: list[tuple[PieceSpec, torch.Tensor]], size_bytes: int, page: bytes, whole: Callable[[], None]
+    ) -> None:
+        """Begin to copy; `whole` is called, on another thread, once the step lies here whole."""
+        forget(self.snapshot.handle)
         self.snapshot.ensure(size_bytes + PAGE_BYTES, any(tensor.is_cuda for _, tensor in plan))
 
         def copied(error: Exception | None) -> None:
             if error is None:
-                self.snapshot.write(size_bytes + len(_WHOLE), text.ljust(PAGE_BYTES - len(_WHOLE)))
-                self.snapshot.write(size_bytes, _WHOLE)
+                write_page(self.snapshot.handle, page)
+                whole()
 
         self.snapshot.start(plan, size_bytes + PAGE_BYTES, copied)
 
@@ -140,29 +185,8 @@ class _Buffer:
         values: dict[str, Any] = page["values"]
         return values
 
-    def _forget(self) -> None:
-        """What lies here is whole no more."""
-        size = os.fstat(self.snapshot.handle).st_size
-        if size >= PAGE_BYTES:
-            os.pwrite(self.snapshot.handle, bytes(len(_WHOLE)), size - PAGE_BYTES)
-
     def _page(self) -> dict[str, Any] | None:
-        return _page_of(self.snapshot.handle)
-
-
-def _read_page(place: Path) -> dict[str, Any] | None:
-    with place.open("rb") as file:
-        return _page_of(file.fileno())
-
-
-def _page_of(handle: int) -> dict[str, Any] | None:
-    """What a buffer says of itself, if it is whole."""
-    size = os.fstat(handle).st_size
-    raw = os.pread(handle, PAGE_BYTES, size - PAGE_BYTES) if size >= PAGE_BYTES else b""
-    if not raw.startswith(_WHOLE):
-        return None
-    page: dict[str, Any] = json.loads(raw[len(_WHOLE) :])
-    return page
+        return read_page(self.snapshot.handle)
 
 
 def _local_tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:

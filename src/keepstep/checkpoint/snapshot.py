@@ -116,11 +116,6 @@ class Snapshot:
             self._copying = None
             self._copied = ()
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Put bytes beside the copied tensors."""
-        assert self._memory is not None
-        self._memory[offset : offset + len(data)] = data
-
     def close(self) -> None:
         """Give the memory back."""
         self.join()

@@ -34,7 +34,7 @@ SHUTDOWN_S = 540.0
 SETTLE_S = 0.1
 """After the first process failed: how long to wait for another that may know better why."""
 LONGEST_BACKOFF_S = 60.0
-MEMORY_BUFFERS = 2
+MEMORY_BUFFERS = 4
 OOM_ATTEMPTS = 1
 
 Tell = Callable[..., None]
@@ -155,7 +155,9 @@ class _Agent:
         self._attempts += 1
 
     def _environment(self, meeting: Meeting, place: int) -> dict[str, str]:
-        memory = [f"/proc/{os.getpid()}/fd/{handle}" for handle in self._memory[place]]
+        # Its own newest steps, and those of a process on another node where there is one.
+        buffers = self._memory[place] if meeting.nodes > 1 else self._memory[place][: MEMORY_BUFFERS // 2]
+        memory = [f"/proc/{os.getpid()}/fd/{handle}" for handle in buffers]
         return {
             **meeting.environment,
             "RANK": str(self._first_rank + place),

@@ -17,6 +17,8 @@ from keepstep.config.schema import ResilienceConfig
 from keepstep.train.clock import Clock
 from keepstep.train.state import TrainState
 
+OWN_BUFFERS = 2
+"""Of the memory that an agent gives a process; the rest is for a copy of another node's."""
 MEASURED_STEPS = 4
 """Steps after which the interval is chosen, from what copies and steps took so far."""
 MOST_OVERHEAD = 0.05
@@ -38,7 +40,10 @@ class Keeper:
         self._waited_s = 0.0
         self._measured_from: tuple[int, float] | None = None
         wanted = bool(places) and self._interval > 0 and self._fits(len(places))
-        self._memory = StepMemory(places) if self._all_agree(wanted) else None
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self._memory = None
+        if self._all_agree(wanted):
+            self._memory = StepMemory(places[:OWN_BUFFERS], places[OWN_BUFFERS:], neighbours)
 
     def due(self, clock: Clock) -> bool:
         """Whether the step just done is to be kept."""
@@ -51,7 +56,9 @@ class Keeper:
     def keep(self, step: int, values: dict[str, Any]) -> None:
         """Begin to copy the state of this step."""
         assert self._memory is not None
+        started = time.perf_counter()
         self._memory.keep(step, self._state.tensors(), values)
+        self._waited_s += time.perf_counter() - started
 
     def before_update(self) -> None:
         """Weights are about to change: the copy must have them first."""

@@ -79,13 +79,14 @@ def test_another_layout_finds_nothing(places: list[Path]) -> None:
 @pytest.mark.slow
 def test_a_replaced_node_gets_its_steps_back_from_the_one_that_mirrors_them(tmp_path: Path) -> None:
     handles = [[os.memfd_create("test") for _ in range(4)] for _ in range(2)]
+    worker = str(Path(__file__).with_name("mirror_worker.py"))
 
     def run(task: str) -> None:
         processes = [
             subprocess.Popen(
                 [
                     sys.executable,
-                    str(Path(__file__).with_name("mirror_worker.py")),
+                    worker,
                     str(rank),
                     str(tmp_path / task),
                     task,

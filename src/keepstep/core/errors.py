@@ -83,3 +83,7 @@ class StopRequested(KeepstepError):  # noqa: N818 - not a fault: the run was ask
     """The run saved and stopped because it was asked to."""
 
     exit_code = EXIT_STOPPED
+
+    def lines(self) -> list[str]:
+        """No `error:`: nothing went wrong."""
+        return [line.removeprefix("error: ") for line in super().lines()]

@@ -17,7 +17,6 @@ from keepstep.core import errors
         (errors.PreflightError, 3),
         (errors.DataError, 4),
         (errors.HardwareError, 5),
-        (errors.StopRequested, 75),
     ],
 )
 def test_each_kind_has_the_exit_code_that_is_promised(kind: type[errors.KeepstepError], code: int) -> None:
@@ -26,6 +25,13 @@ def test_each_kind_has_the_exit_code_that_is_promised(kind: type[errors.Keepstep
     assert error.exit_code == code
     assert error.lines() == ["error: it broke", " hint: mend it"]
     assert str(error) == "it broke"
+
+
+def test_a_stop_on_request_has_its_own_code_and_is_not_called_an_error() -> None:
+    stopped = errors.StopRequested("saved", "start again")
+    assert isinstance(stopped, errors.KeepstepError)
+    assert stopped.exit_code == 75
+    assert stopped.lines() == ["saved", " hint: start again"]
 
 
 def test_without_a_hint_there_is_one_line() -> None:

@@ -13,7 +13,7 @@ from keepstep.core.errors import EXIT_FAILED, ConfigError, KeepstepError, StopRe
 from keepstep.core.ranks import Ranks, from_environment
 
 if TYPE_CHECKING:
-    from keepstep.train.run import Machine
+    from keepstep.train.facts import Machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

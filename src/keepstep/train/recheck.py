@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from keepstep.core.errors import HardwareError
+from keepstep.data.loader import Batch
 from keepstep.parallel.mesh import Grid
+
+
+def compare_bits(
+    evaluate: Callable[[Batch], tuple[Tensor, int]], batch: Batch, grid: Grid, tell: Callable[..., None]
+) -> None:
+    """Let every process compute the same rows; a HardwareError names those whose bits differ. Collective."""
+    with torch.no_grad():
+        loss, _ = evaluate(batch)
+    odd = odd_ranks(gather_bits(loss, same_work(grid)))
+    if not odd:
+        return
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, platform.node())
+    named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+    found = f"{named} computed other bits than the rest from the same rows"
+    tell(reason="corruption", ranks=odd, hosts=[hosts[rank] for rank in odd], message=found)
+    raise HardwareError(
+        found,
+        "take that machine out and look at it with keepstep doctor; start again from a checkpoint before this step",
+    )
 
 
 def same_work(grid: Grid) -> int:

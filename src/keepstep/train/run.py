@@ -5,13 +5,7 @@ The only file that sees the whole configuration; every part below is handed its 
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 from keepstep import __version__
-from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.memory import holds_step
 from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import HardwareError, StopRequested
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -48,31 +40,17 @@ from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
 from keepstep.train.exact import repeatable_kernels
+from keepstep.train.facts import Planner, facts_of, known_facts, tracked
 from keepstep.train.keeper import Keeper
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
-from keepstep.train.recheck import gather_bits, odd_ranks, same_work
+from keepstep.train.recheck import compare_bits
 from keepstep.train.record import Rates, Recorder
 from keepstep.train.rewind import Rewind, SkippedSamples
+from keepstep.train.saver import Saver
 from keepstep.train.start import BEST, TOKENIZER, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.validate import ValidationRows, validate
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run finds itself on, in plain numbers."""
-
-    device: str
-    memory_bytes: int
-    peak_flops: float
-    precision: str
-    processes: int
-    processes_per_node: int
-
-
-Planner = Callable[[RunConfig, Machine], dict[str, Any]]
-"""What a run should need and reach on a machine; stored with it."""
 
 
 def train(config: RunConfig, planner: Planner | None = None) -> None:
@@ -124,18 +102,15 @@ class _Run:
         self.grid = grid
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
-        self.known_facts = self._known_facts()
+        self.known_facts = known_facts(folder, world.ranks)
         self.loaders = open_data(config)
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
 
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
-        self.checkpointer = Checkpointer(where, config.checkpoint, on_event=self._checkpoint_event)
+        self.saver = Saver(where, config.checkpoint, self.recorder)
+        self.checkpointer = self.saver.checkpointer
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
-        self.blocked_s = 0.0
-        """How long training stood still for saves since the last one was committed."""
-        self.save_s = 0.0
-        """What the last save took, on disk and all."""
         self.skipped = SkippedSamples(folder.skipped)
         self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
@@ -212,53 +187,20 @@ class _Run:
     def save(self, durable: bool) -> None:
         """Save the step just done: behind training, or so that it is on disk when this returns."""
         if durable:
-            self._check_grace()
+            self.saver.check_grace(self.clock.step, self.stop, self.config.resilience.grace_s)
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
         state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
-        write = self.checkpointer.save if durable else self.checkpointer.save_async
-        with self._counting_as_save():
-            write(self.clock.step, state, {**metadata, "config": dump_config(self.config)})
-
-    @contextmanager
-    def _counting_as_save(self) -> Iterator[None]:
-        """Time in here is time that training stood still for a save."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            blocked_s = time.perf_counter() - started
-            self.recorder.blocked_s += blocked_s
-            self.blocked_s += blocked_s
-
-    def _check_grace(self) -> None:
-        """Asked to stop with too little time for a save: let the one under way end, and leave it at that."""
-        grace_s = self.config.resilience.grace_s
-        if not grace_s:
-            return
-        # Signals and commits are news to some processes before they are to others.
-        told = torch.tensor([self.stop.asked_s_ago - grace_s, float(self.stop.requested), self.save_s])
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        over_s, asked, save_s = told.tolist()
-        if asked and -over_s < save_s:
-            self.checkpointer.wait()
-            step, _ = self.checkpointer.last_committed or (0, 0.0)
-            raise StopRequested(
-                f"stopped on request: {-over_s:.1f} s of grace are left and a save takes {save_s:.1f} s, so the "
-                f"checkpoint of step {step} stands and {self.clock.step - step} steps will be done again",
-                "start the same command to go on",
-            )
+        self.saver.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)}, durable)
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
         self.keeper.keep(self.clock.step, {"numbers": self.state.numbers(), "tail": list(self.recorder.tail)})
 
     def _before_update(self) -> None:
-        """Weights are about to change: a save under way must have its copy, and may have news."""
+        """Weights are about to change: whoever copies them must have them first."""
         self.keeper.before_update()
-        with self._counting_as_save():
-            self.checkpointer.before_update()
-        self.checkpointer.poll()
+        self.saver.before_update()
 
     def _poisoned(self, chaos: Chaos) -> bool:
         return chaos.poisoned(self.clock.step + 1)
@@ -286,22 +228,8 @@ class _Run:
         first = max(0, self.clock.samples - self.config.global_batch)
         batch = self.loaders.train.rows(first, self.config.microbatch)
         self.state.model.eval()
-        with torch.no_grad():
-            loss, _ = self.step.evaluate(batch)
+        compare_bits(self.step.evaluate, batch, self.grid, partial(self.recorder.event, "fault", step=self.clock.step))
         self.state.model.train()
-        odd = odd_ranks(gather_bits(loss, same_work(self.grid)))
-        if not odd:
-            return
-        hosts: list[str] = [""] * self.world.ranks.world_size
-        dist.all_gather_object(hosts, platform.node())
-        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
-        found = f"step {self.clock.step}: {named} computed other bits than the rest from the same rows"
-        facts = {"reason": "corruption", "ranks": odd, "hosts": [hosts[rank] for rank in odd], "message": found}
-        self.recorder.event("fault", step=self.clock.step, **facts)
-        raise HardwareError(
-            found,
-            "take that machine out and look at it with keepstep doctor; start again from a checkpoint before this step",
-        )
 
     def evaluate(self) -> None:
         """Validation loss over the first rows of the validation data."""
@@ -389,7 +317,7 @@ class _Run:
         peak = (known or device_peak_flops(device, dtype)) if self.world.is_first else None
         whole_peak = peak * self.world.ranks.world_size if peak else None
         rates = Rates.of(config.model, tokens_per_step, whole_peak, config.optimizer.lr, frozen=config.lora.rank > 0)
-        sinks = build_sinks(self.folder, config.observe, self.world.ranks, _tracked(config))
+        sinks = build_sinks(self.folder, config.observe, self.world.ranks, tracked(config))
         if not self.world.is_first:
             return Recorder(config.observe, rates, sinks, None, device)
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
@@ -398,86 +326,14 @@ class _Run:
     def _describe(self, planner: Planner | None) -> None:
         if not self.world.is_first:
             return
-        config, parameters = self.config, parameter_count(self.config.model)
+        config = self.config
         write_atomic(self.folder.config, dump_config(config))
         if self.loaders.tokenizer is not None:
             keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
         if not self.known_facts:
-            facts = _facts(config, self.world, self.loaders, parameters)
-            if planner is not None:
-                machine = _machine(config, self.world)
-                facts |= {"plan": planner(config, machine), "peak_flops": machine.peak_flops}
-            write_json(self.folder.facts, facts)
+            write_json(self.folder.facts, facts_of(config, self.world, self.loaders, planner))
         self.recorder.note(
-            f"{config.name}: {config.model.preset} {format_count(parameters)} parameters on "
+            f"{config.name}: {config.model.preset} {format_count(parameter_count(config.model))} parameters on "
             f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
-
-    def _known_facts(self) -> dict[str, Any]:
-        """What an earlier attempt with as many processes found out, so that a restart need not."""
-        if not self.world.ranks.restarts or not self.folder.facts.is_file():
-            return {}
-        facts: dict[str, Any] = json.loads(self.folder.facts.read_text())
-        return facts if facts.get("world_size") == self.world.ranks.world_size else {}
-
-    def _checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "checkpoint_committed":
-            fields = {**fields, "blocked_s": self.blocked_s}
-            self.blocked_s = 0.0
-        self.recorder.event(kind, **fields)
-        if kind == "checkpoint_committed":
-            self.recorder.last_saved_at = time.time()
-            self.save_s = float(fields["seconds"])
-        elif kind in ("warning", "fault"):
-            self.recorder.note(f"warning: {fields.get('message', kind)}")
-
-
-def _tracked(config: RunConfig) -> dict[str, Any]:
-    """What an experiment tracker files a run under."""
-    return {
-        "model": config.model.preset,
-        "parameters": parameter_count(config.model),
-        "data": config.data.path,
-        "global_batch": config.global_batch,
-        "seq_len": config.model.seq_len,
-        "optimizer": config.optimizer.name,
-        "lr": config.optimizer.lr,
-        "max_duration": str(config.max_duration),
-        "seed": config.seed,
-    }
-
-
-def _machine(config: RunConfig, world: World) -> Machine:
-    dtype = compute_dtype(config.precision, world.device)
-    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    if world.device.type == "cuda":
-        memory_bytes = torch.cuda.get_device_properties(world.device).total_memory
-    else:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.ranks.local_world_size
-    return Machine(
-        device=device_name(world.device),
-        memory_bytes=memory_bytes,
-        peak_flops=device_peak_flops(world.device, dtype),
-        precision="fp8" if config.precision == "fp8" else name,
-        processes=world.ranks.world_size,
-        processes_per_node=world.ranks.local_world_size,
-    )
-
-
-def _facts(config: RunConfig, world: World, loaders: Loaders, parameters: int) -> dict[str, Any]:
-    pace = Pace(config.global_batch, config.model.seq_len, loaders.train.samples_per_epoch)
-    return {
-        "keepstep": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "device": device_name(world.device),
-        "world_size": world.ranks.world_size,
-        "threads": torch.get_num_threads(),
-        "parameters": parameters,
-        "total_steps": pace.steps(config.max_duration),
-        "samples_per_epoch": loaders.train.samples_per_epoch,
-        "tokenizer": str(loaders.tokenizer) if loaders.tokenizer else None,
-        "data": loaders.facts,
-    }

@@ -22,7 +22,7 @@ from keepstep.resilience.causes import CAUSE_FILE, Cause, first_cause, read_caus
 from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
-from keepstep.resilience.scratch import remove_with, scratch_folder
+from keepstep.resilience.scratch import remove_with, scratch_folder, server_folder
 from keepstep.resilience.signals import STOP_SIGNALS
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
@@ -85,6 +85,7 @@ class _Agent:
     ) -> None:
         self._processes, self._settings, self._tell = processes, settings, tell
         self._meetings, self._scratch, self._logs = meetings, scratch, logs
+        remove_with(scratch, server_folder())
         self._workers = Workers(task)
         self._board = Board(processes)
         # Owned by the agent: what a process has put there is there when the process is gone.
@@ -151,7 +152,6 @@ class _Agent:
         for place in range(self._processes):
             self._cause_file(place).unlink(missing_ok=True)
         self._workers.start([self._environment(meeting, place) for place in range(self._processes)])
-        remove_with(self._scratch, self._workers.server_folder)
         self._attempts += 1
 
     def _environment(self, meeting: Meeting, place: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -14,6 +15,9 @@ _PREFIX = "keepstep-agent-"
 _LOCK = "lock"
 _ALSO = "also"
 _FORK_SERVER_PREFIX = "pymp-"
+SHORT_FOLDER = Path("/tmp")
+_LONGEST_FOLDER = 60
+"""Sockets have names of at most 108 characters, and Python adds some forty to the folder's."""
 
 
 @contextmanager
@@ -25,6 +29,18 @@ def scratch_folder() -> Iterator[Path]:
         with (folder / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
+
+
+def server_folder() -> Path:
+    """Where Python keeps its fork server's socket: in the folder for temporary files, or in a shorter one."""
+    usual = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.access(SHORT_FOLDER, os.W_OK):
+        tempfile.tempdir = str(SHORT_FOLDER)
+    try:
+        # Asked once, the answer stays.
+        return Path(multiprocessing.util.get_temp_dir())
+    finally:
+        tempfile.tempdir = usual
 
 
 def remove_with(scratch: Path, folder: Path) -> None:
@@ -51,5 +67,5 @@ def _remove_companion(folder: Path) -> None:
     also = folder / _ALSO
     if also.is_file():
         named = Path(also.read_text())
-        if named.name.startswith(_FORK_SERVER_PREFIX) and named.parent == folder.parent:
+        if named.name.startswith(_FORK_SERVER_PREFIX) and named.parent in (folder.parent, SHORT_FOLDER):
             shutil.rmtree(named, ignore_errors=True)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, util
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -57,11 +57,6 @@ class Workers:
         ]
         for process in self._processes:
             process.start()
-
-    @property
-    def server_folder(self) -> Path:
-        """Where Python keeps the socket of the warm process."""
-        return Path(util.get_temp_dir())
 
     def wait(self, seconds: float, also: int) -> None:
         """Return when a process ends, when the file descriptor `also` can be read, or when the time is over."""

@@ -17,6 +17,7 @@ from keepstep.cli import data
 from keepstep.cli.main import main
 from keepstep.config.load import load_config
 from keepstep.resilience import agent
+from keepstep.resilience.workers import Task
 
 SBATCH = commands("sbatch")
 
@@ -79,11 +80,12 @@ def test_sbatch_lines_start_a_run_that_is_sound(
     assert any(word.startswith(f"--container-mounts={options['-m']},") for word in command)
     started: list[tuple[list[str], int]] = []
 
-    def note(words: list[str], processes: int, _group: object) -> int:
-        started.append((words, processes))
+    def note(task: Task, processes: int, *_: object) -> int:
+        started.append((list(task.arguments), processes))
         return 0
 
     monkeypatch.setattr(agent, "run_processes", note)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEEPSTEP_HEAD", "node1")
     monkeypatch.setenv("KEEPSTEP_PORT", "20007")
     monkeypatch.setenv("SLURM_NODEID", "0")

@@ -32,7 +32,7 @@ test-fast: $(READY)  ## unit tests in about a minute
 	$(BIN)/python -m pytest -m 'not slow'
 
 test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt '.[browser]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt --editable '.[browser]'
 	$(BIN)/python -m pytest tests/observe/test_browser.py
 
 test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption, a pulled cable (15 minutes)

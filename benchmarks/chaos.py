@@ -59,8 +59,12 @@ def main() -> int:
         results |= restarts_in_a_row(folder, args.restarts)
         if args.soak:
             results["soak"] = soak(folder, args.soak)
-        elif args.output.exists():
-            results["soak"] = json.loads(args.output.read_text()).get("soak")
+    # One verdict for all of it: a failed soak or restart must not hide behind a passed suite.
+    results["passed"] = (
+        results["passed"]
+        and results.get("restarts_at_first_attempt", 0) == args.restarts
+        and results.get("soak", {"passed": True})["passed"]
+    )
     results["machine"] = f"{os.cpu_count()} cores, {platform.system()}"
     args.output.write_text(json.dumps(results, indent=1) + "\n")
     write_docs(results)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, to_fp8
+from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
 from keepstep.models.head import head_loss
 from keepstep.models.norm import RMSNorm
 from keepstep.models.residual import add_and_norm
@@ -161,3 +161,18 @@ def test_fp8_gradients_over_many_tokens_are_added_up_in_full() -> None:
     exact = (dy8_nm.double() @ x8_km.double().t()) * (dy_undo.double() * x_undo.double())
     # Fast sums would be 8% off.
     assert relative(d_weight, exact) < 5e-3
+
+
+@pytest.mark.parametrize("fast_sums", [True, False])
+def test_a_chosen_fp8_product_has_the_bits_of_torchs_own(fast_sums: bool) -> None:
+    torch.manual_seed(9)
+    a8, _, a_undo = to_fp8(torch.randn(32768, 2048, device=CUDA, dtype=torch.bfloat16), FORWARD)
+    b8, _, b_undo = to_fp8(torch.randn(16384, 2048, device=CUDA, dtype=torch.bfloat16), FORWARD)
+    scales = {"scale_a": a_undo, "scale_b": b_undo}
+    expected = torch._scaled_mm(a8, b8.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
+    for _ in range(2):
+        assert torch.equal(multiply(a8, b8, a_undo, b_undo, torch.bfloat16, fast_sums=fast_sums), expected)
+    # Scales belong to the call, not to the choice.
+    assert torch.equal(multiply(a8, b8, a_undo * 2, b_undo, torch.bfloat16, fast_sums=fast_sums), expected * 2)
+    small = multiply(a8[:64], b8[:32], a_undo, b_undo, torch.bfloat16, fast_sums=fast_sums)
+    assert relative(small, expected[:64, :32]) < 1e-2

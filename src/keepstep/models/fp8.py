@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.core.errors import ConfigError
+from keepstep.models.fp8_products import scaled_product
+from keepstep.models.kernels.cublaslt import Operands
 from keepstep.models.swiglu import activate, activate_backward, swiglu
 from keepstep.models.triton_found import has_triton
 
@@ -186,6 +188,5 @@ def multiply(
 ) -> Tensor:
     """a · bᵀ with both scales undone; both sides are contiguous along the dimension that is summed."""
     if a8_ij.is_cuda:
-        scales = {"scale_a": a_undo, "scale_b": b_undo}
-        return torch._scaled_mm(a8_ij, b8_lj.t(), **scales, out_dtype=dtype, use_fast_accum=fast_sums)
+        return scaled_product(Operands(a8_ij, b8_lj, a_undo, b_undo), dtype, fast_sums=fast_sums)
     return ((a8_ij.float() @ b8_lj.float().t()) * (a_undo * b_undo)).to(dtype)

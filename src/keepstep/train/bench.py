@@ -20,7 +20,7 @@ from keepstep.models.size import flops_per_token, parameter_count
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import choose_device, joined_world, share_cores
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
-from keepstep.train.exact import repeatable_kernels
+from keepstep.train.kernels import chosen_kernels
 from keepstep.train.readback import Readback
 
 _KINDS = (
@@ -70,7 +70,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
     device = choose_device(config.compute.device, ranks.local_rank)
     exact = config.reproducible == "elastic"
     share_cores(config.compute.threads or int(exact), ranks.local_world_size)
-    with repeatable_kernels(exact), joined_world(ranks, device):
+    with chosen_kernels(config), joined_world(ranks, device):
         dtype = compute_dtype(config.precision, device)
         grid = build_grid(layout, device.type)
         train_step = build_learner(config, grid, device).step

@@ -39,9 +39,9 @@ from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
-from keepstep.train.exact import repeatable_kernels
 from keepstep.train.facts import Planner, facts_of, known_facts, tracked
 from keepstep.train.keeper import Keeper
+from keepstep.train.kernels import chosen_kernels
 from keepstep.train.loop import LoopParts, run_loop
 from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.recheck import compare_bits
@@ -63,7 +63,7 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     share_cores(config.compute.threads or int(exact), ranks.local_world_size)
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with (
-        repeatable_kernels(exact),
+        chosen_kernels(config),
         recording(folder.logs, "trainer", ranks.rank),
         stop_on_signals() as stop,
         joined_world(ranks, device, config.resilience.start_timeout_s) as world,

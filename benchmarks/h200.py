@@ -120,8 +120,8 @@ def final_loss(precision: str, steps: int, runs_dir: Path) -> float:
     """
     fresh()
     words = [
-        "model=llama-1b", "global_batch=8", "microbatch=8", f"max_duration={steps}ba", "optimizer.lr=3e-4",
-        "schedule.warmup=50ba", "schedule.final=0", "data=demo", f"precision={precision}", f"name={precision}",
+        "model=llama-1b", "global_batch=4", "microbatch=4", f"max_duration={steps}ba", "optimizer.lr=1e-4",
+        "schedule.warmup=100ba", "schedule.final=0", "data=demo", f"precision={precision}", f"name={precision}",
         f"runs_dir={runs_dir}",
         "checkpoint.at_end=false", "evaluate.at_end=false", "observe.tensorboard=false",
     ]  # fmt: skip

@@ -22,6 +22,7 @@ from keepstep.core.errors import DataError
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import Share, build
 from keepstep.data.build.verify import verify
+from keepstep.data.fast import FastLoad
 from keepstep.data.formats import mds
 from keepstep.data.formats.megatron import MegatronReader, find_prefixes
 from keepstep.data.records import RecordOptions
@@ -245,6 +246,25 @@ def test_a_tokenizer_that_disagrees_falls_back_with_a_notice(tokenizer: Path, te
     assert "other ids" in encoder.notice
     assert not encoder.is_fast
     assert np.array_equal(encoder.encode(texts)[0], exact[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, False], ids=["disagrees", "refuses"])
+def test_workers_fall_back_with_a_notice_and_the_bytes_stay_exact(
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: bool,
+) -> None:
+    run(tmp_path / "fast", options(corpus, tokenizer), tokenizer, workers=2)
+    assert "notice" not in capsys.readouterr().err
+    monkeypatch.setattr(FastLoad, "result", lambda _: _Wrong() if wrong else None)
+    run(tmp_path / "exact", options(corpus, tokenizer), tokenizer, workers=2)
+    notice = "fastokens gave other ids" if wrong else "fastokens cannot be used"
+    assert capsys.readouterr().err.count(f"notice: {notice}") == 1
+    assert contents(tmp_path / "fast") == contents(tmp_path / "exact")
 
 
 class _Wrong:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_atomic, write_json
@@ -32,10 +32,13 @@ from keepstep.data.build.plan import (
     read_marker,
     settle_plan,
 )
-from keepstep.data.build.task import run_task
-from keepstep.data.tokenize import Encoder
+from keepstep.data.fast import FastLoad
+
+if TYPE_CHECKING:
+    from keepstep.data.tokenize import Encoder
 
 _DEATHS_ALLOWED = 3
+_REPORT_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,12 @@ def build(folder: Path, plan: Plan, tokenizer: Path, *, workers: int, share: Sha
     left = open_tasks(folder, mine)
     progress = Progress(_task_bytes(plan), left)
     if left:
+        encoder = _load_encoder(folder)
         count = min(workers, len(left))
         if count <= 1:
-            _alone(folder, plan, left, progress)
+            _alone(folder, plan, left, encoder, progress)
         else:
-            _Crew(folder, plan, left, count, progress).run()
+            _Crew(folder, plan, left, encoder, progress).run(count)
     progress.end()
     return finish(folder, plan)
 
@@ -69,8 +73,17 @@ def _task_bytes(plan: Plan) -> list[int]:
     return [plan.input_bytes * weight // total for weight in weights]
 
 
-def _alone(folder: Path, plan: Plan, tasks: Sequence[int], progress: Progress) -> None:
-    encoder = Encoder(folder / TOKENIZER)
+def _load_encoder(folder: Path) -> Encoder:
+    # The fast encoder loads beside the import of numpy and the load of the exact one.
+    loading = FastLoad(folder / TOKENIZER)
+    from keepstep.data.tokenize import Encoder
+
+    return Encoder(folder / TOKENIZER, fast=loading)
+
+
+def _alone(folder: Path, plan: Plan, tasks: Sequence[int], encoder: Encoder, progress: Progress) -> None:
+    from keepstep.data.build.task import run_task
+
     for task in tasks:
         run_task(folder, task, plan.tasks[task], plan.options, encoder, progress.add)
         progress.done(task)
@@ -80,23 +93,23 @@ def _alone(folder: Path, plan: Plan, tasks: Sequence[int], progress: Progress) -
 class _Crew:
     """Worker processes that are handed one task at a time."""
 
-    def __init__(self, folder: Path, plan: Plan, tasks: Sequence[int], count: int, progress: Progress) -> None:
+    def __init__(self, folder: Path, plan: Plan, tasks: Sequence[int], encoder: Encoder, progress: Progress) -> None:
         self._folder = folder
         self._plan = plan
         self._waiting = list(reversed(tasks))
+        self._encoder = encoder
         self._progress = progress
         self._deaths = 0
-        # A forked worker has its imports already: that is an eighth of the time a build of 200 MB takes.
+        self._threads = 1
+        # A forked worker has its imports and its proven tokenizer already.
         forks = sys.platform == "linux"
         self._context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
-        self._threads = max(1, len(os.sched_getaffinity(0)) // count)
         self._workers: dict[Connection, tuple[BaseProcess, int]] = {}
-        for _ in range(count):
-            self._hire()
 
     def _hire(self) -> None:
         ours, theirs = self._context.Pipe()
-        arguments = (theirs, str(self._folder), self._plan, self._threads)
+        forked = self._encoder if self._context.get_start_method() == "fork" else None
+        arguments = (theirs, self._folder, self._plan, forked, self._threads)
         process = self._context.Process(target=_work_on_tasks, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -112,9 +125,15 @@ class _Crew:
         else:
             self._workers[connection] = (process, task)
 
-    def run(self) -> None:
+    def run(self, count: int) -> None:
         """Until every task is done or one fails for good."""
+        from keepstep.data.build.task import prove_on
+
+        prove_on(self._encoder, self._plan.tasks[self._waiting[-1]], self._plan.options)
+        self._threads = max(1, len(os.sched_getaffinity(0)) // count)
         try:
+            for _ in range(count):
+                self._hire()
             while self._workers:
                 for ready in wait(list(self._workers), timeout=1.0):
                     assert isinstance(ready, Connection)
@@ -158,16 +177,19 @@ class _Crew:
         self._hire()
 
 
-def _work_on_tasks(connection: Connection, folder: str, plan: Plan, threads: int) -> None:
+def _work_on_tasks(connection: Connection, folder: Path, plan: Plan, encoder: Encoder | None, threads: int) -> None:
     """The life of a worker. A parent that dies closes the pipe, which ends us after the task at hand."""
-    # Read when the tokenizers' thread pools start, that is with the first batch.
+    # Read when the exact tokenizer's thread pool starts, that is with the first batch.
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    encoder: Encoder | None = None
+    from keepstep.data.build.task import run_task
+
+    report = _Reporter(connection)
     try:
         while (task := connection.recv()) >= 0:
             try:
-                encoder = encoder or Encoder(Path(folder) / TOKENIZER)
-                run_task(Path(folder), task, plan.tasks[task], plan.options, encoder, _sender(connection))
+                encoder = encoder or _load_encoder(folder)
+                run_task(folder, task, plan.tasks[task], plan.options, encoder, report.add)
+                report.send()
                 connection.send(("done", encoder.notice))
             except DataError as error:
                 connection.send(("failed", DataError(error.message, error.hint)))
@@ -175,8 +197,27 @@ def _work_on_tasks(connection: Connection, folder: str, plan: Plan, threads: int
         return
 
 
-def _sender(connection: Connection) -> Any:
-    return lambda size_bytes, tokens: connection.send(("progress", size_bytes, tokens))
+class _Reporter:
+    """Tells the parent how far a worker is, a few times a second: each message wakes a process that has no core."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._text_bytes = 0
+        self._tokens = 0
+        self._last_s = time.monotonic()
+
+    def add(self, text_bytes: int, tokens: int) -> None:
+        """Count, and send when it is time."""
+        self._text_bytes += text_bytes
+        self._tokens += tokens
+        if time.monotonic() - self._last_s >= _REPORT_EVERY_S:
+            self.send()
+
+    def send(self) -> None:
+        """Send what was counted since the last time."""
+        self._connection.send(("progress", self._text_bytes, self._tokens))
+        self._text_bytes = self._tokens = 0
+        self._last_s = time.monotonic()
 
 
 def finish(folder: Path, plan: Plan) -> dict[str, Any] | None:

@@ -23,10 +23,11 @@ from keepstep.data.formats.mds import TokenShardWriter
 from keepstep.data.formats.megatron import DTYPES, MegatronWriter, bin_path, idx_path, token_dtype
 from keepstep.data.records import BLOCK_BYTES, Rejects, read_documents
 from keepstep.data.sources import Piece
-from keepstep.data.tokenize import Encoder, add_ends
+from keepstep.data.tokenize import Encoder, add_ends, without_threads
 
-FIRST_PROOF_CHARS = 1 << 18
+FIRST_PROOF_CHARS = 1 << 17
 PROOF_CHARS = 1 << 14
+_PROOF_DOCUMENTS = 8
 _RECORDS_BEFORE_JUDGING = 1000
 
 Report = Callable[[int, int], None]
@@ -49,6 +50,14 @@ class _Output(Protocol):
 
     def abort(self) -> None:
         """Close what is open; the folder is about to go."""
+
+
+def prove_on(encoder: Encoder, pieces: list[Piece], options: BuildOptions) -> None:
+    """Prove an encoder on a task's first documents before workers inherit it."""
+    texts = next(_batches(pieces, options, Rejects(), Counter()), [])
+    if texts:
+        with without_threads():
+            encoder.prove(_sample(texts, FIRST_PROOF_CHARS))
 
 
 def run_task(
@@ -160,11 +169,12 @@ def _batches(
 
 
 def _sample(texts: list[str], chars: int) -> list[str]:
-    """Documents from the start of a batch, the last one cut, so that a proof costs the same everywhere."""
+    """The heads of a batch's first documents, several at least, so that a proof costs the same everywhere."""
+    chars_each = chars // _PROOF_DOCUMENTS
     sample = []
     for text in texts:
-        sample.append(text[:chars])
-        chars -= len(text)
+        sample.append(text[: min(chars, chars_each)])
+        chars -= len(sample[-1])
         if chars <= 0:
             break
     return sample

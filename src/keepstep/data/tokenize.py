@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +63,6 @@ def special_id(tokenizer: Any, text: str, path: Path) -> int:
     return number
 
 
-@contextlib.contextmanager
-def without_threads() -> Iterator[None]:
-    """Keep tokenizers from starting its thread pool: a fork would have the pool and none of its threads."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 class Encoder:
     """Ids exactly as Hugging Face tokenizers gives them, by the fastest way that was proven to agree.
 
@@ -104,6 +87,10 @@ class Encoder:
             self.notice = "fastokens cannot be used with this tokenizer"
         self._loading = False
         return found
+
+    def settle(self) -> None:
+        """Wait for whatever is still loading: a forked process would wait for ever."""
+        _ = self.vocab, self._fast
 
     @functools.cached_property
     def vocab(self) -> int:

@@ -49,15 +49,26 @@ class Share:
     of: int = 1
 
 
-def build(folder: Path, plan: Plan, tokenizer: Path, *, workers: int, share: Share = Share()) -> dict[str, Any] | None:  # noqa: B008
-    """Do what is left of our share; the data set's facts, or None while others still work on theirs."""
+def build(
+    folder: Path,
+    plan: Plan,
+    tokenizer: Path,
+    *,
+    workers: int,
+    share: Share = Share(),  # noqa: B008
+    loading: FastLoad | None = None,
+) -> dict[str, Any] | None:
+    """Do what is left of our share; the data set's facts, or None while others still work on theirs.
+
+    `loading` is the fast encoder of the same tokenizer, where the caller began to load it earlier.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     settle_plan(folder, plan, tokenizer)
     mine = list(range(share.number, len(plan.tasks), share.of))
     left = open_tasks(folder, mine)
     progress = Progress(_task_bytes(plan), left)
     if left:
-        encoder = _load_encoder(folder)
+        encoder = _load_encoder(folder, loading)
         count = min(workers, len(left))
         if count <= 1:
             _alone(folder, plan, left, encoder, progress)
@@ -73,9 +84,10 @@ def _task_bytes(plan: Plan) -> list[int]:
     return [plan.input_bytes * weight // total for weight in weights]
 
 
-def _load_encoder(folder: Path) -> Encoder:
+def _load_encoder(folder: Path, loading: FastLoad | None = None) -> Encoder:
     # The fast encoder loads beside the import of numpy and the load of the exact one.
-    loading = FastLoad(folder / TOKENIZER)
+    loading = loading or FastLoad(folder / TOKENIZER)
+    import keepstep.data.build.task  # noqa: F401 - before the fork
     from keepstep.data.tokenize import Encoder
 
     return Encoder(folder / TOKENIZER, fast=loading)
@@ -101,7 +113,7 @@ class _Crew:
         self._progress = progress
         self._deaths = 0
         self._threads = 1
-        # A forked worker has its imports and its proven tokenizer already.
+        # A forked worker has its imports and its tokenizer already.
         forks = sys.platform == "linux"
         self._context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
         self._workers: dict[Connection, tuple[BaseProcess, int]] = {}
@@ -127,9 +139,7 @@ class _Crew:
 
     def run(self, count: int) -> None:
         """Until every task is done or one fails for good."""
-        from keepstep.data.build.task import prove_on
-
-        prove_on(self._encoder, self._plan.tasks[self._waiting[-1]], self._plan.options)
+        self._encoder.settle()
         self._threads = max(1, len(os.sched_getaffinity(0)) // count)
         try:
             for _ in range(count):

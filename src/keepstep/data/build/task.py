@@ -23,10 +23,12 @@ from keepstep.data.formats.mds import TokenShardWriter
 from keepstep.data.formats.megatron import DTYPES, MegatronWriter, bin_path, idx_path, token_dtype
 from keepstep.data.records import BLOCK_BYTES, Rejects, read_documents
 from keepstep.data.sources import Piece
-from keepstep.data.tokenize import Encoder, add_ends, without_threads
+from keepstep.data.tokenize import Encoder, add_ends
 
-FIRST_PROOF_CHARS = 1 << 17
-PROOF_CHARS = 1 << 14
+FIRST_PROOF_CHARS = 1 << 16
+"""Text on which each worker holds the fast encoder against the exact one before it uses it."""
+PROOF_CHARS = 1 << 13
+"""The same, at the start of each later task."""
 _PROOF_DOCUMENTS = 8
 _RECORDS_BEFORE_JUDGING = 1000
 
@@ -50,14 +52,6 @@ class _Output(Protocol):
 
     def abort(self) -> None:
         """Close what is open; the folder is about to go."""
-
-
-def prove_on(encoder: Encoder, pieces: list[Piece], options: BuildOptions) -> None:
-    """Prove an encoder on a task's first documents before workers inherit it."""
-    texts = next(_batches(pieces, options, Rejects(), Counter()), [])
-    if texts:
-        with without_threads():
-            encoder.prove(_sample(texts, FIRST_PROOF_CHARS))
 
 
 def run_task(

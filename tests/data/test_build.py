@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -21,6 +22,7 @@ from keepstep.cli.main import main
 from keepstep.core.errors import DataError
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import Share, build
+from keepstep.data.build.task import TaskRun
 from keepstep.data.build.verify import verify
 from keepstep.data.fast import FastLoad
 from keepstep.data.formats import mds
@@ -110,6 +112,48 @@ def test_killed_at_any_moment_and_started_again_the_bytes_are_the_same(
         process.wait()
     subprocess.run(command, check=True, capture_output=True)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["write", "publish"])
+def test_a_worker_that_dies_is_replaced_and_the_bytes_are_the_same(
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: str,
+) -> None:
+    run(tmp_path / "whole", options(corpus, tokenizer), tokenizer)
+    died = tmp_path / "died"
+    real = getattr(TaskRun, step)
+
+    def die_once(self: TaskRun, *arguments: object) -> None:
+        if self.task == 3 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, *arguments)
+
+    monkeypatch.setattr(TaskRun, step, die_once)
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    assert "a worker died on task" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_a_worker_is_one_clear_error_and_the_build_goes_on_after_it(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run(tmp_path / "whole", options(corpus, tokenizer), tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr("keepstep.data.build.task.sync_folder", full)
+        with pytest.raises(DataError, match=r"cannot be written .* No space left"):
+            run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:

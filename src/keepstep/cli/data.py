@@ -66,6 +66,7 @@ def _add_build(actions: Any) -> None:
 
 def build(args: argparse.Namespace) -> int:
     """Plan, build, and say what came out."""
+    import gc
     import os
 
     from keepstep.data.fast import FastLoad
@@ -100,6 +101,8 @@ def build(args: argparse.Namespace) -> int:
     workers = args.workers or len(os.sched_getaffinity(0))
     share = parse_share(args.task)
     facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=share, loading=loading)
+    # The interpreter's last collections need not walk all that was imported: the process's end frees it.
+    gc.freeze()
     if facts is None:
         print(f"share {args.task} of {args.out} is done; other shares are not", file=sys.stderr)
         print("next: run the other shares, or the same command without --task")

@@ -22,7 +22,7 @@ from keepstep.cli.main import main
 from keepstep.core.errors import DataError
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import Share, build
-from keepstep.data.build.task import TaskRun
+from keepstep.data.build.task import TaskRun, proof_sample
 from keepstep.data.build.verify import verify
 from keepstep.data.fast import FastLoad
 from keepstep.data.formats import mds
@@ -290,6 +290,13 @@ def test_a_tokenizer_that_disagrees_falls_back_with_a_notice(tokenizer: Path, te
     assert "other ids" in encoder.notice
     assert not encoder.is_fast
     assert np.array_equal(encoder.encode(texts)[0], exact[0])
+
+
+@pytest.mark.parametrize("documents", [1, 3, 8, 500])
+def test_a_proof_is_as_long_as_was_asked_and_hears_several_documents(documents: int) -> None:
+    sample = proof_sample(["x" * 5000] * documents, 4096)
+    assert sum(map(len, sample)) in range(4090, 4097)
+    assert len(sample) >= min(documents, 8)
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ class _Job:
         proof_chars = PROOF_CHARS if encoder.proven else FIRST_PROOF_CHARS
         for texts in _batches(self.pieces, options, self.rejects, self.dropped):
             if proof_chars:
-                encoder.prove(_sample(texts, proof_chars))
+                encoder.prove(proof_sample(texts, proof_chars))
                 proof_chars = 0
             ids, lengths = encoder.encode(texts)
             chars = sum(map(len, texts))
@@ -184,9 +184,9 @@ def _batches(
         yield waiting
 
 
-def _sample(texts: list[str], chars: int) -> list[str]:
-    """The heads of a batch's first documents, several at least, so that a proof costs the same everywhere."""
-    chars_each = chars // _PROOF_DOCUMENTS
+def proof_sample(texts: list[str], chars: int) -> list[str]:
+    """The heads of a batch's first documents, several where it has them, so that a proof costs the same everywhere."""
+    chars_each = chars // min(_PROOF_DOCUMENTS, len(texts))
     sample = []
     for text in texts:
         sample.append(text[: min(chars, chars_each)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -21,7 +22,9 @@ from keepstep.cli.main import main
 from keepstep.core.errors import DataError
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import Share, build
+from keepstep.data.build.task import TaskRun, proof_sample
 from keepstep.data.build.verify import verify
+from keepstep.data.fast import FastLoad
 from keepstep.data.formats import mds
 from keepstep.data.formats.megatron import MegatronReader, find_prefixes
 from keepstep.data.records import RecordOptions
@@ -109,6 +112,48 @@ def test_killed_at_any_moment_and_started_again_the_bytes_are_the_same(
         process.wait()
     subprocess.run(command, check=True, capture_output=True)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["write", "publish"])
+def test_a_worker_that_dies_is_replaced_and_the_bytes_are_the_same(
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: str,
+) -> None:
+    run(tmp_path / "whole", options(corpus, tokenizer), tokenizer)
+    died = tmp_path / "died"
+    real = getattr(TaskRun, step)
+
+    def die_once(self: TaskRun, *arguments: object) -> None:
+        if self.task == 3 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, *arguments)
+
+    monkeypatch.setattr(TaskRun, step, die_once)
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    assert "a worker died on task" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_a_worker_is_one_clear_error_and_the_build_goes_on_after_it(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run(tmp_path / "whole", options(corpus, tokenizer), tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr("keepstep.data.build.task.sync_folder", full)
+        with pytest.raises(DataError, match=r"cannot be written .* No space left"):
+            run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
@@ -245,6 +290,32 @@ def test_a_tokenizer_that_disagrees_falls_back_with_a_notice(tokenizer: Path, te
     assert "other ids" in encoder.notice
     assert not encoder.is_fast
     assert np.array_equal(encoder.encode(texts)[0], exact[0])
+
+
+@pytest.mark.parametrize("documents", [1, 3, 8, 500])
+def test_a_proof_is_as_long_as_was_asked_and_hears_several_documents(documents: int) -> None:
+    sample = proof_sample(["x" * 5000] * documents, 4096)
+    assert sum(map(len, sample)) in range(4090, 4097)
+    assert len(sample) >= min(documents, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, False], ids=["disagrees", "refuses"])
+def test_workers_fall_back_with_a_notice_and_the_bytes_stay_exact(
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: bool,
+) -> None:
+    run(tmp_path / "fast", options(corpus, tokenizer), tokenizer, workers=2)
+    assert "notice" not in capsys.readouterr().err
+    monkeypatch.setattr(FastLoad, "result", lambda _: _Wrong() if wrong else None)
+    run(tmp_path / "exact", options(corpus, tokenizer), tokenizer, workers=2)
+    notice = "fastokens gave other ids" if wrong else "fastokens cannot be used"
+    assert capsys.readouterr().err.count(f"notice: {notice}") == 1
+    assert contents(tmp_path / "fast") == contents(tmp_path / "exact")
 
 
 class _Wrong:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.errors import DataError
+from keepstep.data import records
 from keepstep.data.records import RecordOptions, Rejects, read_documents
 from keepstep.data.sources import Piece, SourceFile, cut_tasks, kind_of
 
@@ -30,6 +32,33 @@ def test_any_cut_gives_every_line_once(tmp_path: Path, texts: list[str], size: i
                 found += batch
     # A lone surrogate cannot be UTF-8, so such a line is rejected, not changed.
     assert found == [text for text in texts if not any("\ud800" <= one <= "\udfff" for one in text)]
+
+
+@given(
+    lines=st.lists(
+        st.sampled_from([b"", b" ", b"{", b'{"text": "\xff"}', b'{"text": 1}'])
+        | st.text(max_size=40).map(
+            lambda text: json.dumps({"text": text}, ensure_ascii=False).encode("utf-8", "replace")
+        ),
+        max_size=20,
+    ),
+    block=st.integers(1, 90),
+)
+@quiet
+def test_the_size_of_a_read_changes_neither_documents_nor_rejects(
+    tmp_path: Path, lines: list[bytes], block: int
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(lines))
+
+    def read() -> tuple[list[str], Rejects]:
+        rejects = Rejects()
+        piece = Piece(str(path), "jsonl", "", 0, path.stat().st_size)
+        return [text for batch in read_documents(piece, RecordOptions(), rejects) for text in batch], rejects
+
+    whole = read()
+    with mock.patch.object(records, "BLOCK_BYTES", block):
+        assert read() == whole
 
 
 @given(raw=st.binary(max_size=400), kind=st.sampled_from([".gz", ".zst", ""]))

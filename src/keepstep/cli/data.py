@@ -66,15 +66,22 @@ def _add_build(actions: Any) -> None:
 
 def build(args: argparse.Namespace) -> int:
     """Plan, build, and say what came out."""
+    import gc
     import os
 
+    from keepstep.data.fast import FastLoad
+
+    if not args.tokenizer.is_file():
+        raise UsageError(f"--tokenizer {args.tokenizer} is missing", "keepstep data train-tokenizer makes one")
+    # Before the other imports, which take about as long.
+    loading = FastLoad(args.tokenizer)
+    # A build multiplies no matrices; numpy's BLAS would start threads, and they spin, on a core that is loading.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
     from keepstep.data.build.run import build as run_build
     from keepstep.data.filters import parse_filters
     from keepstep.data.records import RecordOptions
 
-    if not args.tokenizer.is_file():
-        raise UsageError(f"--tokenizer {args.tokenizer} is missing", "keepstep data train-tokenizer makes one")
     inputs, limit = _named_inputs(args.inputs, args.limit)
     options = BuildOptions(
         inputs=inputs,
@@ -92,7 +99,10 @@ def build(args: argparse.Namespace) -> int:
         max_reject_share=args.max_reject_share,
     )
     workers = args.workers or len(os.sched_getaffinity(0))
-    facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=parse_share(args.task))
+    share = parse_share(args.task)
+    facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=share, loading=loading)
+    # The interpreter's last collections need not walk all that was imported: the process's end frees it.
+    gc.freeze()
     if facts is None:
         print(f"share {args.task} of {args.out} is done; other shares are not", file=sys.stderr)
         print("next: run the other shares, or the same command without --task")
@@ -103,11 +113,11 @@ def build(args: argparse.Namespace) -> int:
 
 def _named_inputs(inputs: list[str], limit: int) -> tuple[tuple[str, ...], int]:
     """Inputs with `c4:SPLIT` written out; a small split brings its own limit."""
-    from keepstep.data.stages import c4_split
-
     found = []
     for name in inputs:
         if name.startswith("c4:"):
+            from keepstep.data.stages import c4_split
+
             pattern, samples = c4_split(name.removeprefix("c4:"))
             found.append(pattern)
             limit = limit or samples

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_atomic
+from keepstep.data.fast import FastLoad
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
@@ -68,13 +69,28 @@ class Encoder:
     fastokens is tried where it is installed: it must load the same file and agree on every sample it is shown.
     """
 
-    def __init__(self, path: Path, *, fast: bool = True) -> None:
+    def __init__(self, path: Path, *, fast: bool | FastLoad = True) -> None:
+        """`fast` may be a load that was started earlier."""
         self.path = path
+        self._loading = FastLoad(path) if fast is True else fast
         self._exact = load(path)
-        self._fast = _load_fast(path) if fast else None
         self.proven = False
         """Whether `prove` has been asked at least once."""
-        self.notice = "" if self._fast is not None or not fast else "fastokens cannot be used with this tokenizer"
+        self.notice = ""
+        """Why the fast path is not in use, once that is known."""
+
+    @functools.cached_property
+    def _fast(self) -> Any | None:
+        """Asked for as late as possible: it may still be loading."""
+        found = self._loading.result() if self._loading else None
+        if self._loading and found is None:
+            self.notice = "fastokens cannot be used with this tokenizer"
+        self._loading = False
+        return found
+
+    def settle(self) -> None:
+        """Wait for whatever is still loading: a forked process would wait for ever."""
+        _ = self.vocab, self._fast
 
     @functools.cached_property
     def vocab(self) -> int:
@@ -94,10 +110,13 @@ class Encoder:
     def prove(self, texts: Sequence[str]) -> bool:
         """Hold both ways against each other on `texts`; the fast one goes for good when a single id differs."""
         self.proven = True
-        if self._fast is None or not texts:
+        if not texts or not (self._loading or self.is_fast):
+            return True
+        # First, because the fast one may still be loading beside it.
+        ids, lengths = self._encode_exact(texts)
+        if self._fast is None:
             return True
         fast_ids, fast_lengths = self._encode_fast(texts)
-        ids, lengths = self._encode_exact(texts)
         if np.array_equal(fast_ids, ids) and np.array_equal(fast_lengths, lengths):
             return True
         self._fast = None
@@ -109,7 +128,8 @@ class Encoder:
         return self._encode_exact(texts) if self._fast is None else self._encode_fast(texts)
 
     def _encode_fast(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        ids, offsets = self._fast.encode_batch_flat(list(texts))  # type: ignore[union-attr]
+        assert self._fast is not None
+        ids, offsets = self._fast.encode_batch_flat(list(texts))
         ends = np.frombuffer(offsets, np.uint64).astype(np.int64)
         return np.frombuffer(ids, np.uint32), ends[1:] - ends[:-1]
 
@@ -118,15 +138,6 @@ class Encoder:
         parts = [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
         lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         return np.concatenate(parts) if parts else np.empty(0, np.uint32), lengths
-
-
-def _load_fast(path: Path) -> Any | None:
-    try:
-        import fastokens
-
-        return fastokens.Tokenizer.from_file(str(path))
-    except Exception:  # not installed, or a tokenizer.json of a kind it refuses: the exact way always works
-        return None
 
 
 def add_ends(

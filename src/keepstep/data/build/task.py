@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -25,8 +26,11 @@ from keepstep.data.records import BLOCK_BYTES, Rejects, read_documents
 from keepstep.data.sources import Piece
 from keepstep.data.tokenize import Encoder, add_ends
 
-FIRST_PROOF_CHARS = 1 << 18
-PROOF_CHARS = 1 << 14
+FIRST_PROOF_CHARS = 1 << 16
+"""Text on which each worker holds the fast encoder against the exact one before it uses it."""
+PROOF_CHARS = 1 << 13
+"""The same, at the start of each later task."""
+_PROOF_DOCUMENTS = 8
 _RECORDS_BEFORE_JUDGING = 1000
 
 Report = Callable[[int, int], None]
@@ -51,59 +55,65 @@ class _Output(Protocol):
         """Close what is open; the folder is about to go."""
 
 
-def run_task(
-    folder: Path, task: int, pieces: list[Piece], options: BuildOptions, encoder: Encoder, report: Report
-) -> None:
-    """Do a task and mark it done; all its files are whole before the marker exists."""
-    aside = folder / STATE / f"aside-{task:05d}.{socket.gethostname()}.{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        marker = _work(aside, task, pieces, options, encoder, report)
-        for file in marker["files"]:
-            (aside / file["name"]).replace(folder / file["name"])
-        sync_folder(folder)
-        write_json(marker_path(folder, task), marker)
-    except FileNotFoundError:
-        # Another worker did the same task, finished the build and cleared what it did not need.
-        if not marker_path(folder, task).exists():
+class TaskRun:
+    """One task: `write` puts its files aside, `publish` makes them last, moves them to their place and marks it done.
+
+    Two steps, because the second waits for the disk: a worker begins its next task meanwhile.
+    """
+
+    def __init__(self, folder: Path, task: int) -> None:
+        self.task = task
+        self._folder = folder
+        self._aside = folder / STATE / f"aside-{task:05d}.{socket.gethostname()}.{os.getpid()}"
+        self._job: _Job | None = None
+
+    def write(self, pieces: list[Piece], options: BuildOptions, encoder: Encoder, report: Report) -> None:
+        """Read, tokenise and write everything."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+        with self._guarded():
+            dtype = _dtype(options, encoder.vocab)
+            kind = _MegatronOutput if options.format == "megatron" else _MdsOutput
+            job = _Job(self.task, pieces, options, encoder, kind(self._aside, self.task, options, dtype), dtype)
+            try:
+                job.run(report)
+            except BaseException:
+                job.output.abort()
+                raise
+            self._job = job
+
+    def publish(self) -> None:
+        """All files are whole, on the disk and in their place before the marker exists."""
+        if self._job is None:
+            return
+        with self._guarded():
+            try:
+                marker = self._job.finish()
+            except BaseException:
+                self._job.output.abort()
+                raise
+            for file in marker["files"]:
+                (self._aside / file["name"]).replace(self._folder / file["name"])
+            sync_folder(self._folder)
+            write_json(marker_path(self._folder, self.task), marker)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leave nothing aside when it fails, and say what to do about a disk."""
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            if isinstance(error, FileNotFoundError) and marker_path(self._folder, self.task).exists():
+                # Another worker did the same task, finished the build and cleared what it did not need.
+                return
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise DataError(
+                    f"task {self.task} cannot be written to {self._folder}: {error.strerror or error}",
+                    "make room or mend the disk, then start the same command again: finished tasks are kept",
+                ) from error
             raise
-    except OSError as error:
-        raise DataError(
-            f"task {task} cannot be written to {folder}: {error.strerror or error}",
-            "make room or mend the disk, then start the same command again: finished tasks are kept",
-        ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _work(
-    aside: Path, task: int, pieces: list[Piece], options: BuildOptions, encoder: Encoder, report: Report
-) -> dict[str, Any]:
-    dtype = _dtype(options, encoder.vocab)
-    output: _Output = (
-        _MegatronOutput(aside, task, options, dtype)
-        if options.format == "megatron"
-        else _MdsOutput(aside, task, options, dtype)
-    )
-    job = _Job(task, pieces, options, encoder, output, dtype)
-    try:
-        job.run(report)
-        found = output.finish()
-    except BaseException:
-        output.abort()
-        raise
-    return {
-        "task": task,
-        "documents": output.documents,
-        "tokens": output.tokens,
-        "samples": output.samples,
-        "text_chars": job.text_chars,
-        "rejects": dict(sorted(job.rejects.counts.items())),
-        "reject_samples": job.rejects.samples,
-        "dropped": dict(sorted(job.dropped.items())),
-        **found,
-    }
 
 
 @dataclass
@@ -128,7 +138,7 @@ class _Job:
         proof_chars = PROOF_CHARS if encoder.proven else FIRST_PROOF_CHARS
         for texts in _batches(self.pieces, options, self.rejects, self.dropped):
             if proof_chars:
-                encoder.prove(_sample(texts, proof_chars))
+                encoder.prove(proof_sample(texts, proof_chars))
                 proof_chars = 0
             ids, lengths = encoder.encode(texts)
             chars = sum(map(len, texts))
@@ -139,6 +149,21 @@ class _Job:
             if not wants_more:
                 break
         _judge(self.task, self.rejects, self.output.documents, options.max_reject_share, at_end=True)
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files; what the marker says about the task."""
+        found = self.output.finish()
+        return {
+            "task": self.task,
+            "documents": self.output.documents,
+            "tokens": self.output.tokens,
+            "samples": self.output.samples,
+            "text_chars": self.text_chars,
+            "rejects": dict(sorted(self.rejects.counts.items())),
+            "reject_samples": self.rejects.samples,
+            "dropped": dict(sorted(self.dropped.items())),
+            **found,
+        }
 
 
 def _batches(
@@ -159,12 +184,13 @@ def _batches(
         yield waiting
 
 
-def _sample(texts: list[str], chars: int) -> list[str]:
-    """Documents from the start of a batch, the last one cut, so that a proof costs the same everywhere."""
+def proof_sample(texts: list[str], chars: int) -> list[str]:
+    """The heads of a batch's first documents, several where it has them, so that a proof costs the same everywhere."""
+    chars_each = chars // min(_PROOF_DOCUMENTS, len(texts))
     sample = []
     for text in texts:
-        sample.append(text[:chars])
-        chars -= len(text)
+        sample.append(text[: min(chars, chars_each)])
+        chars -= len(sample[-1])
         if chars <= 0:
             break
     return sample

@@ -43,7 +43,7 @@ class TokenShardWriter:
         self._dtype = dtype.newbyteorder("<")
         self._config = _config(column, f"ndarray:{dtype.name}")
         self._config_bytes = json.dumps(self._config, sort_keys=True).encode()
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._sizes: list[NDArray[np.int64]] = []
         self._bytes = 8 + len(self._config_bytes)
         self.entries: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ class TokenShardWriter:
             block[:, :4] = np.frombuffer(np.uint32(size - 4).tobytes(), np.uint8)
             block[:, 4 : 4 + len(head)] = np.frombuffer(head, np.uint8)
             block[:, 4 + len(head) :] = np.ascontiguousarray(here, dtype=self._dtype).view(np.uint8)
-            self._append(block.tobytes(), np.full(len(here), size, dtype=np.int64))
+            self._append(block.reshape(-1).data, np.full(len(here), size, dtype=np.int64))
             done += len(here)
 
     def add(self, tokens: NDArray[Any]) -> None:
@@ -76,7 +76,7 @@ class TokenShardWriter:
             self.flush()
         self._append(sample, np.array([len(sample)], dtype=np.int64))
 
-    def _append(self, raw: bytes, sizes: NDArray[np.int64]) -> None:
+    def _append(self, raw: bytes | memoryview, sizes: NDArray[np.int64]) -> None:
         self._parts.append(raw)
         self._sizes.append(sizes)
         self._bytes += len(raw) + 4 * len(sizes)

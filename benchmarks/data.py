@@ -205,6 +205,12 @@ def make_tokenizer(corpus: Path, path: Path) -> Path:
     return path
 
 
+def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median time (the slower of two), and the times of all."""
+    ordered = sorted(runs, key=lambda run: float(run["seconds"]))
+    return ordered[len(ordered) // 2] | {"all_seconds": [run["seconds"] for run in runs]}
+
+
 class Bench:
     """One run of all comparisons."""
 
@@ -213,14 +219,15 @@ class Bench:
         self.corpus, self.peer_corpus = corpora
 
     def preparation(self) -> dict[str, Any]:
-        """MB of input a second, ours and theirs."""
-        ours_bin = self._ours("bin", "--format", "megatron")
-        ours_mds = self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN))
+        """MB of input a second, ours and theirs. Ours runs before and after the peers, and its median counts: the speed of
+        a shared machine drifts within minutes."""
+        bin_runs, mds_runs = self._our_builds(), self._our_builds(mds=True)
         foundry = self._peer("prep-llm-foundry", "peer-mds")
         megatron = self._peer("prep-megatron", "peer-bin")
         datasets = self._peer("prep-datasets", "peer-datasets")
+        ours_bin, ours_mds = _middle(bin_runs + self._our_builds()), _middle(mds_runs + self._our_builds(mds=True))
         if self.peer_corpus != self.corpus:
-            self._ours("bin-part", "--format", "megatron", corpus=self.peer_corpus, repeat=1)
+            self._ours("bin-part", "--format", "megatron", corpus=self.peer_corpus)
         mine = self.work / ("bin" if self.peer_corpus == self.corpus else "bin-part")
         same = self._same_stream(mine, self.work / "peer-bin" / "set_text_document.bin")
         return {
@@ -242,36 +249,36 @@ class Bench:
             "prep_cpu_ratio_megatron": ours_bin["mb_per_cpu_s"] / megatron["mb_per_cpu_s"],
         }
 
-    def _ours(self, name: str, *options: str, corpus: Path | None = None, repeat: int = 3) -> dict[str, Any]:
+    def _our_builds(self, mds: bool = False, repeat: int = 3) -> list[dict[str, Any]]:
+        if mds:
+            return [self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN)) for _ in range(repeat)]
+        return [self._ours("bin", "--format", "megatron") for _ in range(repeat)]
+
+    def _ours(self, name: str, *options: str, corpus: Path | None = None) -> dict[str, Any]:
         out, corpus = self.work / name, corpus or self.corpus
         megabytes = corpus.stat().st_size / 1e6
         command = [sys.executable, "-m", "keepstep", "data", "build", str(corpus), "--out", str(out)]
         command += ["--tokenizer", str(self.tokenizer), "--eos", EOS, "--workers", "2", "--json", *options]
-        best: dict[str, Any] = {}
-        for _ in range(repeat):
-            shutil.rmtree(out, ignore_errors=True)
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            start_s = time.perf_counter()
-            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            watch = PeakWatch(running.pid)
-            watch.start()
-            answer, complaint = running.communicate()
-            seconds = time.perf_counter() - start_s
-            peak_mb = watch.end()
-            if running.returncode:
-                raise SystemExit(f"{' '.join(command)} failed:\n{complaint[-3000:]}")
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            if not best or seconds < best["seconds"]:
-                cpu_s = _cpu_s(after) - _cpu_s(before)
-                best = {
-                    "seconds": seconds,
-                    "mb_per_s": megabytes / seconds,
-                    "cpu_s": cpu_s,
-                    "mb_per_cpu_s": megabytes / cpu_s,
-                    "peak_mb": peak_mb,
-                    "tokens": json.loads(answer)["tokens"],
-                }
-        return best
+        shutil.rmtree(out, ignore_errors=True)
+        before_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN))
+        start_s = time.perf_counter()
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        watch = PeakWatch(running.pid)
+        watch.start()
+        answer, complaint = running.communicate()
+        seconds = time.perf_counter() - start_s
+        peak_mb = watch.end()
+        if running.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{complaint[-3000:]}")
+        cpu_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN)) - before_s
+        return {
+            "seconds": seconds,
+            "mb_per_s": megabytes / seconds,
+            "cpu_s": cpu_s,
+            "mb_per_cpu_s": megabytes / cpu_s,
+            "peak_mb": peak_mb,
+            "tokens": json.loads(answer)["tokens"],
+        }
 
     def _peer(self, action: str, out: str, *more: str) -> dict[str, Any]:
         print(f"peer: {action}", file=sys.stderr)
@@ -306,8 +313,8 @@ class Bench:
     def loading(self) -> dict[str, Any]:
         """Shuffled samples of 2,048 tokens a second, in one process."""
         if not (self.work / "mds" / "index.json").is_file():
-            self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN))
-            self._ours("bin", "--format", "megatron")
+            self._our_builds(mds=True, repeat=1)
+            self._our_builds(repeat=1)
         merged = self.work / "merged" / "set_text_document"
         shutil.rmtree(merged.parent, ignore_errors=True)
         command = [sys.executable, "-m", "keepstep", "data", "merge", str(self.work / "bin"), "--out", str(merged)]

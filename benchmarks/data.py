@@ -219,8 +219,10 @@ class Bench:
         self.corpus, self.peer_corpus = corpora
 
     def preparation(self) -> dict[str, Any]:
-        """MB of input a second, ours and theirs. Ours runs before and after the peers, and its median counts: the speed of
-        a shared machine drifts within minutes."""
+        """MB of input a second, ours and theirs.
+
+        Ours runs before and after the peers, and its median counts: the speed of a shared machine drifts within minutes.
+        """
         bin_runs, mds_runs = self._our_builds(), self._our_builds(mds=True)
         foundry = self._peer("prep-llm-foundry", "peer-mds")
         megatron = self._peer("prep-megatron", "peer-bin")

@@ -221,7 +221,7 @@ class Bench:
     def preparation(self) -> dict[str, Any]:
         """MB of input a second, ours and theirs.
 
-        Ours runs before and after the peers, and its median counts: the speed of a shared machine drifts within minutes.
+        Ours runs before and after the peers, and its median counts: a shared machine's speed drifts within minutes.
         """
         bin_runs, mds_runs = self._our_builds(), self._our_builds(mds=True)
         foundry = self._peer("prep-llm-foundry", "peer-mds")

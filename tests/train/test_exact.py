@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,12 @@ from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError
 from keepstep.train.exact import LARGEST, FixedPointSums, noise_seed
 
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    reason="compiled blocks on a CPU need g++ and Python's headers",
+)
+# Torch's compiler warns about itself.
+COMPILER_WARNS = pytest.mark.filterwarnings("default")
 EXACT = ["reproducible=elastic", "schedule.name=constant", "model.dropout=0.1", "finetune.neftune=5"]
 
 
@@ -51,6 +59,7 @@ def test_a_run_that_changes_its_size_on_the_way_has_the_losses_of_one_that_does_
         # More processes than micro batches: one of them has nothing to compute.
         (3, ["optimizer=muon", "global_batch=4"]),
         (2, ["lora.rank=4", "lora.dropout=0.1", "lora.targets=[q, v]", "compute.recompute=full"]),
+        pytest.param(2, ["compute.compile=true"], marks=[NEEDS_COMPILER, COMPILER_WARNS]),
     ],
 )
 def test_one_process_and_several_have_the_same_losses(tmp_path: Path, processes: int, settings: list[str]) -> None:

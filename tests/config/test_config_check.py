@@ -63,6 +63,9 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["name=../x"], "must be one safe folder name"),
         (["name=."], "must be one safe folder name"),
         (["compute.device=cpu", "compute.attention=flash"], "needs a GPU"),
+        (["precision=fp32", "compute.attention=cudnn"], "precision=bf16"),
+        (["model.positions=alibi", "precision=bf16", "compute.attention=flash"], "takes no bias"),
+        (["model=llama-1b", "model.sliding_window=64", "precision=bf16", "compute.attention=flash"], "takes no mask"),
         (["checkpoint.skip_optimizer=true"], "only means something with checkpoint.resume_from"),
     ],
 )

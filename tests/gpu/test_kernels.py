@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from keepstep.models.documents import attend_documents, document_bounds
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
 from keepstep.models.head import head_loss
 from keepstep.models.norm import RMSNorm
@@ -176,3 +177,25 @@ def test_a_chosen_fp8_product_has_the_bits_of_torchs_own(fast_sums: bool) -> Non
     assert torch.equal(multiply(a8, b8, a_undo * 2, b_undo, torch.bfloat16, fast_sums=fast_sums), expected * 2)
     small = multiply(a8[:64], b8[:32], a_undo, b_undo, torch.bfloat16, fast_sums=fast_sums)
     assert relative(small, expected[:64, :32]) < 1e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("default")
+def test_flash_attention_inside_documents(compiled: bool) -> None:
+    torch.manual_seed(10)
+    documents = torch.randint(0, 9, (4, 2048), device=CUDA).sort(dim=1).values
+    bounds = torch.from_numpy(document_bounds(documents.cpu().numpy())).to(CUDA)
+    parts = [torch.randn(4, 2048, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (32, 8, 8)]
+    allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    exact = [part.float().requires_grad_() for part in parts]
+    expected = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in exact), attn_mask=allowed, enable_gqa=True
+    ).transpose(1, 2)
+    gradient = torch.randn_like(expected)
+    ours = [part.clone().requires_grad_() for part in parts]
+    way = torch.compile(attend_documents) if compiled else attend_documents
+    found = way(*ours, bounds)
+    assert relative(found, expected) < 1e-2
+    theirs = torch.autograd.grad(expected, exact, gradient)
+    for one, other in zip(torch.autograd.grad(found, ours, gradient.bfloat16()), theirs, strict=True):
+        assert relative(one, other) < 2e-2

@@ -228,10 +228,19 @@ def _async_tensor_needs_kernels(config: RunConfig) -> Found:
     return None
 
 
-def _flash_needs_a_gpu(config: RunConfig) -> Found:
-    if config.compute.device != "cpu" or config.compute.attention not in ("flash", "cudnn"):
+def _attention_kernel_can(config: RunConfig) -> Found:
+    kernel, model = config.compute.attention, config.model
+    if kernel not in ("flash", "cudnn"):
         return None
-    return "needs a GPU, and compute.device is cpu", "compute.attention=auto"
+    if config.compute.device == "cpu":
+        return "needs a GPU, and compute.device is cpu", "compute.attention=auto"
+    if config.precision == "fp32":
+        return "computes in bf16 and fp16 only, and precision is fp32", "compute.attention=auto, or precision=bf16"
+    if kernel == "flash" and model.positions == "alibi":
+        return "takes no bias, and model.positions is alibi", "compute.attention=auto"
+    if kernel == "flash" and 0 < model.sliding_window < model.seq_len:
+        return "takes no mask, and model.sliding_window is shorter than a row", "compute.attention=auto"
+    return None
 
 
 def _weights_only_from_somewhere(config: RunConfig) -> Found:
@@ -300,7 +309,17 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("parallel.schedule", "parallel.pipeline", "compute.compile"), _zero_bubble_runs_uncompiled),
     (("parallel.context", "model.seq_len"), _context_splits_rows),
     (("parallel.async_tensor", "parallel.tensor", "compute.device", "compute.compile"), _async_tensor_needs_kernels),
-    (("compute.attention", "compute.device"), _flash_needs_a_gpu),
+    (
+        (
+            "compute.attention",
+            "compute.device",
+            "precision",
+            "model.positions",
+            "model.sliding_window",
+            "model.seq_len",
+        ),
+        _attention_kernel_can,
+    ),
     (("checkpoint.skip_optimizer", "checkpoint.resume_from"), _weights_only_from_somewhere),
     (
         ("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision"),

@@ -285,7 +285,8 @@ class ComputeConfig:
     """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
     chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
-    """Kernel behind scaled dot-product attention; auto lets torch choose."""
+    """Kernel behind scaled dot-product attention; auto lets torch choose. With flash, pairs of tokens of two packed
+    documents are not computed at all; the others compute and mask them."""
     loss_chunks: int = 0
     """Compute head and cross-entropy in this many pieces so that all logits never exist at once; 0 chooses by size."""
     threads: int = 0

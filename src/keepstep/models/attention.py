@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.documents import attend_documents
 from keepstep.models.linear import make_linear
 from keepstep.models.masks import Context
 from keepstep.models.norm import RMSNorm
@@ -75,6 +76,8 @@ def splits_and_turns_at_once(qkv_btm: Tensor) -> bool:
 
 def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:
     """Scaled dot-product attention, [b, t, n, e]; the queries are the heads from `first_head` on."""
+    if context.bounds is not None:
+        return attend_documents(query_btne, key_bsge, value_bsge, context.bounds)
     heads = query_btne.shape[2]
     mask = context.mask
     if mask is not None and mask.shape[1] not in (1, heads):

@@ -20,7 +20,7 @@ class Context:
     to the compute precision, and rotary angles in bfloat16 lose whole positions.
     """
 
-    __slots__ = ("cache", "causal", "mask", "rotary")
+    __slots__ = ("bounds", "cache", "causal", "mask", "rotary")
 
     def __init__(
         self,
@@ -33,6 +33,8 @@ class Context:
         self.causal = causal
         self.rotary = rotary
         self.cache = cache
+        self.bounds: Tensor | None = None
+        """Where packed documents start in the rows laid end to end, in place of a mask."""
 
 
 def make_context(

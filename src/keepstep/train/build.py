@@ -91,6 +91,8 @@ def fill_learner(
         clip=config.optimizer.clip,
         loss_chunks=config.compute.loss_chunks,
         reduce_each_microbatch=not config.parallel.keep_gathered,
+        # Ring attention has ways of its own.
+        flash_documents=config.compute.attention == "flash" and grid.layout.context == 1,
     )
     if config.reproducible == "elastic":
         microbatches = config.global_batch // config.microbatch

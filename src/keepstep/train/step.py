@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from keepstep.core.errors import UsageError
 from keepstep.data.loader import Batch
+from keepstep.models.documents import document_bounds
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
 from keepstep.parallel.mesh import Grid
@@ -35,6 +37,8 @@ class StepSettings:
     clip: float
     loss_chunks: int
     reduce_each_microbatch: bool
+    flash_documents: bool
+    """Tell attention where packed documents start, in place of a mask."""
 
 
 class TrainStep:
@@ -154,13 +158,23 @@ class TrainStep:
             self._to_device(batch.targets),
             positions_bt=None if batch.positions is None else self._to_device(batch.positions),
             documents_bt=None if batch.documents is None else self._to_device(batch.documents),
+            document_bounds=self._bounds(batch),
             loss_chunks=self._settings.loss_chunks,
         )
         return loss
 
+    def _bounds(self, batch: Batch) -> Tensor | None:
+        if batch.documents is None or not self._settings.flash_documents:
+            return None
+        return self._to_device(document_bounds(batch.documents))
+
     def _rows(self, parts: Sequence[Batch]) -> Rows:
         """Micro batches as a pipeline takes them: joined, with explicit positions, which later stages cannot tell."""
         documents = [part.documents for part in parts if part.documents is not None]
+        if documents and self._settings.flash_documents:
+            raise UsageError(
+                "compute.attention is flash, which takes no packed documents in a pipeline", "compute.attention=auto"
+            )
         return Rows(
             tokens=self._to_device(np.concatenate([part.inputs for part in parts])),
             targets=self._to_device(np.concatenate([part.targets for part in parts])),
@@ -168,7 +182,7 @@ class TrainStep:
             documents=self._to_device(np.concatenate(documents)) if documents else None,
         )
 
-    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+    def _to_device(self, array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         tensor = torch.from_numpy(array)
         if self._settings.device.type == "cuda":
             tensor = tensor.pin_memory()

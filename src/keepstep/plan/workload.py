@@ -20,29 +20,11 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
-class Degrees:
-    """Processes along each axis; they multiply to the world size."""
+class Degrees(Layout):
+    """A layout that a plan can compare and spell."""
 
     replicate: int = 1
     shard: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-
-    @property
-    def data_ranks(self) -> int:
-        """Groups of processes that each see different rows."""
-        return self.replicate * self.shard
-
-    @property
-    def weight_shards(self) -> int:
-        """Processes that share one copy of a stage's weights: a row split over `context` is data like any other."""
-        return self.shard * self.context
-
-    @property
-    def world_size(self) -> int:
-        """All processes."""
-        return prod(getattr(self, axis) for axis in AXES)
 
     def stride(self, axis: str) -> int:
         """Ranks between two neighbours along an axis."""

@@ -18,8 +18,8 @@ from keepstep.evaluate.toolcalls import Task, ToolReport, judge, summarise
 from keepstep.train.speaker import Prompt, Sampling, Speaker
 
 TEST_SEED = 7_919
-"""Generated questions: the same for every model, and of the split that no training sees. Change it once somebody has read
-answers to them while tuning: a figure on questions that were looked at says little."""
+"""Generated questions: the same for every model, and of the split that no training sees. Change it once somebody has
+read answers to them while tuning: a figure on questions that were looked at says little."""
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,12 @@ def main() -> int:
     while run.exists():
         number += 1
         run = args.runs_dir / f"toolcalls-demo-{number}"
-    started, cpu_started = time.monotonic(), os.times()
+    started = time.monotonic()
     words = [f"runs_dir={args.runs_dir}", f"name={run.name}", *args.overrides]
     keepstep("finetune", str(RECIPE), *words, "--procs", str(min(2, os.cpu_count() or 1)))
     before = ask(run, args.rows, "before", "--start")
     after = ask(run, args.rows, "after", "--answers", str(run / "answers.jsonl"))
-    seconds, cpu = time.monotonic() - started, os.times()
+    seconds = time.monotonic() - started
     result = {
         "exact_before": before["exact"],
         "exact": after["exact"],
@@ -59,7 +59,6 @@ def main() -> int:
         "categories": after["categories"],
         "questions": args.rows,
         "seconds": round(seconds, 1),
-        "cpu_seconds": round(sum(cpu[2:4]) - sum(cpu_started[2:4]), 1),
         "cores": os.cpu_count(),
         "run": run.name,
     }

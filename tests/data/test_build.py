@@ -114,6 +114,38 @@ def test_killed_at_any_moment_and_started_again_the_bytes_are_the_same(
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_what_a_kill_left_half_written_is_gone_when_the_build_is_whole(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    chosen = options(corpus, tokenizer)
+    run(tmp_path / "whole", chosen, tokenizer)
+    expected = contents(tmp_path / "whole")
+    # Killed between writing aside and renaming, once in a marker and once in the last file of all.
+    (tmp_path / "whole" / "dataset.json").unlink()
+    (tmp_path / "whole" / ".dataset.json.4711.tmp").write_text("{")
+    (tmp_path / "whole" / ".keepstep" / ".task-00001.json.4711.tmp").write_text("{")
+    run(tmp_path / "whole", chosen, tokenizer)
+    assert contents(tmp_path / "whole") == expected
+
+
+def test_two_who_finish_the_same_build_do_not_trip_over_each_other(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = options(corpus, tokenizer)
+    run(tmp_path / "whole", chosen, tokenizer)
+    expected = contents(tmp_path / "whole")
+
+    def cleared(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "the other one cleared it")
+
+    monkeypatch.setattr("keepstep.data.build.run.write_json", cleared)
+    run(tmp_path / "whole", chosen, tokenizer)
+    assert contents(tmp_path / "whole") == expected
+    (tmp_path / "whole" / "dataset.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        run(tmp_path / "whole", chosen, tokenizer)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["write", "publish"])
 def test_a_worker_that_dies_is_replaced_and_the_bytes_are_the_same(

@@ -84,17 +84,34 @@ def finish(folder: Path, plan: Plan) -> dict[str, Any] | None:
     done = [marker for marker in markers if marker is not None]
     if len(done) < len(markers):
         return None
+    facts = summarise(plan, done)
+    try:
+        _write_facts(folder, plan, done, facts)
+    except FileNotFoundError:
+        # Somebody else finished the same build, and cleared away what we were writing to.
+        if not (folder / DATASET).exists():
+            raise
+    _clear(folder)
+    return facts
+
+
+def _write_facts(folder: Path, plan: Plan, markers: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     if plan.options.format == "mds":
         from keepstep.data.formats.mds import write_index
 
-        write_index(folder, [entry for marker in done for entry in marker["shards"]])
-    samples = [{"task": marker["task"], **sample} for marker in done for sample in marker["reject_samples"]]
+        write_index(folder, [entry for marker in markers for entry in marker["shards"]])
+    samples = [{"task": marker["task"], **sample} for marker in markers for sample in marker["reject_samples"]]
     write_atomic(folder / REJECTS, "".join(json.dumps(sample, sort_keys=True) + "\n" for sample in samples))
-    facts = summarise(plan, done)
     write_json(folder / DATASET, facts)
+
+
+def _clear(folder: Path) -> None:
+    """What killed processes left. Whoever still works on a task that others have finished can do without it."""
     for leftover in (folder / STATE).glob("aside-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return facts
+    for place in (folder, folder / STATE):
+        for unfinished in place.glob(".*.tmp"):
+            unfinished.unlink(missing_ok=True)
 
 
 def summarise(plan: Plan, markers: Sequence[dict[str, Any]]) -> dict[str, Any]:

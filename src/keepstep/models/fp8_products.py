@@ -5,7 +5,7 @@ the best one on an H200 (docs/performance.md). Here the candidates are timed onc
 first step. A candidate must give the same bits as torch's own product: a run that is resumed may choose otherwise and
 still computes the same numbers.
 
-In bf16 there is next to nothing to win: those products draw all the power that the GPU may, whichever kernel computes them.
+In bf16 there is next to nothing to win: those products draw all the power that the GPU may, by whichever kernel.
 """
 
 from __future__ import annotations

@@ -146,6 +146,30 @@ def test_two_who_finish_the_same_build_do_not_trip_over_each_other(
         run(tmp_path / "whole", chosen, tokenizer)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_says_that_finished_tasks_are_kept(
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Path,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    words = ["data", "build", str(corpus), "--out", str(tmp_path / "set"), "--tokenizer", str(tokenizer)]
+    words += ["--eos", "<|endoftext|>", "--task-bytes", f"{SMALL_TASK}B", "--workers", str(workers)]
+    with monkeypatch.context() as patched:
+        patched.setattr("keepstep.data.build.progress.Progress.done", interrupt)
+        assert main(words) == 130
+    assert "finished tasks are kept" in capsys.readouterr().err
+    assert list((tmp_path / "set" / ".keepstep").glob("task-*.json"))
+    assert main(words) == 0
+    run(tmp_path / "whole", options(corpus, tokenizer), tokenizer)
+    assert contents(tmp_path / "set") == contents(tmp_path / "whole")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["write", "publish"])
 def test_a_worker_that_dies_is_replaced_and_the_bytes_are_the_same(

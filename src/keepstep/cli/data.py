@@ -100,7 +100,11 @@ def build(args: argparse.Namespace) -> int:
     )
     workers = args.workers or len(os.sched_getaffinity(0))
     share = parse_share(args.task)
-    facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=share, loading=loading)
+    try:
+        facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=share, loading=loading)
+    except KeyboardInterrupt:
+        print("interrupted: finished tasks are kept, the same command goes on from there", file=sys.stderr)
+        return 130
     # The interpreter's last collections need not walk all that was imported: the process's end frees it.
     gc.freeze()
     if facts is None:

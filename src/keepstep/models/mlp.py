@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.fp8 import Fp8Linear, fp8_gated
+from keepstep.models.gated import gated
 from keepstep.models.linear import make_linear
 from keepstep.models.swiglu import swiglu
 
@@ -35,22 +36,34 @@ class GatedMLP(nn.Module):
         self.gate_up = make_linear(config.linear, config.hidden, 2 * config.ffn_size, config.bias)
         self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
         self.joined = True
-        """Whether one kernel may span both products; tensor parallelism works between them and says no."""
+        """Whether one operator may span both products; tensor parallelism works between them and says no."""
+        self.keeps_activation = True
+        """Whether what is between the products may be kept for the backward pass; selective recomputation says no."""
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual."""
         if self.joined and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
             return fp8_gated(x_btd, self.gate_up, self.down, self.block_width)
+        if self._spans_products() and x_btd.is_cuda:
+            return gated(x_btd, self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype), self.block_width)
         fused = self.gate_up(x_btd)
         # Torch's own operators are as fast on a CPU, and can be differentiated twice.
         product = swiglu(fused, self.block_width) if fused.is_cuda else self._plain_swiglu(fused)
         output_btd: Tensor = self.down(product)
         return output_btd
 
+    def _spans_products(self) -> bool:
+        return self.joined and self.keeps_activation and _is_plain(self.gate_up) and _is_plain(self.down)
+
     def _plain_swiglu(self, fused: Tensor) -> Tensor:
         gate, up = fused.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
         product: Tensor = F.silu(gate) * up
         return product.flatten(-2)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """A product and nothing else: neither a bias nor somebody's wrapper."""
+    return type(linear) is nn.Linear and linear.bias is None
 
 
 class PlainMLP(nn.Module):

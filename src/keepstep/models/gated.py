@@ -1,0 +1,108 @@
+"""A gated feed-forward without biases as one step of differentiation: two products, and SwiGLU inside both of them.
+
+Taken apart, silu(gate) × up is a pass of its own over the widest tensors of the model, and its backward two. On Hopper
+GPUs both happen inside the products, behind their sums (`kernels/gated.cu`); elsewhere beside them. The numbers are the
+same to the last bit, because both round at the same places.
+
+Shape legend: m tokens, k hidden, f feed-forward width, n = 2·f rows of the fused gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepstep.models.swiglu import activate, activate_backward
+
+_log = logging.getLogger(__name__)
+
+
+def gated(x_btk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int) -> Tensor:
+    """down · (silu(gate) × up) of blocks of `width` gates and ups, in the shape of the input."""
+    output_mk: Tensor = _Gated.apply(x_btk.flatten(0, -2), gate_up_nk, down_kf, width)  # type: ignore[no-untyped-call]
+    return output_mk.view_as(x_btk)
+
+
+class _Gated(torch.autograd.Function):
+    """Spans both products, because the activation's backward is part of the second one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x_mk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int) -> Tensor:
+        product_mf, fused_mn = gated_product(x_mk, gate_up_nk, width)
+        ctx.save_for_backward(x_mk, gate_up_nk, down_kf, product_mf, fused_mn)
+        ctx.width = width
+        return torch.mm(product_mf, down_kf.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x_mk, gate_up_nk, down_kf, product_mf, fused_mn = ctx.saved_tensors
+        (d_out_mk,) = gradients
+        by_x, by_gate_up, by_down = ctx.needs_input_grad[:3]
+        d_fused_mn = gated_gradient(d_out_mk, down_kf, fused_mn, ctx.width)
+        return (
+            torch.mm(d_fused_mn, gate_up_nk) if by_x else None,
+            torch.mm(d_fused_mn.t(), x_mk) if by_gate_up else None,
+            torch.mm(d_out_mk.t(), product_mf) if by_down else None,
+            None,
+        )
+
+
+@torch.library.custom_op("keepstep::gated_product", mutates_args=())
+def gated_product(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """silu(gate) × up of x · gate_upᵀ, and that product itself."""
+    if _joins(x_mk, gate_up_nk, width):
+        from keepstep.models.kernels.gated import gated_forward
+
+        return gated_forward(x_mk.contiguous(), gate_up_nk.contiguous(), width)
+    fused_mn = torch.mm(x_mk, gate_up_nk.t())
+    return activate(fused_mn, width)[0], fused_mn
+
+
+@gated_product.register_fake
+def _(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    m, n = x_mk.shape[0], gate_up_nk.shape[0]
+    return x_mk.new_empty((m, n // 2)), x_mk.new_empty((m, n))
+
+
+@torch.library.custom_op("keepstep::gated_gradient", mutates_args=())
+def gated_gradient(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor:
+    """The gradient of the fused product, from that of the whole feed-forward."""
+    if _joins(d_out_mk, down_kf, width):
+        from keepstep.models.kernels.gated import gated_backward
+
+        return gated_backward(d_out_mk.contiguous(), down_kf.contiguous(), fused_mn, width)
+    return activate_backward(torch.mm(d_out_mk, down_kf), fused_mn, width)[0]
+
+
+@gated_gradient.register_fake
+def _(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(fused_mn)
+
+
+def _joins(left_mk: Tensor, weight: Tensor, width: int) -> bool:
+    """Whether the joined kernels take this product."""
+    if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return False
+    from keepstep.models.kernels.gated import fits
+
+    return fits(*left_mk.shape, width) and _kernels_work(left_mk.device)
+
+
+@functools.cache
+def _kernels_work(device: torch.device) -> bool:
+    """Whether this GPU runs them; asked once, because it takes compiling them."""
+    from keepstep.models.kernels.cuda import CudaError, is_hopper
+    from keepstep.models.kernels.gated import load
+
+    if not is_hopper(device):
+        return False
+    try:
+        load(device)
+    except (CudaError, OSError) as error:
+        _log.warning("SwiGLU runs beside its products, not inside them: %s", error)
+        return False
+    return True

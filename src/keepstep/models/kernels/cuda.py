@@ -1,0 +1,124 @@
+"""Kernels written in CUDA C++: compiled at first use by the compiler library that comes with torch, run by the driver.
+
+For what Triton cannot say: which warps fetch, which multiply, and when a tile is written. Everything goes through C
+interfaces, so nothing needs a CUDA toolkit on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BFLOAT16 = 9
+_SWIZZLES = {64: 2, 128: 3}
+"""Names of the driver's, by the bytes of a row that are swizzled."""
+_L2_LINES_OF_128_BYTES = 2
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAX_SHARED_BYTES = 8
+_HOPPER = (9, 0)
+
+
+class CudaError(RuntimeError):
+    """A kernel that could not be compiled, loaded or started."""
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU has the instructions of compute capability 9.0, which no other generation has."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == _HOPPER
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _compiler() -> ctypes.CDLL:
+    name = f"libnvrtc.so.{(torch.version.cuda or '0').partition('.')[0]}"
+    # Where the system's loader does not know it, it lies in a package beside torch.
+    beside = Path(torch.__file__).parents[1].glob(f"nvidia/**/{name}")
+    for place in (name, *map(str, beside)):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise CudaError(f"{name} is nowhere to be found")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise CudaError(f"{name} answered {status}")
+
+
+def compile_source(source: str, settings: Sequence[str]) -> bytes:
+    """Machine code for Hopper."""
+    compiler, program, size = _compiler(), c_void_p(), c_size_t()
+    options = [option.encode() for option in ("--gpu-architecture=sm_90a", "-std=c++17", *settings)]
+    if compiler.nvrtcCreateProgram(byref(program), source.encode(), b"kernel.cu", 0, None, None):
+        raise CudaError("the compiler takes no program")
+    failed = compiler.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
+    if failed:
+        compiler.nvrtcGetProgramLogSize(program, byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        raise CudaError(log.value.decode(errors="replace"))
+    compiler.nvrtcGetCUBINSize(program, byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetCUBIN(program, code)
+    compiler.nvrtcDestroyProgram(byref(program))
+    return code.raw
+
+
+class Kernel:
+    """One function of a compiled module, on the device that is current."""
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+        module, self._function = c_void_p(), c_void_p()
+        _call("cuModuleLoadData", byref(module), code)
+        _call("cuModuleGetFunction", byref(self._function), module, name.encode())
+        _call("cuFuncSetAttribute", self._function, _MAX_SHARED_BYTES, c_int(shared_bytes))
+        self._shared_bytes = shared_bytes
+
+    def launch(self, blocks: int, threads: int, maps: Sequence[TensorMap], numbers: Sequence[int]) -> None:
+        """Start it on the current stream; its parameters are maps, then 32-bit numbers."""
+        integers = [c_int(number) for number in numbers]
+        places = [one.place for one in maps] + [ctypes.addressof(integer) for integer in integers]
+        parameters = (c_void_p * len(places))(*places)
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
+        _call("cuLaunchKernel", self._function, *sizes, stream, parameters, None)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What the copy engine must know of a bf16 tensor: made by `tensor_map`."""
+
+    memory: ctypes.Array[ctypes.c_char]
+    place: int
+
+
+def tensor_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> TensorMap:
+    """A view of a bf16 tensor, the contiguous dimension first; `strides` in numbers, of all dimensions but that one.
+
+    A box is what one copy moves. In shared memory its rows are swizzled over their own length, 64 or 128 bytes.
+    """
+    rank = len(sizes)
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    row_bytes = box[0] * tensor.element_size()
+    _call(
+        "cuTensorMapEncodeTiled", c_void_p(place), _BFLOAT16, rank, c_void_p(tensor.data_ptr()),
+        (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*(stride * tensor.element_size() for stride in strides)),
+        (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[row_bytes], _L2_LINES_OF_128_BYTES, 0,
+    )  # fmt: skip
+    return TensorMap(memory, place)

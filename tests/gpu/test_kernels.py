@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from keepstep.config.schema import ModelConfig
 from keepstep.models.documents import attend_documents, document_bounds
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
+from keepstep.models.gated import _joins, gated_gradient, gated_product
 from keepstep.models.head import head_loss
+from keepstep.models.mlp import GatedMLP
 from keepstep.models.norm import RMSNorm
 from keepstep.models.residual import add_and_norm
 from keepstep.models.swiglu import activate, activate_backward, swiglu
@@ -199,3 +202,43 @@ def test_flash_attention_inside_documents(compiled: bool) -> None:
     theirs = torch.autograd.grad(expected, exact, gradient)
     for one, other in zip(torch.autograd.grad(found, ours, gradient.bfloat16()), theirs, strict=True):
         assert relative(one, other) < 2e-2
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="written for Hopper GPUs"
+)
+@pytest.mark.parametrize(("tokens", "hidden", "ffn", "width"), [(256, 512, 512, 256), (14336, 1088, 3072, 1536)])
+def test_swiglu_inside_its_products(tokens: int, hidden: int, ffn: int, width: int) -> None:
+    # One pair of row tiles, then more tiles than the GPU has room for at once, and steps that pieces do not divide.
+    torch.manual_seed(10)
+    x, d_out = (torch.randn(tokens, hidden, device=CUDA).bfloat16() for _ in range(2))
+    gate_up = (torch.randn(2 * ffn, hidden, device=CUDA) * 0.05).bfloat16()
+    down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
+    assert _joins(x, gate_up, width)
+    assert _joins(d_out, down, width)
+    product, fused = gated_product(x, gate_up, width)
+    d_fused = gated_gradient(d_out, down, fused, width)
+    expected = torch.mm(x, gate_up.t())
+    assert relative(fused, expected) < 3e-3
+    # From the same rounded numbers the same bits.
+    assert torch.equal(product, activate(fused, width)[0])
+    assert relative(d_fused, activate_backward(torch.mm(d_out, down), fused, width)[0]) < 3e-3
+    assert torch.equal(d_fused, gated_gradient(d_out, down, fused, width))
+
+
+def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators() -> None:
+    torch.manual_seed(11)
+    shape = ModelConfig(hidden=512, heads=8, kv_heads=4, ffn_hidden=1024, activation="swiglu", bias=False)
+    mlp = GatedMLP(shape).to(CUDA, torch.bfloat16)
+    x = torch.randn(2, 256, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+    outcomes = []
+    for spans in (True, False):
+        mlp.keeps_activation = spans
+        for tensor in (x, *mlp.parameters()):
+            tensor.grad = None
+        output = mlp(x)
+        output.backward(gradient)
+        outcomes.append([output, x.grad, *(parameter.grad for parameter in mlp.parameters())])
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert relative(ours, theirs) < 5e-3

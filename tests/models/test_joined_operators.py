@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,14 @@ from model_variants import LLAMA, build, random_tokens
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models import gated as gated_module
+from keepstep.models.gated import gated
+from keepstep.models.kernels import cuda
+from keepstep.models.mlp import GatedMLP
 from keepstep.models.positions import rotate
 from keepstep.models.residual import joined_add_and_norm
 from keepstep.models.turn import split_and_turn
+from keepstep.parallel.recompute import apply_recompute
 
 
 def outputs_and_gradients(
@@ -71,3 +78,60 @@ def test_a_sum_left_to_the_next_norm_changes_no_bit() -> None:
     for block in model.blocks.values():
         block.hands_over = True  # type: ignore[assignment]
     assert torch.equal(model(tokens, tokens), at_once)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_feed_forward_with_both_its_products(compiled: bool) -> None:
+    torch.manual_seed(3)
+    x, gate_up, down = torch.randn(2, 5, 24), torch.randn(64, 24), torch.randn(24, 32)
+
+    def joined(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (gated(x, gate_up, down, 8),)
+
+    def plain(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Sequence[torch.Tensor]:
+        gate, up = F.linear(x, gate_up).unflatten(-1, (-1, 2, 8)).unbind(-2)
+        return (F.linear((F.silu(gate) * up).flatten(-2), down),)
+
+    function = torch.compile(joined, backend="aot_eager", fullgraph=True) if compiled else joined
+    ours, theirs = (outputs_and_gradients(one, [x, gate_up, down]) for one in (function, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
+
+
+def test_frozen_weights_of_a_feed_forward_get_no_gradient() -> None:
+    x, gate_up, down = torch.randn(5, 24, requires_grad=True), torch.randn(64, 24), torch.randn(24, 32)
+    gated(x, gate_up, down.requires_grad_(), 8).sum().backward()
+    assert x.grad is not None
+    assert down.grad is not None
+    assert gate_up.grad is None
+
+
+def test_which_feed_forwards_are_one_step_of_differentiation() -> None:
+    block = build(ModelConfig(**LLAMA)).blocks["0"]
+    mlp = block.mlp
+    assert isinstance(mlp, GatedMLP)
+    assert mlp._spans_products()
+    apply_recompute(block, "selective")
+    assert not mlp._spans_products()
+    assert not GatedMLP(ModelConfig(**{**LLAMA, "bias": True}))._spans_products()
+    assert not GatedMLP(ModelConfig(**{**LLAMA, "linear": "bitnet"}))._spans_products()
+
+
+def test_a_kernel_that_does_not_compile_is_told_once_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: object) -> bytes:
+        raise cuda.CudaError("the compiler takes no program")
+
+    monkeypatch.setattr(cuda, "is_hopper", lambda _: True)
+    monkeypatch.setitem(sys.modules, "keepstep.models.kernels.gated", SimpleNamespace(load=refuses))
+    gated_module._kernels_work.cache_clear()
+    device = torch.device("cuda", 7)
+    assert not gated_module._kernels_work(device)
+    assert not gated_module._kernels_work(device)
+    assert [record.getMessage() for record in caplog.records] == [
+        "SwiGLU runs beside its products, not inside them: the compiler takes no program"
+    ]
+    gated_module._kernels_work.cache_clear()

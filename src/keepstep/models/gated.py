@@ -89,7 +89,8 @@ def _joins(left_mk: Tensor, weight: Tensor, width: int) -> bool:
         return False
     from keepstep.models.kernels.gated import fits
 
-    return fits(*left_mk.shape, width) and _kernels_work(left_mk.device)
+    tokens, hidden = left_mk.shape
+    return fits(tokens, hidden, width) and _kernels_work(left_mk.device)
 
 
 @functools.cache

@@ -89,14 +89,21 @@ class Kernel:
         _call("cuFuncSetAttribute", self._function, _MAX_SHARED_BYTES, c_int(shared_bytes))
         self._shared_bytes = shared_bytes
 
-    def launch(self, blocks: int, threads: int, maps: Sequence[TensorMap], numbers: Sequence[int]) -> None:
-        """Start it on the current stream; its parameters are maps, then 32-bit numbers."""
-        integers = [c_int(number) for number in numbers]
-        places = [one.place for one in maps] + [ctypes.addressof(integer) for integer in integers]
-        parameters = (c_void_p * len(places))(*places)
+    def launch(self, blocks: int, threads: int, *arguments: TensorMap | Tensor | int) -> None:
+        """Start it on the current stream. Tensors arrive there as pointers, numbers as 32 bits."""
+        values = [_value(argument) for argument in arguments]
+        parameters = (c_void_p * len(values))(*(place for _, place in values))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
         _call("cuLaunchKernel", self._function, *sizes, stream, parameters, None)
+
+
+def _value(argument: TensorMap | Tensor | int) -> tuple[Any, int]:
+    """What must stay alive until the launch, and its place in memory."""
+    if isinstance(argument, TensorMap):
+        return argument, argument.place
+    value = c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else c_int(argument)
+    return value, ctypes.addressof(value)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Shape legend: m tokens, k hidden, f feed-forward width; a fused tensor [m, 2f] h
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +17,11 @@ from keepstep.models.kernels.cuda import Kernel, TensorMap, compile_source, tens
 _ROWS, _COLUMNS, _DEPTH, _STAGES = 128, 256, 64, 4
 """A tile of sums, how many numbers each step adds to them, and how many steps' numbers are fetched ahead."""
 _PAIR = 2 * _ROWS
-_PIECE_ROWS, _PIECE_COLUMNS = 64, 32
 _THREADS = 384
-_LEAST_HIDDEN = 1024
-"""Two steps for each piece of a tile."""
+_MULTIPLYING_WARPS, _PIECES_AHEAD, _STRIP_BYTES = 8, 2, 1024
+_BARRIERS_BYTES = 512
+_LEAST_HIDDEN = 512
+"""A step for each piece of a tile."""
 
 
 def fits(tokens: int, hidden: int, width: int) -> bool:
@@ -38,8 +40,7 @@ def gated_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor,
         (k, width * k, 8 * k, 2 * width * k),
         (_DEPTH, 8, 2, _COLUMNS // 2 // 16, 1),
     )
-    maps = (_left(x_mk), weights, _pieces(fused_mn), _pieces(product_mf))
-    _start(x_mk, False, maps, n // _COLUMNS, width)
+    _start(x_mk, False, (weights, fused_mn, product_mf), n // _COLUMNS, width, n // 2)
     return product_mf, fused_mn
 
 
@@ -48,8 +49,8 @@ def gated_backward(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: i
     k, f = down_kf.shape
     d_fused_mn = torch.empty_like(fused_mn)
     weights = tensor_map(down_kf, (f, k), (f,), (64, _DEPTH))
-    maps = (_left(d_out_mk), weights, _pieces(fused_mn), _pieces(d_fused_mn))
-    _start(d_out_mk, True, maps, f // _COLUMNS, width)
+    rows = tensor_map(fused_mn, (2 * f, fused_mn.shape[0]), (2 * f,), (64, _ROWS))
+    _start(d_out_mk, True, (weights, rows, fused_mn, d_fused_mn), f // _COLUMNS, width, f)
     return d_fused_mn
 
 
@@ -59,33 +60,26 @@ def load(device: torch.device) -> None:
         _kernel(False, device), _kernel(True, device)
 
 
-def _left(x_mk: Tensor) -> TensorMap:
-    m, k = x_mk.shape
-    return tensor_map(x_mk, (k, m), (k,), (_DEPTH, _ROWS))
-
-
-def _pieces(x_mn: Tensor) -> TensorMap:
-    m, n = x_mn.shape
-    return tensor_map(x_mn, (n, m), (n,), (_PIECE_COLUMNS, _PIECE_ROWS))
-
-
-def _start(left_mk: Tensor, backward: bool, maps: tuple[TensorMap, ...], column_tiles: int, width: int) -> None:
+def _start(
+    left_mk: Tensor, backward: bool, others: Sequence[TensorMap | Tensor], column_tiles: int, width: int, f: int
+) -> None:
     m, k = left_mk.shape
+    left = tensor_map(left_mk, (k, m), (k,), (_DEPTH, _ROWS))
+    sizes = (m // _PAIR, column_tiles, k // _DEPTH, width, f // 8)
     with torch.cuda.device(left_mk.device):
-        kernel = _kernel(backward, left_mk.device)
         processors = torch.cuda.get_device_properties(left_mk.device).multi_processor_count
         # Blocks work in pairs.
-        kernel.launch(processors // 2 * 2, _THREADS, maps, (m // _PAIR, column_tiles, k // _DEPTH, width))
+        _kernel(backward, left_mk.device).launch(processors // 2 * 2, _THREADS, left, *others, *sizes)
 
 
 @functools.cache
 def _kernel(backward: bool, device: torch.device) -> Kernel:  # noqa: ARG001 - a kernel is loaded for one device
-    source = (Path(__file__).parent / "gated.cu").read_text()
-    # The 128 sums of a thread, as the instruction and the compiler want to see them.
+    folder = Path(__file__).parent
+    source = (folder / "tiles.cu").read_text() + (folder / "gated.cu").read_text()
     source = source.replace("@SUMS@", ", ".join(f"%{i}" for i in range(128)))
     source = source.replace("@OPERANDS@", ", ".join(f'"+f"(sums[{i}])' for i in range(128)))
-    stages_bytes = _STAGES * (_ROWS + _COLUMNS) * _DEPTH * 2
-    desks_bytes = 2 * (4 if backward else 3) * _PIECE_ROWS * _PIECE_COLUMNS * 2
-    barriers_bytes = 256
     code = compile_source(source, [f"-DBACKWARD={int(backward)}"])
-    return Kernel(code, "gated", stages_bytes + desks_bytes + barriers_bytes)
+    stages_bytes = _STAGES * (_ROWS + _COLUMNS) * _DEPTH * 2
+    # Gates and ups are handed over in strips of their own; what came back from the output is one strip.
+    strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * (1 if backward else 2) * _STRIP_BYTES
+    return Kernel(code, "gated", stages_bytes + strips_bytes + _BARRIERS_BYTES)

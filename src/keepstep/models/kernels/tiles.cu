@@ -1,0 +1,280 @@
+// Products of bf16 matrices for Hopper (sm_90a) that do something with a tile of sums before it is written.
+//
+// A block of three warpgroups computes tiles of 128 × 256 sums of left[m, k] · right. Two of them multiply, 64 rows each.
+// Of the third, one warp fetches, and three make of the sums what is to be written: while the tensor cores are at the next
+// tile, the multiplying warps hand the last one over through shared memory, 16 rows and a few columns at a time, and never
+// wait for what becomes of it. Two blocks, one above the other, share the columns that each fetches half of.
+//
+// A `Finish` says where right comes from and what becomes of a tile:
+//   PIECES        how many pieces of its columns a tile is handed over in
+//   STRIPS        strips of 32 columns in a piece
+//   TRANSPOSED    whether right lies as [k, n]; else as [n, k]
+//   fetch_right   start one step's copies of right; called by one thread
+//   warm_up       what will be read while the next tile is computed may be brought into the cache; called like fetch_right
+//   lay_out       called by a multiplying warp: the words that hold a piece's sums, into strips
+//   inputs        called by another warp: what else a piece's 16 rows need, read some time before
+//   work_out      called by that warp: 16 rows of a piece, from strips to where they belong
+//
+// SUMS and OPERANDS between at signs are the 128 sums of a thread, written out by whoever compiles this.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4;
+constexpr int LEFT_BYTES = ROWS * DEPTH * 2, RIGHT_BYTES = COLUMNS * DEPTH * 2, STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
+constexpr int STRIP = 32, STRIP_BYTES = 16 * STRIP * 2;  // columns, and bytes with a warp's 16 rows of them
+constexpr int HELPERS = 3;  // warps that work pieces out
+constexpr int SLOTS = 2;    // pieces that a warp may be ahead of their being worked out
+constexpr int GROUP = 8;    // pairs of row tiles that are worked on together: their rows and columns stay in the cache
+
+// ---- barriers ----
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni finished;\nbra.uni again;\nfinished:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier), "r"(block) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ---- copies ----
+
+__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void warm(const TensorMap* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap* map, int x, int y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"((unsigned short)3)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_runs_for_both(u32 to, const TensorMap* map, int k, int run, int block,
+                                                    u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(run), "r"(block),
+      "r"(barrier), "h"((unsigned short)3) : "memory");
+}
+// ---- sums ----
+
+__device__ __forceinline__ void sums_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void sums_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void sums_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// 64 × 256 sums, each over 16 numbers.
+template <int TRANSPOSED> __device__ __forceinline__ void multiply(float (&sums)[128], u64 left, u64 right, int add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {@SUMS@}, %128, %129, p, 1, 1, 0, %131;\n}\n"
+               : @OPERANDS@ : "l"(left), "l"(right), "r"(add), "n"(TRANSPOSED));
+}
+// A matrix in shared memory as the tensor cores want it described: rows of 128 bytes, swizzled.
+__device__ __forceinline__ u64 matrix(u32 at, u32 leading_bytes) {
+  return (1ull << 62) | ((1024ull >> 4) << 32) | ((u64)(leading_bytes >> 4) << 16) | ((at & 0x3FFFF) >> 4);
+}
+
+// ---- pairs of bf16 numbers ----
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Four 8 × 8 matrices between registers and a strip: rows 0 to 7 and 8 to 15 of 8 columns, then of the next 8.
+__device__ __forceinline__ void lay(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+               "r"(d) : "memory");
+}
+__device__ __forceinline__ uint4 take(u32 at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+  return x;
+}
+// Where 8 numbers lie in a strip: swizzled, so that neither side's accesses meet in a bank.
+__device__ __forceinline__ u32 in_strip(u32 row, u32 chunk) { return row * (STRIP * 2) + ((chunk ^ row / 2 % 4) << 4); }
+
+struct Tile { int row, column; };  // its first row, and its number in its row of tiles
+
+// 16 rows of a piece on their way from a multiplying warp to one that works them out.
+struct Handed {
+  u32 strips, laid, freed, parity;
+
+  __device__ __forceinline__ void await() const { wait(laid, parity); }
+  // Called when all of it was read.
+  __device__ __forceinline__ void free() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(freed);
+  }
+};
+
+// Which tile a pair of blocks works on: row tiles in pairs, and tiles of 256 columns.
+__device__ __forceinline__ Tile pair_tile(int number, int row_pairs, int column_tiles) {
+  const int group = number / (GROUP * column_tiles), inside = number % (GROUP * column_tiles);
+  const int first = group * GROUP, height = min(GROUP, row_pairs - first);
+  return {first + inside % height, inside / height};
+}
+
+template <class Finish>
+__device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish finish, int row_pairs, int column_tiles,
+                                          int steps) {
+  constexpr int PIECES = Finish::PIECES, PIECE_BYTES = Finish::STRIPS * STRIP_BYTES, WARPS = 8;
+  extern __shared__ __align__(1024) char room[];
+  const u32 base = (u32)__cvta_generic_to_shared(room);
+  const u32 strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
+  const u32 full = barriers, empty = full + 8 * STAGES, laid = empty + 8 * STAGES, freed = laid + 8 * WARPS * SLOTS;
+  const int warpgroup = threadIdx.x / 128;
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const int clusters = gridDim.x / 2, first = blockIdx.x / 2, tiles = row_pairs * column_tiles;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4);
+    for (int i = 0; i < 2 * WARPS * SLOTS; ++i) barrier_init(laid + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_sync();
+
+  // 168 registers a thread at the start; multiplying takes 128 for sums and 64 for those of the tile before.
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    const int helper = (int)threadIdx.x / 32 - 1;
+    if (threadIdx.x == 0) {
+      int stage = 0;
+      u32 turn = 1;  // of the barriers that say a stage is empty: it is, at first
+      for (int number = first; number < tiles; number += clusters) {
+        const Tile tile = pair_tile(number, row_pairs, column_tiles);
+        for (int step = 0; step < steps; ++step) {
+          const u32 left = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
+          wait(empty + 8 * stage, turn);
+          expect(barrier, STAGE_BYTES);
+          fetch(left, left_map, step * DEPTH, (tile.row * 2 + rank) * ROWS, barrier);
+          finish.fetch_right(left + LEFT_BYTES, step, tile.column, rank, barrier);
+          finish.warm_up(step, (tile.row * 2 + rank) * ROWS, tile.column);
+          if (++stage == STAGES) stage = 0, turn ^= 1;
+        }
+      }
+    } else if (helper >= 0) {
+      // A unit is 16 rows of a piece: eight of them a piece, shared by three warps. Inputs are read one unit ahead.
+      int number = first, unit = helper;
+      u32 pieces = 0;  // of the tiles before
+      auto tile_of = [&](int number, int unit) -> Tile {
+        const Tile pair = pair_tile(number, row_pairs, column_tiles);
+        return {(int)(pair.row * 2 + rank) * ROWS + unit % WARPS * 16, pair.column};
+      };
+      Tile tile = tile_of(number, unit);
+      typename Finish::Inputs ahead;
+      if (number < tiles) ahead = finish.inputs(unit / WARPS, tile);
+      while (number < tiles) {
+        const typename Finish::Inputs inputs = ahead;
+        const u32 piece = unit / WARPS, use = pieces + piece, slot = unit % WARPS * SLOTS + use % SLOTS;
+        const Handed handed = {strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, use / SLOTS % 2};
+        const Tile here = tile;
+        unit += HELPERS;
+        if (unit >= PIECES * WARPS) unit -= PIECES * WARPS, number += clusters, pieces += PIECES;
+        tile = tile_of(number, unit);
+        if (number < tiles) ahead = finish.inputs(unit / WARPS, tile);
+        finish.work_out(inputs, handed, piece, here);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    const int group = warpgroup - 1, lane = threadIdx.x % 32;
+    const u32 my_slots = (threadIdx.x / 32 - 4) * SLOTS;
+    // This lane's row of 16 bytes in a strip, for four 8 × 8 matrices; the next 16 columns are 32 bytes from there, by xor.
+    const u32 mine = in_strip(lane % 16, lane / 16);
+    float sums[128];
+    u32 words[64], turn = 0, pieces = 0;
+    int stage = 0;
+
+    auto add_step = [&](int add) {
+      wait(full + 8 * stage, turn);
+      const u32 at = base + stage * STAGE_BYTES, left = at + group * (LEFT_BYTES / 2), right = at + LEFT_BYTES;
+      sums_begin();
+#pragma unroll
+      for (int k = 0; k < DEPTH / 16; ++k) {
+        const u64 columns = Finish::TRANSPOSED ? matrix(right + k * 2048, 8192) : matrix(right + k * 32, 16);
+        multiply<Finish::TRANSPOSED>(sums, matrix(left + k * 32, 16), columns, add | k);
+      }
+      sums_commit();
+    };
+    auto release_stage_before = [&]() {
+      const int before = stage ? stage - 1 : STAGES - 1;
+      if (threadIdx.x % 128 < 2) arrive_at(empty + 8 * before, threadIdx.x % 128);
+    };
+    auto advance = [&]() {
+      if (++stage == STAGES) stage = 0, turn ^= 1;
+    };
+    auto hand_over = [&](const u32* piece_words) {
+      const u32 slot = my_slots + pieces % SLOTS;
+      wait(freed + 8 * slot, pieces / SLOTS % 2 ^ 1);
+      finish.lay_out(strips + slot * PIECE_BYTES + mine, piece_words);
+      __syncwarp();
+      if (lane == 0) arrive(laid + 8 * slot);
+      ++pieces;
+    };
+
+    for (int number = first; number < tiles; number += clusters) {
+      int done = 0;
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece) {
+        add_step(done);
+        if (number != first) hand_over(words + piece * (64 / PIECES));
+        sums_wait<1>();
+        if (done) release_stage_before();
+        advance();
+        ++done;
+        const int until = piece + 1 == PIECES ? steps : (piece + 1) * (steps / PIECES);
+#pragma unroll 1
+        for (; done < until; ++done) {
+          add_step(done);
+          sums_wait<1>();
+          release_stage_before();
+          advance();
+        }
+      }
+      sums_wait<0>();
+      release_stage_before();
+#pragma unroll
+      for (int i = 0; i < 64; ++i) words[i] = pack(sums[2 * i], sums[2 * i + 1]);
+    }
+    if (first < tiles) {
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece) hand_over(words + piece * (64 / PIECES));
+    }
+  }
+  cluster_sync();
+}
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+#define MAP const __grid_constant__ TensorMap

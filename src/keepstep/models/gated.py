@@ -54,7 +54,7 @@ class _Gated(torch.autograd.Function):
 @torch.library.custom_op("keepstep::gated_product", mutates_args=())
 def gated_product(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """silu(gate) × up of x · gate_upᵀ, and that product itself."""
-    if _joins(x_mk, gate_up_nk, width):
+    if _joins(x_mk, gate_up_nk.shape[0] // 2, width):
         from keepstep.models.kernels.gated import gated_forward
 
         return gated_forward(x_mk.contiguous(), gate_up_nk.contiguous(), width)
@@ -71,7 +71,7 @@ def _(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:  #
 @torch.library.custom_op("keepstep::gated_gradient", mutates_args=())
 def gated_gradient(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor:
     """The gradient of the fused product, from that of the whole feed-forward."""
-    if _joins(d_out_mk, down_kf, width):
+    if _joins(d_out_mk, down_kf.shape[1], width):
         from keepstep.models.kernels.gated import gated_backward
 
         return gated_backward(d_out_mk.contiguous(), down_kf.contiguous(), fused_mn, width)
@@ -83,14 +83,14 @@ def _(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor
     return torch.empty_like(fused_mn)
 
 
-def _joins(left_mk: Tensor, weight: Tensor, width: int) -> bool:
+def _joins(left_mk: Tensor, ffn: int, width: int) -> bool:
     """Whether the joined kernels take this product."""
-    if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+    if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16:
         return False
     from keepstep.models.kernels.gated import fits
 
     tokens, hidden = left_mk.shape
-    return fits(tokens, hidden, width) and _kernels_work(left_mk.device)
+    return fits(tokens, hidden, ffn, width) and _kernels_work(left_mk.device)
 
 
 @functools.cache

@@ -80,10 +80,13 @@ def compile_source(source: str, settings: Sequence[str]) -> bytes:
 
 
 class Kernel:
-    """One function of a compiled module, on the device that is current."""
+    """One function of a compiled module, on one device."""
 
-    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
-        module, self._function = c_void_p(), c_void_p()
+    def __init__(self, code: bytes, name: str, shared_bytes: int, device: torch.device) -> None:
+        module, self._function, self._context = c_void_p(), c_void_p(), c_void_p()
+        # Torch's own; the thread that runs backward passes may not have entered it yet.
+        _call("cuDevicePrimaryCtxRetain", byref(self._context), device.index or 0)
+        _call("cuCtxSetCurrent", self._context)
         _call("cuModuleLoadData", byref(module), code)
         _call("cuModuleGetFunction", byref(self._function), module, name.encode())
         _call("cuFuncSetAttribute", self._function, _MAX_SHARED_BYTES, c_int(shared_bytes))
@@ -95,6 +98,7 @@ class Kernel:
         parameters = (c_void_p * len(values))(*(place for _, place in values))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (blocks, 1, 1, threads, 1, 1, self._shared_bytes)
+        _call("cuCtxSetCurrent", self._context)
         _call("cuLaunchKernel", self._function, *sizes, stream, parameters, None)
 
 

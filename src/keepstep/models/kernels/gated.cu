@@ -30,6 +30,7 @@ struct GatedForward {
   const TensorMap* gate_up;
   uint4 *fused, *product;  // eight numbers each
   int width, row_eights;   // of the product; a fused row is twice as long
+  struct Spot { int fused, product; };  // of this lane's first eight numbers
   struct Inputs {};
 
   __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
@@ -37,7 +38,7 @@ struct GatedForward {
     fetch_runs_for_both(to + rank * (RIGHT_BYTES / 2), gate_up, step * DEPTH, run, column / per_block, barrier);
   }
   __device__ __forceinline__ void warm_up(int, int, int) const {}
-  __device__ __forceinline__ Inputs inputs(int, Tile) const { return {}; }
+  __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
   __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -46,9 +47,13 @@ struct GatedForward {
       lay((at ^ (half * 32)) + STRIP_BYTES, w[2], w[3], w[6], w[7]);
     }
   }
-  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, int piece, Tile tile) const {
-    const int lane = threadIdx.x % 32, per_block = width / (COLUMNS / 2), block = tile.column / per_block;
-    const int inside = (tile.column % per_block * (COLUMNS / 2) + piece * STRIP) / 8 + lane % 4;
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32, row = tile.row + lane / 4, per_block = width / (COLUMNS / 2);
+    const int block = tile.column / per_block, inside = tile.column % per_block * (COLUMNS / 16) + lane % 4;
+    return {row * 2 * row_eights + block * 2 * (width / 8) + inside, row * row_eights + block * (width / 8) + inside};
+  }
+  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
+    const int lane = threadIdx.x % 32;
     uint4 gate[2], up[2];
     handed.await();
 #pragma unroll
@@ -60,8 +65,8 @@ struct GatedForward {
     handed.free();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const long long row = tile.row + lane / 4 + i * 8;
-      uint4* to = fused + row * 2 * row_eights + block * 2 * (width / 8) + inside;
+      const int rows = warp * 16 + i * 8, eights = piece * (STRIP / 8);
+      uint4* to = fused + (spot.fused + rows * 2 * row_eights + eights);
       to[0] = gate[i];
       to[width / 8] = up[i];
       uint4 both;
@@ -69,7 +74,7 @@ struct GatedForward {
       both.y = product_of(gate[i].y, up[i].y);
       both.z = product_of(gate[i].z, up[i].z);
       both.w = product_of(gate[i].w, up[i].w);
-      product[row * row_eights + block * (width / 8) + inside] = both;
+      product[spot.product + rows * row_eights + eights] = both;
     }
   }
 };
@@ -80,6 +85,7 @@ struct GatedBackward {
   const uint4* fused;
   uint4* d_fused;
   int width, row_eights;
+  typedef int Spot;  // of this lane's first eight gates
   struct Inputs { uint4 gate[2], up[2]; };
 
   __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
@@ -94,27 +100,29 @@ struct GatedBackward {
     // Four boxes of gates and four of ups.
     if (step < 8) warm(fused_map, gates_at(column) + step / 4 * width + step % 4 * 64, row);
   }
-  __device__ __forceinline__ long long place(int piece, Tile tile) const {
+  __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
-    return (long long)(tile.row + lane / 4) * 2 * row_eights + (gates_at(tile.column) + piece * STRIP) / 8 + lane % 4;
+    return (tile.row + lane / 4) * 2 * row_eights + gates_at(tile.column) / 8 + lane % 4;
   }
-  __device__ __forceinline__ Inputs inputs(int piece, Tile tile) const {
-    const uint4* from = fused + place(piece, tile);
-    const long long eight_rows = 16ll * row_eights;
-    return {{from[0], from[eight_rows]}, {from[width / 8], from[eight_rows + width / 8]}};
+  __device__ __forceinline__ Spot place(Spot spot, int piece, int warp) const {
+    return spot + warp * 32 * row_eights + piece * (STRIP / 8);
+  }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
+    const uint4 *from = fused + place(spot, piece, warp), *below = from + 16 * row_eights;
+    return {{from[0], below[0]}, {from[width / 8], below[width / 8]}};
   }
   __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
     lay(at, words[0], words[1], words[2], words[3]);
     lay(at ^ 32, words[4], words[5], words[6], words[7]);
   }
-  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, int piece, Tile tile) const {
+  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
     const int lane = threadIdx.x % 32;
     uint4 dy[2];
     handed.await();
 #pragma unroll
     for (int i = 0; i < 2; ++i) dy[i] = take(handed.strips + in_strip(lane / 4 + i * 8, lane % 4));
     handed.free();
-    uint4* to = d_fused + place(piece, tile);
+    uint4* to = d_fused + place(spot, piece, warp);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint4 d_gate, d_up;
@@ -122,8 +130,8 @@ struct GatedBackward {
       gradients_of(dy[i].y, in.gate[i].y, in.up[i].y, d_gate.y, d_up.y);
       gradients_of(dy[i].z, in.gate[i].z, in.up[i].z, d_gate.z, d_up.z);
       gradients_of(dy[i].w, in.gate[i].w, in.up[i].w, d_gate.w, d_up.w);
-      to[i * 16ll * row_eights] = d_gate;
-      to[i * 16ll * row_eights + width / 8] = d_up;
+      to[i * 16 * row_eights] = d_gate;
+      to[i * 16 * row_eights + width / 8] = d_up;
     }
   }
 };

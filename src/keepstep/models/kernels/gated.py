@@ -24,9 +24,10 @@ _LEAST_HIDDEN = 512
 """A step for each piece of a tile."""
 
 
-def fits(tokens: int, hidden: int, width: int) -> bool:
-    """Whether tiles fill such products without a rest."""
-    return tokens % _PAIR == 0 and hidden % _DEPTH == 0 and hidden >= _LEAST_HIDDEN and width % _COLUMNS == 0
+def fits(tokens: int, hidden: int, ffn: int, width: int) -> bool:
+    """Whether tiles fill such products without a rest, and 31 bits count the eights of numbers of the widest tensor."""
+    whole = tokens % _PAIR == 0 and hidden % _DEPTH == 0 and width % _COLUMNS == 0
+    return whole and hidden >= _LEAST_HIDDEN and tokens * 2 * ffn // 8 < 1 << 31
 
 
 def gated_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def _start(
 
 
 @functools.cache
-def _kernel(backward: bool, device: torch.device) -> Kernel:  # noqa: ARG001 - a kernel is loaded for one device
+def _kernel(backward: bool, device: torch.device) -> Kernel:
     folder = Path(__file__).parent
     source = (folder / "tiles.cu").read_text() + (folder / "gated.cu").read_text()
     source = source.replace("@SUMS@", ", ".join(f"%{i}" for i in range(128)))
@@ -82,4 +83,4 @@ def _kernel(backward: bool, device: torch.device) -> Kernel:  # noqa: ARG001 - a
     stages_bytes = _STAGES * (_ROWS + _COLUMNS) * _DEPTH * 2
     # Gates and ups are handed over in strips of their own; what came back from the output is one strip.
     strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * (1 if backward else 2) * _STRIP_BYTES
-    return Kernel(code, "gated", stages_bytes + strips_bytes + _BARRIERS_BYTES)
+    return Kernel(code, "gated", stages_bytes + strips_bytes + _BARRIERS_BYTES, device)

@@ -12,8 +12,9 @@
 //   fetch_right   start one step's copies of right; called by one thread
 //   warm_up       what will be read while the next tile is computed may be brought into the cache; called like fetch_right
 //   lay_out       called by a multiplying warp: the words that hold a piece's sums, into strips
-//   inputs        called by another warp: what else a piece's 16 rows need, read some time before
-//   work_out      called by that warp: 16 rows of a piece, from strips to where they belong
+//   spot          called by another warp: where in memory a tile's results belong, worked out once a tile
+//   inputs        what else the 16 rows of one warp need of a piece, read some time before
+//   work_out      those 16 rows, from strips to where they belong
 //
 // SUMS and OPERANDS between at signs are the 128 sums of a thread, written out by whoever compiles this.
 
@@ -188,23 +189,25 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       // A unit is 16 rows of a piece: eight of them a piece, shared by three warps. Inputs are read one unit ahead.
       int number = first, unit = helper;
       u32 pieces = 0;  // of the tiles before
-      auto tile_of = [&](int number, int unit) -> Tile {
+      auto spot_of = [&](int number) {
         const Tile pair = pair_tile(number, row_pairs, column_tiles);
-        return {(int)(pair.row * 2 + rank) * ROWS + unit % WARPS * 16, pair.column};
+        return finish.spot({(int)(pair.row * 2 + rank) * ROWS, pair.column});
       };
-      Tile tile = tile_of(number, unit);
+      typename Finish::Spot spot = spot_of(number);
       typename Finish::Inputs ahead;
-      if (number < tiles) ahead = finish.inputs(unit / WARPS, tile);
+      if (number < tiles) ahead = finish.inputs(spot, unit / WARPS, unit % WARPS);
       while (number < tiles) {
         const typename Finish::Inputs inputs = ahead;
-        const u32 piece = unit / WARPS, use = pieces + piece, slot = unit % WARPS * SLOTS + use % SLOTS;
+        const typename Finish::Spot here = spot;
+        const u32 piece = unit / WARPS, warp = unit % WARPS, use = pieces + piece, slot = warp * SLOTS + use % SLOTS;
         const Handed handed = {strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, use / SLOTS % 2};
-        const Tile here = tile;
         unit += HELPERS;
-        if (unit >= PIECES * WARPS) unit -= PIECES * WARPS, number += clusters, pieces += PIECES;
-        tile = tile_of(number, unit);
-        if (number < tiles) ahead = finish.inputs(unit / WARPS, tile);
-        finish.work_out(inputs, handed, piece, here);
+        if (unit >= PIECES * WARPS) {
+          unit -= PIECES * WARPS, number += clusters, pieces += PIECES;
+          spot = spot_of(number);
+        }
+        if (number < tiles) ahead = finish.inputs(spot, unit / WARPS, unit % WARPS);
+        finish.work_out(inputs, handed, here, piece, warp);
       }
     }
   } else {

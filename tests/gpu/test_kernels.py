@@ -215,14 +215,12 @@ def test_swiglu_inside_its_products(tokens: int, hidden: int, ffn: int, width: i
     gate_up = (torch.randn(2 * ffn, hidden, device=CUDA) * 0.05).bfloat16()
     down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
     assert _joins(x, ffn, width)
-    product, fused = gated_product(x, gate_up, width)
-    d_fused = gated_gradient(d_out, down, fused, width)
-    expected = torch.mm(x, gate_up.t())
-    assert relative(fused, expected) < 3e-3
-    # From the same rounded numbers the same bits.
-    assert torch.equal(product, activate(fused, width)[0])
-    assert relative(d_fused, activate_backward(torch.mm(d_out, down), fused, width)[0]) < 3e-3
-    assert torch.equal(d_fused, gated_gradient(d_out, down, fused, width))
+    product, slopes = gated_product(x, gate_up, width)
+    fused = torch.mm(x, gate_up.t())
+    assert relative(product, activate(fused, width)[0]) < 3e-3
+    d_fused = gated_gradient(d_out, down, slopes, width)
+    assert relative(d_fused, activate_backward(torch.mm(d_out, down), fused, width)[0]) < 4e-3
+    assert torch.equal(d_fused, gated_gradient(d_out, down, slopes, width))
 
 
 def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators() -> None:

@@ -1,8 +1,7 @@
 """A gated feed-forward without biases as one step of differentiation: two products, and SwiGLU inside both of them.
 
-Taken apart, silu(gate) × up is a pass of its own over the widest tensors of the model, and its backward two. On Hopper
-GPUs both happen inside the products, behind their sums (`kernels/gated.cu`); elsewhere beside them. The numbers are the
-same to the last bit, because both round at the same places.
+Taken apart, silu(gate) × up is a pass of its own over the widest tensors of the model, and so is its backward. On
+Hopper GPUs both happen inside the products, behind their sums (`kernels/gated.cu`); elsewhere beside them.
 
 Shape legend: m tokens, k hidden, f feed-forward width, n = 2·f rows of the fused gate.
 """
@@ -32,17 +31,17 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_mk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int) -> Tensor:
-        product_mf, fused_mn = gated_product(x_mk, gate_up_nk, width)
-        ctx.save_for_backward(x_mk, gate_up_nk, down_kf, product_mf, fused_mn)
+        product_mf, kept_mn = gated_product(x_mk, gate_up_nk, width)
+        ctx.save_for_backward(x_mk, gate_up_nk, down_kf, product_mf, kept_mn)
         ctx.width = width
         return torch.mm(product_mf, down_kf.t())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        x_mk, gate_up_nk, down_kf, product_mf, fused_mn = ctx.saved_tensors
+        x_mk, gate_up_nk, down_kf, product_mf, kept_mn = ctx.saved_tensors
         (d_out_mk,) = gradients
         by_x, by_gate_up, by_down = ctx.needs_input_grad[:3]
-        d_fused_mn = gated_gradient(d_out_mk, down_kf, fused_mn, ctx.width)
+        d_fused_mn = gated_gradient(d_out_mk, down_kf, kept_mn, ctx.width)
         return (
             torch.mm(d_fused_mn, gate_up_nk) if by_x else None,
             torch.mm(d_fused_mn.t(), x_mk) if by_gate_up else None,
@@ -53,7 +52,7 @@ class _Gated(torch.autograd.Function):
 
 @torch.library.custom_op("keepstep::gated_product", mutates_args=())
 def gated_product(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """silu(gate) × up of x · gate_upᵀ, and that product itself."""
+    """silu(gate) × up of x · gate_upᵀ, and what its gradient takes: slopes from the kernel, else that product."""
     if _joins(x_mk, gate_up_nk.shape[0] // 2, width):
         from keepstep.models.kernels.gated import gated_forward
 
@@ -69,22 +68,22 @@ def _(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:  #
 
 
 @torch.library.custom_op("keepstep::gated_gradient", mutates_args=())
-def gated_gradient(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor:
-    """The gradient of the fused product, from that of the whole feed-forward."""
+def gated_gradient(d_out_mk: Tensor, down_kf: Tensor, kept_mn: Tensor, width: int) -> Tensor:
+    """The gradient of x · gate_upᵀ, from that of the whole feed-forward and what `gated_product` kept."""
     if _joins(d_out_mk, down_kf.shape[1], width):
         from keepstep.models.kernels.gated import gated_backward
 
-        return gated_backward(d_out_mk.contiguous(), down_kf.contiguous(), fused_mn, width)
-    return activate_backward(torch.mm(d_out_mk, down_kf), fused_mn, width)[0]
+        return gated_backward(d_out_mk.contiguous(), down_kf.contiguous(), kept_mn, width)
+    return activate_backward(torch.mm(d_out_mk, down_kf), kept_mn, width)[0]
 
 
 @gated_gradient.register_fake
-def _(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(fused_mn)
+def _(d_out_mk: Tensor, down_kf: Tensor, kept_mn: Tensor, width: int) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(kept_mn)
 
 
 def _joins(left_mk: Tensor, ffn: int, width: int) -> bool:
-    """Whether the joined kernels take this product."""
+    """Whether the joined kernels take this product: the same answer for both directions of one feed-forward."""
     if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16:
         return False
     from keepstep.models.kernels.gated import fits

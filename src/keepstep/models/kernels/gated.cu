@@ -1,36 +1,46 @@
 // The gated feed-forward's two products with SwiGLU inside them.
 //
-// gated_forward:  fused[m, 2f] = x[m, k] · gate_up[2f, k]ᵀ, and product[m, f] = silu(gate) · up.
-// gated_backward: dy[m, f] = d_out[m, k] · down[k, f], which is never written: d_fused[m, 2f] from it and fused[m, 2f].
+// Forward:  fused[m, 2f] = x[m, k] · gate_up[2f, k]ᵀ, which is never written: product[m, f] = silu(gate) · up, and
+//           slopes[m, 2f], what a gate's and an up's gradient is to the product's.
+// Backward: dy[m, f] = d_out[m, k] · down[k, f], which is never written: d_fused[m, 2f] = dy · slopes.
+//
+// Slopes take the room that gates and ups would, and leave the backward pass nothing to do but to multiply.
 
 __device__ __forceinline__ float sigmoid(float x) {
   float s;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + power_of_two(x * -1.4426950408889634f)));
   return s;
 }
-__device__ __forceinline__ u32 product_of(u32 gate, u32 up) {
-  const float first = low(gate), second = high(gate);
-  return pack(first * sigmoid(first) * low(up), second * sigmoid(second) * high(up));
-}
-__device__ __forceinline__ void gradients_of(u32 dy, u32 gate, u32 up, u32& d_gate, u32& d_up) {
-  float by_gate[2], by_up[2];
+// Of two gates and two ups, which the slopes replace.
+__device__ __forceinline__ u32 product_and_slopes(u32& gates, u32& ups) {
+  float product[2], by_gate[2], by_up[2];
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const float d = e ? high(dy) : low(dy), g = e ? high(gate) : low(gate), u = e ? high(up) : low(up), s = sigmoid(g);
-    by_gate[e] = d * u * s * (1 + g * (1 - s));
-    by_up[e] = d * g * s;
+  for (int i = 0; i < 2; ++i) {
+    const float gate = i ? high(gates) : low(gates), up = i ? high(ups) : low(ups), s = sigmoid(gate);
+    by_up[i] = gate * s;
+    by_gate[i] = up * s * (1 + gate * (1 - s));
+    product[i] = by_up[i] * up;
   }
-  d_gate = pack(by_gate[0], by_gate[1]);
-  d_up = pack(by_up[0], by_up[1]);
+  gates = pack(by_gate[0], by_gate[1]);
+  ups = pack(by_up[0], by_up[1]);
+  return pack(product[0], product[1]);
+}
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 both;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+  return both;
+}
+__device__ __forceinline__ uint4 times(uint4 a, uint4 b) {
+  return {times(a.x, b.x), times(a.y, b.y), times(a.z, b.z), times(a.w, b.w)};
 }
 
 // Runs of eight gates and their eight ups take turns among the columns: a thread's sums hold both sides of each product.
 struct GatedForward {
   static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0;
   const TensorMap* gate_up;
-  uint4 *fused, *product;  // eight numbers each
-  int width, row_eights;   // of the product; a fused row is twice as long
-  struct Spot { int fused, product; };  // of this lane's first eight numbers
+  uint4 *slopes, *product;  // eight numbers each
+  int width, row_eights;    // of the product; a row of slopes is twice as long
+  struct Spot { int slopes, product; };  // of this lane's first eight numbers
   struct Inputs {};
 
   __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
@@ -66,14 +76,14 @@ struct GatedForward {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int rows = warp * 16 + i * 8, eights = piece * (STRIP / 8);
-      uint4* to = fused + (spot.fused + rows * 2 * row_eights + eights);
+      uint4 both;
+      both.x = product_and_slopes(gate[i].x, up[i].x);
+      both.y = product_and_slopes(gate[i].y, up[i].y);
+      both.z = product_and_slopes(gate[i].z, up[i].z);
+      both.w = product_and_slopes(gate[i].w, up[i].w);
+      uint4* to = slopes + (spot.slopes + rows * 2 * row_eights + eights);
       to[0] = gate[i];
       to[width / 8] = up[i];
-      uint4 both;
-      both.x = product_of(gate[i].x, up[i].x);
-      both.y = product_of(gate[i].y, up[i].y);
-      both.z = product_of(gate[i].z, up[i].z);
-      both.w = product_of(gate[i].w, up[i].w);
       product[spot.product + rows * row_eights + eights] = both;
     }
   }
@@ -81,8 +91,8 @@ struct GatedForward {
 
 struct GatedBackward {
   static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1;
-  const TensorMap *down, *fused_map;
-  const uint4* fused;
+  const TensorMap *down, *slopes_map;
+  const uint4* slopes;
   uint4* d_fused;
   int width, row_eights;
   typedef int Spot;  // of this lane's first eight gates
@@ -98,7 +108,7 @@ struct GatedBackward {
   }
   __device__ __forceinline__ void warm_up(int step, int row, int column) const {
     // Four boxes of gates and four of ups.
-    if (step < 8) warm(fused_map, gates_at(column) + step / 4 * width + step % 4 * 64, row);
+    if (step < 8) warm(slopes_map, gates_at(column) + step / 4 * width + step % 4 * 64, row);
   }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
@@ -108,7 +118,7 @@ struct GatedBackward {
     return spot + warp * 32 * row_eights + piece * (STRIP / 8);
   }
   __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
-    const uint4 *from = fused + place(spot, piece, warp), *below = from + 16 * row_eights;
+    const uint4 *from = slopes + place(spot, piece, warp), *below = from + 16 * row_eights;
     return {{from[0], below[0]}, {from[width / 8], below[width / 8]}};
   }
   __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
@@ -125,27 +135,22 @@ struct GatedBackward {
     uint4* to = d_fused + place(spot, piece, warp);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint4 d_gate, d_up;
-      gradients_of(dy[i].x, in.gate[i].x, in.up[i].x, d_gate.x, d_up.x);
-      gradients_of(dy[i].y, in.gate[i].y, in.up[i].y, d_gate.y, d_up.y);
-      gradients_of(dy[i].z, in.gate[i].z, in.up[i].z, d_gate.z, d_up.z);
-      gradients_of(dy[i].w, in.gate[i].w, in.up[i].w, d_gate.w, d_up.w);
-      to[i * 16 * row_eights] = d_gate;
-      to[i * 16 * row_eights + width / 8] = d_up;
+      to[i * 16 * row_eights] = times(dy[i], in.gate[i]);
+      to[i * 16 * row_eights + width / 8] = times(dy[i], in.up[i]);
     }
   }
 };
 
 #if BACKWARD
-KERNEL gated(MAP left, MAP down, MAP fused_map, const uint4* fused, uint4* d_fused, int row_pairs, int column_tiles,
+KERNEL gated(MAP left, MAP down, MAP slopes_map, const uint4* slopes, uint4* d_fused, int row_pairs, int column_tiles,
              int steps, int width, int row_eights) {
-  const GatedBackward finish = {&down, &fused_map, fused, d_fused, width, row_eights};
+  const GatedBackward finish = {&down, &slopes_map, slopes, d_fused, width, row_eights};
   run_tiles(&left, finish, row_pairs, column_tiles, steps);
 }
 #else
-KERNEL gated(MAP left, MAP gate_up, uint4* fused, uint4* product, int row_pairs, int column_tiles, int steps, int width,
+KERNEL gated(MAP left, MAP gate_up, uint4* slopes, uint4* product, int row_pairs, int column_tiles, int steps, int width,
              int row_eights) {
-  const GatedForward finish = {&gate_up, fused, product, width, row_eights};
+  const GatedForward finish = {&gate_up, slopes, product, width, row_eights};
   run_tiles(&left, finish, row_pairs, column_tiles, steps);
 }
 #endif

@@ -1,6 +1,7 @@
 """Starting the kernels of gated.cu: the products of a gated feed-forward with the activation inside them.
 
-Shape legend: m tokens, k hidden, f feed-forward width; a fused tensor [m, 2f] holds blocks of `width` gates, then ups.
+Shape legend: m tokens, k hidden, f feed-forward width; a tensor [m, n = 2f] holds blocks of `width` gates' numbers,
+then those of their ups.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def fits(tokens: int, hidden: int, ffn: int, width: int) -> bool:
 
 
 def gated_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """silu(gate) × up of x · gate_upᵀ, and that product itself."""
+    """silu(gate) × up of x · gate_upᵀ, and the slopes that `gated_backward` wants."""
     (m, k), n = x_mk.shape, gate_up_nk.shape[0]
-    fused_mn, product_mf = x_mk.new_empty((m, n)), x_mk.new_empty((m, n // 2))
+    slopes_mn, product_mf = x_mk.new_empty((m, n)), x_mk.new_empty((m, n // 2))
     # Runs of eight gates and their eight ups take turns, so that a thread's sums hold both sides of what it multiplies.
     weights = tensor_map(
         gate_up_nk,
@@ -41,17 +42,17 @@ def gated_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor,
         (k, width * k, 8 * k, 2 * width * k),
         (_DEPTH, 8, 2, _COLUMNS // 2 // 16, 1),
     )
-    _start(x_mk, False, (weights, fused_mn, product_mf), n // _COLUMNS, width, n // 2)
-    return product_mf, fused_mn
+    _start(x_mk, False, (weights, slopes_mn, product_mf), n // _COLUMNS, width, n // 2)
+    return product_mf, slopes_mn
 
 
-def gated_backward(d_out_mk: Tensor, down_kf: Tensor, fused_mn: Tensor, width: int) -> Tensor:
-    """The gradient of the fused product, from that of the whole feed-forward."""
+def gated_backward(d_out_mk: Tensor, down_kf: Tensor, slopes_mn: Tensor, width: int) -> Tensor:
+    """The gradient of x · gate_upᵀ, from that of the whole feed-forward."""
     k, f = down_kf.shape
-    d_fused_mn = torch.empty_like(fused_mn)
+    d_fused_mn = torch.empty_like(slopes_mn)
     weights = tensor_map(down_kf, (f, k), (f,), (64, _DEPTH))
-    rows = tensor_map(fused_mn, (2 * f, fused_mn.shape[0]), (2 * f,), (64, _ROWS))
-    _start(d_out_mk, True, (weights, rows, fused_mn, d_fused_mn), f // _COLUMNS, width, f)
+    rows = tensor_map(slopes_mn, (2 * f, slopes_mn.shape[0]), (2 * f,), (64, _ROWS))
+    _start(d_out_mk, True, (weights, rows, slopes_mn, d_fused_mn), f // _COLUMNS, width, f)
     return d_fused_mn
 
 

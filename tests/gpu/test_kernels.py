@@ -9,13 +9,15 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.models.documents import attend_documents, document_bounds
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
-from keepstep.models.gated import _joins, gated_gradient, gated_product
+from keepstep.models.gated import gated_gradient, gated_product
 from keepstep.models.head import head_loss
+from keepstep.models.kernels import gated as gated_kernels
+from keepstep.models.kernels import turned as turned_kernels
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.norm import RMSNorm
 from keepstep.models.residual import add_and_norm
 from keepstep.models.swiglu import activate, activate_backward, swiglu
-from keepstep.models.turn import split_and_turn
+from keepstep.models.turn import project_and_turn, projected_and_turned, split_and_turn
 from keepstep.train.master import bias_corrections, join, plain_update, split
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels run on a GPU")
@@ -204,9 +206,12 @@ def test_flash_attention_inside_documents(compiled: bool) -> None:
         assert relative(one, other) < 2e-2
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="written for Hopper GPUs"
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="written for Hopper GPUs"
 )
+
+
+@hopper
 @pytest.mark.parametrize(("tokens", "hidden", "ffn", "width"), [(256, 512, 512, 256), (14336, 1088, 3072, 1536)])
 def test_swiglu_inside_its_products(tokens: int, hidden: int, ffn: int, width: int) -> None:
     # One pair of row tiles, then more tiles than the GPU has room for at once, and steps that pieces do not divide.
@@ -214,7 +219,7 @@ def test_swiglu_inside_its_products(tokens: int, hidden: int, ffn: int, width: i
     x, d_out = (torch.randn(tokens, hidden, device=CUDA).bfloat16() for _ in range(2))
     gate_up = (torch.randn(2 * ffn, hidden, device=CUDA) * 0.05).bfloat16()
     down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
-    assert _joins(x, ffn, width)
+    assert gated_kernels.joins(x, ffn, width)
     product, slopes = gated_product(x, gate_up, width)
     fused = torch.mm(x, gate_up.t())
     assert relative(product, activate(fused, width)[0]) < 3e-3
@@ -239,3 +244,25 @@ def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators() -> None:
         outcomes.append([output, x.grad, *(parameter.grad for parameter in mlp.parameters())])
     for ours, theirs in zip(*outcomes, strict=True):
         assert relative(ours, theirs) < 5e-3
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("rows", "tokens", "tables", "queries", "hidden"), [(1, 256, 1, 2, 512), (7, 4096, 7, 4, 1088)]
+)
+def test_positions_inside_the_projection(rows: int, tokens: int, tables: int, queries: int, hidden: int) -> None:
+    torch.manual_seed(12)
+    x = torch.randn(rows, tokens, hidden, device=CUDA).bfloat16()
+    weight = (torch.randn(4 * (queries + 2) * 64, hidden, device=CUDA) * 0.05).bfloat16()
+    angle = torch.rand(tables, tokens, 32, device=CUDA) * 100
+    assert turned_kernels.joins(x.flatten(0, 1), len(weight), 64)
+    ours = projected_and_turned(x, weight, angle.cos(), angle.sin(), queries, 64)
+    theirs = split_and_turn(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative(one, other) < 3e-3
+    x.requires_grad_(), weight.requires_grad_()
+    seeds = [torch.randn_like(part) for part in ours]
+    joined = torch.autograd.grad(project_and_turn(x, weight, angle.cos(), angle.sin(), queries, 64), (x, weight), seeds)
+    apart = split_and_turn(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
+    for one, other in zip(joined, torch.autograd.grad(apart, (x, weight), seeds), strict=True):
+        assert relative(one, other) < 3e-3

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from model_variants import LLAMA, build, random_tokens
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models import gated as gated_module
+from keepstep.models.attention import Attention
 from keepstep.models.gated import gated
-from keepstep.models.kernels import cuda
+from keepstep.models.kernels import cuda, tiles
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.positions import rotate
 from keepstep.models.residual import joined_add_and_norm
-from keepstep.models.turn import split_and_turn
+from keepstep.models.turn import project_and_turn, split_and_turn
 from keepstep.parallel.recompute import apply_recompute
 
 
@@ -119,19 +118,48 @@ def test_which_feed_forwards_are_one_step_of_differentiation() -> None:
     assert not GatedMLP(ModelConfig(**{**LLAMA, "linear": "bitnet"}))._spans_products()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_projection_with_positions_inside(compiled: bool) -> None:
+    torch.manual_seed(4)
+    x, weight, angle = torch.randn(2, 7, 24), torch.randn(3 * (4 + 2) * 8, 24), torch.rand(1, 7, 4)
+    cos, sin = angle.cos(), angle.sin()
+
+    def joined(x: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        return project_and_turn(x, weight, cos, sin, 4, 8)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        return split_and_turn(F.linear(x, weight), cos, sin, 4, 8)
+
+    function = torch.compile(joined, backend="aot_eager", fullgraph=True) if compiled else joined
+    ours, theirs = (outputs_and_gradients(one, [x, weight]) for one in (function, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
+
+
+def test_which_projections_are_one_step_of_differentiation() -> None:
+    block = build(ModelConfig(**LLAMA)).blocks["0"]
+    assert block.attention._spans_projection()
+    apply_recompute(block, "selective")
+    assert not block.attention._spans_projection()
+    for other in ({"bias": True}, {"clip_qkv": 1.0}, {"qk_norm": True}, {"linear": "bitnet"}):
+        assert not Attention(ModelConfig(**{**LLAMA, **other}), 0)._spans_projection()
+
+
 def test_a_kernel_that_does_not_compile_is_told_once_and_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuses(*_: object) -> bytes:
+    def refuses(_source: str) -> bytes:
         raise cuda.CudaError("the compiler takes no program")
 
-    monkeypatch.setattr(cuda, "is_hopper", lambda _: True)
-    monkeypatch.setitem(sys.modules, "keepstep.models.kernels.gated", SimpleNamespace(load=refuses))
-    gated_module._kernels_work.cache_clear()
+    monkeypatch.setattr(tiles, "compile_source", refuses)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    tiles.works.cache_clear()
     device = torch.device("cuda", 7)
-    assert not gated_module._kernels_work(device)
-    assert not gated_module._kernels_work(device)
+    assert not tiles.works("gated", device)
+    assert not tiles.works("gated", device)
     assert [record.getMessage() for record in caplog.records] == [
-        "SwiGLU runs beside its products, not inside them: the compiler takes no program"
+        "gated does without its kernels: the compiler takes no program"
     ]
-    gated_module._kernels_work.cache_clear()
+    tiles.works.cache_clear()

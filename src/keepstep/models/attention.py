@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.documents import attend_documents
-from keepstep.models.linear import make_linear
+from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.masks import Context
 from keepstep.models.norm import RMSNorm
 from keepstep.models.positions import rotate
-from keepstep.models.turn import split_and_turn
+from keepstep.models.turn import project_and_turn, split_and_turn
 
 
 class Attention(nn.Module):
@@ -41,6 +41,9 @@ class Attention(nn.Module):
         self.out = make_linear(config.linear, config.heads * config.head_size, config.hidden, config.bias)
         self.attend: Callable[..., Tensor] = attend
         """Context parallelism puts ring attention here."""
+        self.joined = True
+        """Whether one operator may span the projection and what follows. Tensor parallelism splits the projection, and
+        selective recomputation keeps what it gives: both say no."""
         self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
 
@@ -54,6 +57,9 @@ class Attention(nn.Module):
         return output_btd
 
     def _project(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        if rotary is not None and x_btd.is_cuda and self._spans_projection():
+            weight_md = self.qkv.weight.to(x_btd.dtype)
+            return project_and_turn(x_btd, weight_md, *rotary, self.queries_per_group, self.head_size)
         qkv_btm = self.qkv(x_btd)
         if self.clip_qkv:
             qkv_btm = qkv_btm.clamp(-self.clip_qkv, self.clip_qkv)
@@ -67,6 +73,9 @@ class Attention(nn.Module):
         if rotary is not None:
             query_btgre, key_btge = rotate(query_btgre, *rotary), rotate(key_btge, *rotary)
         return query_btgre.flatten(2, 3), key_btge, value_btge
+
+    def _spans_projection(self) -> bool:
+        return self.joined and is_plain(self.qkv) and not self.clip_qkv and self.query_norm is None
 
 
 def splits_and_turns_at_once(qkv_btm: Tensor) -> bool:

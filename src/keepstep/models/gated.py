@@ -8,16 +8,13 @@ Shape legend: m tokens, k hidden, f feed-forward width, n = 2·f rows of the fus
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keepstep.models.kernels.gated import gated_backward, gated_forward, joins
 from keepstep.models.swiglu import activate, activate_backward
-
-_log = logging.getLogger(__name__)
 
 
 def gated(x_btk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int) -> Tensor:
@@ -53,9 +50,7 @@ class _Gated(torch.autograd.Function):
 @torch.library.custom_op("keepstep::gated_product", mutates_args=())
 def gated_product(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """silu(gate) × up of x · gate_upᵀ, and what its gradient takes: slopes from the kernel, else that product."""
-    if _joins(x_mk, gate_up_nk.shape[0] // 2, width):
-        from keepstep.models.kernels.gated import gated_forward
-
+    if x_mk.is_cuda and joins(x_mk, gate_up_nk.shape[0] // 2, width):
         return gated_forward(x_mk.contiguous(), gate_up_nk.contiguous(), width)
     fused_mn = torch.mm(x_mk, gate_up_nk.t())
     return activate(fused_mn, width)[0], fused_mn
@@ -70,9 +65,7 @@ def _(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:  #
 @torch.library.custom_op("keepstep::gated_gradient", mutates_args=())
 def gated_gradient(d_out_mk: Tensor, down_kf: Tensor, kept_mn: Tensor, width: int) -> Tensor:
     """The gradient of x · gate_upᵀ, from that of the whole feed-forward and what `gated_product` kept."""
-    if _joins(d_out_mk, down_kf.shape[1], width):
-        from keepstep.models.kernels.gated import gated_backward
-
+    if d_out_mk.is_cuda and joins(d_out_mk, down_kf.shape[1], width):
         return gated_backward(d_out_mk.contiguous(), down_kf.contiguous(), kept_mn, width)
     return activate_backward(torch.mm(d_out_mk, down_kf), kept_mn, width)[0]
 
@@ -80,29 +73,3 @@ def gated_gradient(d_out_mk: Tensor, down_kf: Tensor, kept_mn: Tensor, width: in
 @gated_gradient.register_fake
 def _(d_out_mk: Tensor, down_kf: Tensor, kept_mn: Tensor, width: int) -> Tensor:  # noqa: ARG001
     return torch.empty_like(kept_mn)
-
-
-def _joins(left_mk: Tensor, ffn: int, width: int) -> bool:
-    """Whether the joined kernels take this product: the same answer for both directions of one feed-forward."""
-    if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16:
-        return False
-    from keepstep.models.kernels.gated import fits
-
-    tokens, hidden = left_mk.shape
-    return fits(tokens, hidden, ffn, width) and _kernels_work(left_mk.device)
-
-
-@functools.cache
-def _kernels_work(device: torch.device) -> bool:
-    """Whether this GPU runs them; asked once, because it takes compiling them."""
-    from keepstep.models.kernels.cuda import CudaError, is_hopper
-    from keepstep.models.kernels.gated import load
-
-    if not is_hopper(device):
-        return False
-    try:
-        load(device)
-    except (CudaError, OSError) as error:
-        _log.warning("SwiGLU runs beside its products, not inside them: %s", error)
-        return False
-    return True

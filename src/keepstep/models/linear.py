@@ -47,6 +47,11 @@ def _round_tokens(x: Tensor) -> Tensor:
     return (x / scale).round() * scale
 
 
+def is_plain(linear: nn.Module) -> bool:
+    """A product and nothing else: neither a bias nor another kind nor somebody's wrapper."""
+    return type(linear) is nn.Linear and linear.bias is None
+
+
 def make_linear(kind: LinearKind, in_features: int, out_features: int, bias: bool) -> nn.Linear:
     """One linear layer inside a block, of the kind `model.linear` names."""
     match kind:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.models.fp8 import Fp8Linear, fp8_gated
 from keepstep.models.gated import gated
-from keepstep.models.linear import make_linear
+from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.swiglu import swiglu
 
 
@@ -53,17 +53,12 @@ class GatedMLP(nn.Module):
         return output_btd
 
     def _spans_products(self) -> bool:
-        return self.joined and self.keeps_activation and _is_plain(self.gate_up) and _is_plain(self.down)
+        return self.joined and self.keeps_activation and is_plain(self.gate_up) and is_plain(self.down)
 
     def _plain_swiglu(self, fused: Tensor) -> Tensor:
         gate, up = fused.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
         product: Tensor = F.silu(gate) * up
         return product.flatten(-2)
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """A product and nothing else: neither a bias nor somebody's wrapper."""
-    return type(linear) is nn.Linear and linear.bias is None
 
 
 class PlainMLP(nn.Module):

@@ -1,7 +1,9 @@
 """Taking the fused projection apart and turning queries and keys by their positions, as one operator.
 
-Shape legend: b rows, t tokens, m rows of the fused projection, g key-value heads, r query heads a key-value head,
-n = g·r query heads, e head size, f rotary frequencies (half a head).
+On Hopper GPUs all of it happens inside the projection (`kernels/turned.cu`), and its result is never written as it is.
+
+Shape legend: b rows, t tokens, d hidden, m rows of the fused projection, g key-value heads, r query heads a key-value
+head, n = g·r query heads, e head size, f rotary frequencies (half a head).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepstep.models.kernels.turned import joins, turned
 from keepstep.models.positions import rotate
 from keepstep.models.triton_found import has_triton
 
@@ -68,3 +71,57 @@ def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, N
 
 
 split_and_turn.register_autograd(_backward, setup_context=_keep)
+
+
+def project_and_turn(
+    x_btd: Tensor, weight_md: Tensor, cos_btf: Tensor, sin_btf: Tensor, queries_per_group: int, head_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a projection that is still to be computed."""
+    parts: tuple[Tensor, Tensor, Tensor] = _Projection.apply(  # type: ignore[no-untyped-call]
+        x_btd, weight_md, cos_btf, sin_btf, queries_per_group, head_size
+    )
+    return parts
+
+
+class _Projection(torch.autograd.Function):
+    """Product and turn as one step of differentiation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, queries: int, head_size: int) -> Any:
+        ctx.save_for_backward(x, weight, cos, sin)
+        return projected_and_turned(x, weight, cos, sin, queries, head_size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x_btd, weight_md, cos_btf, sin_btf = ctx.saved_tensors
+        d_qkv = join_and_turn_back(*gradients, cos_btf, sin_btf).flatten(0, 1)
+        by_x, by_weight = ctx.needs_input_grad[:2]
+        return (
+            torch.mm(d_qkv, weight_md).view_as(x_btd) if by_x else None,
+            torch.mm(d_qkv.t(), x_btd.flatten(0, 1)) if by_weight else None,
+            *(None,) * 4,
+        )
+
+
+@torch.library.custom_op("keepstep::projected_and_turned", mutates_args=())
+def projected_and_turned(
+    x_btd: Tensor, weight_md: Tensor, cos_btf: Tensor, sin_btf: Tensor, queries_per_group: int, head_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, turned, and values, of the projection x · weightᵀ."""
+    b, t, _ = x_btd.shape
+    x_nd = x_btd.flatten(0, 1)
+    if x_btd.is_cuda and joins(x_nd, weight_md.shape[0], head_size):
+        tables = cos_btf.contiguous(), sin_btf.contiguous()
+        parts = turned(x_nd.contiguous(), weight_md.contiguous(), *tables, queries_per_group)
+        query, key, value = (part.view(b, t, -1, head_size) for part in parts)
+        return query, key, value
+    qkv_btm = torch.mm(x_nd, weight_md.t()).view(b, t, -1)
+    query, key, value = split_and_turn(qkv_btm, cos_btf, sin_btf, queries_per_group, head_size)
+    return query, key, value
+
+
+@projected_and_turned.register_fake
+def _(x_btd: Tensor, weight_md: Tensor, _cos: Tensor, _sin: Tensor, queries_per_group: int, head_size: int) -> Any:
+    groups = weight_md.shape[0] // ((queries_per_group + 2) * head_size)
+    heads = (groups * queries_per_group, groups, groups)
+    return tuple(x_btd.new_empty(*x_btd.shape[:2], count, head_size) for count in heads)

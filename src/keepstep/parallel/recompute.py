@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.attention import Attention
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.size import parameter_count
 
@@ -88,6 +89,8 @@ def apply_recompute(block: nn.Module, mode: Mode) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
         for part in block.modules():
-            if isinstance(part, GatedMLP):
+            if isinstance(part, Attention):
+                part.joined = False
+            elif isinstance(part, GatedMLP):
                 part.keeps_activation = False
     block.forward = partial(checkpoint, block.forward, **options)

@@ -45,6 +45,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
 
 
 def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
+    attention.joined = False
     heads = attention.out.in_features // attention.head_size
     attention.first_head = heads // mesh.size() * mesh.get_local_rank()
     _split_products(attention, attention.qkv, attention.out, mesh)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from keepstep.core.files import write_atomic
 
 _BFLOAT16 = 9
 _SWIZZLES = {64: 2, 128: 3}
@@ -60,10 +65,26 @@ def _call(name: str, *arguments: Any) -> None:
         raise CudaError(f"{name} answered {status}")
 
 
-def compile_source(source: str, settings: Sequence[str]) -> bytes:
-    """Machine code for Hopper."""
+def compile_source(source: str) -> bytes:
+    """Machine code for Hopper; from the cache where this machine compiled the same before, for restarts to be quick."""
+    major, minor = c_int(), c_int()
+    _compiler().nvrtcVersion(byref(major), byref(minor))
+    mark = hashlib.sha256(f"{major.value}.{minor.value}\n{source}".encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kept = Path(home, "keepstep", "kernels", f"{mark}.cubin")
+    with suppress(OSError):
+        return kept.read_bytes()
+    code = _compiled(source)
+    # A machine may have no home that can be written to.
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, code)
+    return code
+
+
+def _compiled(source: str) -> bytes:
     compiler, program, size = _compiler(), c_void_p(), c_size_t()
-    options = [option.encode() for option in ("--gpu-architecture=sm_90a", "-std=c++17", *settings)]
+    options = (b"--gpu-architecture=sm_90a", b"-std=c++17")
     if compiler.nvrtcCreateProgram(byref(program), source.encode(), b"kernel.cu", 0, None, None):
         raise CudaError("the compiler takes no program")
     failed = compiler.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))

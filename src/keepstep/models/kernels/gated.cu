@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 times(uint4 a, uint4 b) {
 
 // Runs of eight gates and their eight ups take turns among the columns: a thread's sums hold both sides of each product.
 struct GatedForward {
-  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0;
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
   const TensorMap* gate_up;
   uint4 *slopes, *product;  // eight numbers each
   int width, row_eights;    // of the product; a row of slopes is twice as long
@@ -90,7 +90,7 @@ struct GatedForward {
 };
 
 struct GatedBackward {
-  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1;
+  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8;
   const TensorMap *down, *slopes_map;
   const uint4* slopes;
   uint4* d_fused;
@@ -141,16 +141,14 @@ struct GatedBackward {
   }
 };
 
-#if BACKWARD
-KERNEL gated(MAP left, MAP down, MAP slopes_map, const uint4* slopes, uint4* d_fused, int row_pairs, int column_tiles,
-             int steps, int width, int row_eights) {
-  const GatedBackward finish = {&down, &slopes_map, slopes, d_fused, width, row_eights};
-  run_tiles(&left, finish, row_pairs, column_tiles, steps);
-}
-#else
-KERNEL gated(MAP left, MAP gate_up, uint4* slopes, uint4* product, int row_pairs, int column_tiles, int steps, int width,
-             int row_eights) {
+KERNEL gated_forward(MAP left, MAP gate_up, uint4* slopes, uint4* product, int row_pairs, int column_tiles, int steps,
+                     int width, int row_eights) {
   const GatedForward finish = {&gate_up, slopes, product, width, row_eights};
   run_tiles(&left, finish, row_pairs, column_tiles, steps);
 }
-#endif
+
+KERNEL gated_backward(MAP left, MAP down, MAP slopes_map, const uint4* slopes, uint4* d_fused, int row_pairs,
+                      int column_tiles, int steps, int width, int row_eights) {
+  const GatedBackward finish = {&down, &slopes_map, slopes, d_fused, width, row_eights};
+  run_tiles(&left, finish, row_pairs, column_tiles, steps);
+}

@@ -9,6 +9,7 @@
 //   PIECES        how many pieces of its columns a tile is handed over in
 //   STRIPS        strips of 32 columns in a piece
 //   TRANSPOSED    whether right lies as [k, n]; else as [n, k]
+//   GROUP         pairs of row tiles that are worked on together: their rows and columns stay in the cache
 //   fetch_right   start one step's copies of right; called by one thread
 //   warm_up       what will be read while the next tile is computed may be brought into the cache; called like fetch_right
 //   lay_out       called by a multiplying warp: the words that hold a piece's sums, into strips
@@ -28,7 +29,6 @@ constexpr int LEFT_BYTES = ROWS * DEPTH * 2, RIGHT_BYTES = COLUMNS * DEPTH * 2, 
 constexpr int STRIP = 32, STRIP_BYTES = 16 * STRIP * 2;  // columns, and bytes with a warp's 16 rows of them
 constexpr int HELPERS = 3;  // warps that work pieces out
 constexpr int SLOTS = 2;    // pieces that a warp may be ahead of their being worked out
-constexpr int GROUP = 8;    // pairs of row tiles that are worked on together: their rows and columns stay in the cache
 
 // ---- barriers ----
 
@@ -140,7 +140,7 @@ struct Handed {
 };
 
 // Which tile a pair of blocks works on: row tiles in pairs, and tiles of 256 columns.
-__device__ __forceinline__ Tile pair_tile(int number, int row_pairs, int column_tiles) {
+template <int GROUP> __device__ __forceinline__ Tile pair_tile(int number, int row_pairs, int column_tiles) {
   const int group = number / (GROUP * column_tiles), inside = number % (GROUP * column_tiles);
   const int first = group * GROUP, height = min(GROUP, row_pairs - first);
   return {first + inside % height, inside / height};
@@ -174,7 +174,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       int stage = 0;
       u32 turn = 1;  // of the barriers that say a stage is empty: it is, at first
       for (int number = first; number < tiles; number += clusters) {
-        const Tile tile = pair_tile(number, row_pairs, column_tiles);
+        const Tile tile = pair_tile<Finish::GROUP>(number, row_pairs, column_tiles);
         for (int step = 0; step < steps; ++step) {
           const u32 left = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
           wait(empty + 8 * stage, turn);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       int number = first, unit = helper;
       u32 pieces = 0;  // of the tiles before
       auto spot_of = [&](int number) {
-        const Tile pair = pair_tile(number, row_pairs, column_tiles);
+        const Tile pair = pair_tile<Finish::GROUP>(number, row_pairs, column_tiles);
         return finish.spot({(int)(pair.row * 2 + rank) * ROWS, pair.column});
       };
       typename Finish::Spot spot = spot_of(number);

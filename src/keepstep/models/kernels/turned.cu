@@ -1,0 +1,72 @@
+// The projection to queries, keys and values, x[m, k] · weight[n, k]ᵀ, whose heads of 64 leave turned by their positions.
+//
+// A row's heads come group by group: a group's query heads, its key head, its value head. Channel i of a head is turned
+// together with channel i + 32; values are not turned.
+
+struct Turned {
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  const TensorMap* weight;
+  uint4 *query, *key, *value;    // eight numbers each
+  const float4 *cosines, *sines;  // eight of them a row of the tables
+  int table_rows, queries, groups;
+  struct Spot { int row, head; };
+  struct Inputs {};
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+    fetch_for_both(to + rank * (RIGHT_BYTES / 2), weight, step * DEPTH, column * COLUMNS + rank * (COLUMNS / 2), barrier);
+  }
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+#pragma unroll
+    for (int strip = 0; strip < 2; ++strip) {
+      const u32* w = words + strip * 8;
+      lay(at + strip * STRIP_BYTES, w[0], w[1], w[2], w[3]);
+      lay((at ^ 32) + strip * STRIP_BYTES, w[4], w[5], w[6], w[7]);
+    }
+  }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    return {tile.row + (int)threadIdx.x % 32 / 4, tile.column * (COLUMNS / 64)};
+  }
+  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
+    const int lane = threadIdx.x % 32, head = spot.head + piece, group = head / (queries + 2);
+    const int place = head - group * (queries + 2);
+    uint4 first[2], second[2];
+    handed.await();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 at = handed.strips + in_strip(lane / 4 + i * 8, lane % 4);
+      first[i] = take(at);
+      second[i] = take(at + STRIP_BYTES);
+    }
+    handed.free();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      if (place <= queries) turn(first[i], second[i], row % table_rows * 8 + lane % 4 * 2);
+      uint4* to = place > queries    ? value + (row * groups + group) * 8
+                  : place == queries ? key + (row * groups + group) * 8
+                                     : query + (row * groups * queries + group * queries + place) * 8;
+      to[lane % 4] = first[i];
+      to[lane % 4 + 4] = second[i];
+    }
+  }
+  __device__ __forceinline__ void turn(uint4& first, uint4& second, int angle) const {
+    const float4 c0 = cosines[angle], c1 = cosines[angle + 1], s0 = sines[angle], s1 = sines[angle + 1];
+    turn(first.x, second.x, c0.x, c0.y, s0.x, s0.y);
+    turn(first.y, second.y, c0.z, c0.w, s0.z, s0.w);
+    turn(first.z, second.z, c1.x, c1.y, s1.x, s1.y);
+    turn(first.w, second.w, c1.z, c1.w, s1.z, s1.w);
+  }
+  __device__ __forceinline__ static void turn(u32& first, u32& second, float c0, float c1, float s0, float s1) {
+    const float a0 = low(first), a1 = high(first), b0 = low(second), b1 = high(second);
+    first = pack(a0 * c0 - b0 * s0, a1 * c1 - b1 * s1);
+    second = pack(b0 * c0 + a0 * s0, b1 * c1 + a1 * s1);
+  }
+};
+
+KERNEL turned(MAP left, MAP weight, uint4* query, uint4* key, uint4* value, const float4* cosines, const float4* sines,
+              int row_pairs, int column_tiles, int steps, int table_rows, int queries, int groups) {
+  const Turned finish = {&weight, query, key, value, cosines, sines, table_rows, queries, groups};
+  run_tiles(&left, finish, row_pairs, column_tiles, steps);
+}

@@ -172,7 +172,7 @@ def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
 
 
 def measure(steps: int, parity_steps: int, out: Path) -> dict[str, Any]:
-    """All of it; what is measured is written at once, because time on a rented GPU may end before the run does."""
+    """All of it, the longest last; what is measured is written at once: time on a rented GPU may end before the run."""
     llama_1b = config(*LLAMA_1B)
     mpt_1b = config("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16")
     llama_8b = config("model=llama-8b", "global_batch=1", "microbatch=1", "precision=bf16", "compute.recompute=auto")
@@ -190,11 +190,6 @@ def measure(steps: int, parity_steps: int, out: Path) -> dict[str, Any]:
     assert peak is not None
     write_json(out, result)
     result["llama1b_titan"]["mfu"] = tokens / reference_s * flops_per_token(llama_1b.model, 4096) / peak
-    if parity_steps:
-        with tempfile.TemporaryDirectory() as folder:
-            losses = {name: final_loss(name, parity_steps, Path(folder)) for name in ("bf16", "fp8")}
-        result["parity"] = {"steps": parity_steps, **losses, "relative": abs(losses["fp8"] / losses["bf16"] - 1)}
-        write_json(out, result)
     result["mpt1b"] = ours(mpt_1b, steps)
     result["mpt1b_mfu"] = mfu_llm_foundry(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
     result["llama8b"] = ours(llama_8b, steps)
@@ -205,6 +200,11 @@ def measure(steps: int, parity_steps: int, out: Path) -> dict[str, Any]:
     result["side_costs"] = side_costs(real, 40)
     result["data_wait_share"] = result["side_costs"]["data_wait_share"]
     result["telemetry_share"] = result["side_costs"]["telemetry_share"]
+    write_json(out, result)
+    if parity_steps:
+        with tempfile.TemporaryDirectory() as folder:
+            losses = {name: final_loss(name, parity_steps, Path(folder)) for name in ("bf16", "fp8")}
+        result["parity"] = {"steps": parity_steps, **losses, "relative": abs(losses["fp8"] / losses["bf16"] - 1)}
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from math import isnan
 
 import pytest
 import torch
@@ -147,19 +148,43 @@ def test_which_projections_are_one_step_of_differentiation() -> None:
         assert not Attention(ModelConfig(**{**LLAMA, **other}), 0)._spans_projection()
 
 
-def test_a_kernel_that_does_not_compile_is_told_once_and_done_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("compiler", "difference", "told"),
+    [
+        ("the compiler takes no program", 0.0, "gated does without its kernels: the compiler takes no program"),
+        (None, 0.2, "gated does without its kernels: they are off by 0.2"),
+        (None, float("nan"), "gated does without its kernels: they are off by nan"),
+        (None, 0.004, None),
+    ],
+)
+def test_kernels_that_fail_their_proof_are_told_of_once_and_done_without(
+    compiler: str | None,
+    difference: float,
+    told: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuses(_source: str) -> bytes:
-        raise cuda.CudaError("the compiler takes no program")
+    def kernel(*_: object) -> None:
+        if compiler is not None:
+            raise cuda.CudaError(compiler)
 
-    monkeypatch.setattr(tiles, "compile_source", refuses)
+    monkeypatch.setattr(tiles, "_kernel", kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    tiles.works.cache_clear()
-    device = torch.device("cuda", 7)
-    assert not tiles.works("gated", device)
-    assert not tiles.works("gated", device)
-    assert [record.getMessage() for record in caplog.records] == [
-        "gated does without its kernels: the compiler takes no program"
-    ]
-    tiles.works.cache_clear()
+
+    def proof(_device: torch.device) -> float:
+        return difference
+
+    answers = [tiles.works("gated", torch.device("cuda", 7), proof) for _ in range(2)]
+    assert answers == [told is None] * 2
+    assert [record.getMessage() for record in caplog.records] == ([] if told is None else [told])
+
+
+def test_the_difference_of_a_proof_is_the_largest_and_sees_a_nan() -> None:
+    one = torch.ones(4)
+    assert tiles.relative_difference([one, 3 * one], [one, 2 * one]) == pytest.approx(0.5)
+    assert isnan(tiles.relative_difference([one, one / 0 * 0], [one, one]))
+
+
+def test_products_that_the_kernels_do_not_take() -> None:
+    on_the_host = torch.empty(256, 512, dtype=torch.bfloat16)
+    assert not tiles.fits(256, 512, 1024, on_the_host)

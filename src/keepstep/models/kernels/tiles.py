@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,12 @@ _LEAST_DEPTH = 8 * DEPTH
 _STRIPS = {"gated_forward": 2, "gated_backward": 1, "turned": 2}
 """By name of the function: strips that a piece is handed over in, as its `Finish` says."""
 
+_AGREED = 0.01
+"""Both sides of a proof round to bf16, which is 0.004."""
+
 _log = logging.getLogger(__name__)
+
+Proof = Callable[[torch.device], float]
 
 
 def fits(rows: int, depth: int, widest: int, left: Tensor) -> bool:
@@ -42,16 +47,30 @@ def fits(rows: int, depth: int, widest: int, left: Tensor) -> bool:
 
 
 @functools.cache
-def works(file: str, device: torch.device) -> bool:
-    """Whether the kernels of a file run on a GPU; asked once, because it takes compiling them."""
+def works(file: str, device: torch.device, proof: Proof) -> bool:
+    """Whether the kernels of a file run on a GPU, and right; asked once.
+
+    `proof` computes something small with them and in torch's own operators, and gives the largest relative difference.
+    A compiler or driver that nobody has met yet costs speed then, and nothing else.
+    """
     try:
         with torch.cuda.device(device):
             for name in _names(file):
                 _kernel(file, name, device)
+            difference = proof(device)
     except (CudaError, OSError) as error:
         _log.warning("%s does without its kernels: %s", file, error)
         return False
-    return True
+    if not difference < _AGREED:
+        _log.warning("%s does without its kernels: they are off by %.2g", file, difference)
+    return difference < _AGREED
+
+
+def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Of the pair of tensors that differ most; NaN where one has a NaN."""
+    pairs = zip(ours, theirs, strict=True)
+    parts = [(one.float() - other.float()).norm() / other.float().norm() for one, other in pairs]
+    return torch.stack(parts).max().item()
 
 
 def left_map(left_mk: Tensor) -> TensorMap:

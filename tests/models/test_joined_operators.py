@@ -100,12 +100,27 @@ def test_the_feed_forward_with_both_its_products(compiled: bool) -> None:
     torch.compiler.reset()
 
 
-def test_frozen_weights_of_a_feed_forward_get_no_gradient() -> None:
-    x, gate_up, down = torch.randn(5, 24, requires_grad=True), torch.randn(64, 24), torch.randn(24, 32)
-    gated(x, gate_up, down.requires_grad_(), 8).sum().backward()
-    assert x.grad is not None
-    assert down.grad is not None
-    assert gate_up.grad is None
+def test_frozen_weights_get_no_gradient_and_keep_no_input() -> None:
+    x, gate_up, down = torch.randn(1, 5, 24, requires_grad=True), torch.randn(48, 24), torch.randn(24, 24)
+    angle = torch.rand(1, 5, 4)
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    for trained in (False, True):
+        gate_up.requires_grad_(trained)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = gated(x, gate_up, down, 8).sum()
+            output = output + sum(part.sum() for part in project_and_turn(x, gate_up, angle.cos(), angle.sin(), 4, 8))
+        output.backward()
+        assert kept.count((5, 24)) == int(trained)
+        assert kept.count((1, 5, 24)) == int(trained)
+        assert (gate_up.grad is not None) == trained
+        assert x.grad is not None
+        assert down.grad is None
 
 
 def test_which_feed_forwards_are_one_step_of_differentiation() -> None:

@@ -29,7 +29,10 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_mk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int) -> Tensor:
         product_mf, kept_mn = gated_product(x_mk, gate_up_nk, width)
-        ctx.save_for_backward(x_mk, gate_up_nk, down_kf, product_mf, kept_mn)
+        # Frozen weights have no gradient to keep inputs for.
+        by_gate_up, by_down = ctx.needs_input_grad[1:3]
+        left_mk, right_mf = x_mk if by_gate_up else None, product_mf if by_down else None
+        ctx.save_for_backward(left_mk, gate_up_nk, down_kf, right_mf, kept_mn)
         ctx.width = width
         return torch.mm(product_mf, down_kf.t())
 

@@ -88,7 +88,7 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, queries: int, head_size: int) -> Any:
-        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, cos, sin)
         return projected_and_turned(x, weight, cos, sin, queries, head_size)
 
     @staticmethod
@@ -97,7 +97,7 @@ class _Projection(torch.autograd.Function):
         d_qkv = join_and_turn_back(*gradients, cos_btf, sin_btf).flatten(0, 1)
         by_x, by_weight = ctx.needs_input_grad[:2]
         return (
-            torch.mm(d_qkv, weight_md).view_as(x_btd) if by_x else None,
+            torch.mm(d_qkv, weight_md).unflatten(0, gradients[0].shape[:2]) if by_x else None,
             torch.mm(d_qkv.t(), x_btd.flatten(0, 1)) if by_weight else None,
             *(None,) * 4,
         )

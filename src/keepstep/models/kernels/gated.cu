@@ -63,15 +63,10 @@ struct GatedForward {
     return {row * 2 * row_eights + block * 2 * (width / 8) + inside, row * row_eights + block * (width / 8) + inside};
   }
   __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
-    const int lane = threadIdx.x % 32;
     uint4 gate[2], up[2];
     handed.await();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 at = handed.strips + in_strip(lane / 4 + i * 8, lane % 4);
-      gate[i] = take(at);
-      up[i] = take(at + STRIP_BYTES);
-    }
+    handed.read(gate, 0);
+    handed.read(up, 1);
     handed.free();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -126,11 +121,9 @@ struct GatedBackward {
     lay(at ^ 32, words[4], words[5], words[6], words[7]);
   }
   __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
-    const int lane = threadIdx.x % 32;
     uint4 dy[2];
     handed.await();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) dy[i] = take(handed.strips + in_strip(lane / 4 + i * 8, lane % 4));
+    handed.read(dy, 0);
     handed.free();
     uint4* to = d_fused + place(spot, piece, warp);
 #pragma unroll

@@ -132,6 +132,12 @@ struct Handed {
   u32 strips, laid, freed, parity;
 
   __device__ __forceinline__ void await() const { wait(laid, parity); }
+  // This lane's eight numbers of two rows of a strip, eight rows apart.
+  __device__ __forceinline__ void read(uint4 (&eights)[2], int strip) const {
+    const u32 lane = threadIdx.x % 32, at = strips + strip * STRIP_BYTES;
+    eights[0] = take(at + in_strip(lane / 4, lane % 4));
+    eights[1] = take(at + in_strip(lane / 4 + 8, lane % 4));
+  }
   // Called when all of it was read.
   __device__ __forceinline__ void free() const {
     __syncwarp();

@@ -33,12 +33,8 @@ struct Turned {
     const int place = head - group * (queries + 2);
     uint4 first[2], second[2];
     handed.await();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 at = handed.strips + in_strip(lane / 4 + i * 8, lane % 4);
-      first[i] = take(at);
-      second[i] = take(at + STRIP_BYTES);
-    }
+    handed.read(first, 0);
+    handed.read(second, 1);
     handed.free();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -19,7 +19,6 @@ from keepstep.models.mlp import GatedMLP
 from keepstep.models.positions import rotate
 from keepstep.models.residual import joined_add_and_norm
 from keepstep.models.turn import project_and_turn, split_and_turn
-from keepstep.parallel.recompute import apply_recompute
 
 
 def outputs_and_gradients(
@@ -128,7 +127,7 @@ def test_which_feed_forwards_are_one_step_of_differentiation() -> None:
     mlp = block.mlp
     assert isinstance(mlp, GatedMLP)
     assert mlp._spans_products()
-    apply_recompute(block, "selective")
+    block.keep_products_apart()  # type: ignore[operator]
     assert not mlp._spans_products()
     assert not GatedMLP(ModelConfig(**{**LLAMA, "bias": True}))._spans_products()
     assert not GatedMLP(ModelConfig(**{**LLAMA, "linear": "bitnet"}))._spans_products()
@@ -157,7 +156,7 @@ def test_the_projection_with_positions_inside(compiled: bool) -> None:
 def test_which_projections_are_one_step_of_differentiation() -> None:
     block = build(ModelConfig(**LLAMA)).blocks["0"]
     assert block.attention._spans_projection()
-    apply_recompute(block, "selective")
+    block.keep_products_apart()  # type: ignore[operator]
     assert not block.attention._spans_projection()
     for other in ({"bias": True}, {"clip_qkv": 1.0}, {"qk_norm": True}, {"linear": "bitnet"}):
         assert not Attention(ModelConfig(**{**LLAMA, **other}), 0)._spans_projection()

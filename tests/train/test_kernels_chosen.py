@@ -11,10 +11,12 @@ from keepstep.config.load import load_config
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch
 from keepstep.models.documents import attend_documents
+from keepstep.models.mlp import GatedMLP
+from keepstep.models.transformer import Block
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import joined_world
 from keepstep.train.bench import bench_step
-from keepstep.train.build import build_learner
+from keepstep.train.build import build_learner, spread_model
 from keepstep.train.kernels import chosen_kernels
 
 TINY = ["model=mpt-tiny", "model.seq_len=32", "global_batch=2", "microbatch=2", "compute.device=cpu"]
@@ -63,3 +65,24 @@ def test_packed_documents_reach_the_flash_kernel_as_bounds(monkeypatch: pytest.M
         assert bool(asked) == (name == "flash")
     assert asked[0] == [0, 9, 32, 63, 64]
     assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "joined"),
+    [
+        ([], True),
+        (["compute.recompute=full"], True),
+        (["compute.recompute=selective"], False),
+        (["compute.joined_products=false"], False),
+    ],
+)
+def test_what_lies_between_products_is_computed_inside_them_where_that_may_be(words: list[str], joined: bool) -> None:
+    shape = ["model=llama-1b", "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2"]
+    config = load_config(None, [*shape, *TINY[1:], "precision=bf16", *words]).config
+    with joined_world(from_environment(), torch.device("cpu")):
+        model = spread_model(config, build_grid(check_layout(config, 1), "cpu"), torch.device("cpu")).model
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        assert isinstance(block.mlp, GatedMLP)
+        assert block.mlp._spans_products() == joined
+        assert block.attention._spans_projection() == joined

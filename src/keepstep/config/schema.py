@@ -287,6 +287,9 @@ class ComputeConfig:
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention; auto lets torch choose. With flash, pairs of tokens of two packed
     documents are not computed at all; the others compute and mask them."""
+    joined_products: bool = True
+    """Compute SwiGLU and rotary turns inside the products of matrices around them, on GPUs that have the kernels
+    (Hopper); false computes them apart."""
     loss_chunks: int = 0
     """Compute head and cross-entropy in this many pieces so that all logits never exist at once; 0 chooses by size."""
     threads: int = 0

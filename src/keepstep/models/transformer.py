@@ -17,7 +17,7 @@ from keepstep.models.attention import Attention
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.head import Head, head_output
 from keepstep.models.masks import Context, make_context
-from keepstep.models.mlp import make_mlp
+from keepstep.models.mlp import GatedMLP, make_mlp
 from keepstep.models.norm import make_norm
 from keepstep.models.positions import document_positions
 from keepstep.models.residual import add_and_norm
@@ -44,6 +44,12 @@ class Block(nn.Module):
         x_btd, normed_btd = add_and_norm(x_btd, attended_btd, self.mlp_norm)
         added_btd = F.dropout(self.mlp(normed_btd), self.dropout, self.training)
         return (x_btd, added_btd) if self.hands_over else (x_btd + added_btd, None)
+
+    def keep_products_apart(self) -> None:
+        """Compute what is between products beside them, and not inside."""
+        self.attention.joined = False
+        if isinstance(self.mlp, GatedMLP):
+            self.mlp.keeps_activation = False
 
 
 class Transformer(nn.Module):

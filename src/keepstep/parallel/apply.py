@@ -49,6 +49,9 @@ def apply_parallel(
         for layer, block in stage.blocks.items():
             assert isinstance(block, Block)
             block.hands_over = shard_dtype is None and modes[int(layer)] == "none"
+            # Selective recomputation keeps what products give, and computes again what is between them.
+            if modes[int(layer)] == "selective" or not compute.joined_products:
+                block.keep_products_apart()
             apply_recompute(block, modes[int(layer)])
             if compute.compile:
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models.attention import Attention
-from keepstep.models.mlp import GatedMLP
 from keepstep.models.size import parameter_count
 
 Mode = Literal["none", "selective", "full"]
@@ -88,9 +86,4 @@ def apply_recompute(block: nn.Module, mode: Mode) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-        for part in block.modules():
-            if isinstance(part, Attention):
-                part.joined = False
-            elif isinstance(part, GatedMLP):
-                part.keeps_activation = False
     block.forward = partial(checkpoint, block.forward, **options)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import hashlib
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import DataError, HardwareError
@@ -25,7 +30,8 @@ from keepstep.data import remote
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import build
 from keepstep.data.loader import Loader, StepFeed, build_loaders
-from keepstep.data.remote import NodeCache, RemoteFile, Retry
+from keepstep.data.node_cache import NodeCache
+from keepstep.data.remote import RemoteFile, Retry
 
 SEQ_LEN = 64
 QUICK = Retry(patience_s=20, first_wait_s=0.02, longest_wait_s=0.2)
@@ -97,6 +103,16 @@ def whole_epoch(one: Loader) -> np.ndarray:
     return np.concatenate([one.rows(first, 50).inputs for first in range(0, one.samples_per_epoch, 50)])
 
 
+def held_bytes(cache: Path) -> int:
+    """What lies in a cache beside the tokenizer, counted while others take files away."""
+    total = 0
+    for folder, _, names in os.walk(cache):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += 0 if name == "tokenizer.json" else (Path(folder) / name).stat().st_size
+    return total
+
+
 def test_http_gives_the_stream_of_the_disk(data: Path, web: Web, tmp_path: Path) -> None:
     near, far = loader(str(data / "mds"), tmp_path), loader(web.address("mds"), tmp_path)
     assert np.array_equal(whole_epoch(near), whole_epoch(far))
@@ -123,9 +139,9 @@ def test_the_cache_keeps_its_limit(data: Path, web: Web, tmp_path: Path) -> None
     cache = NodeCache(tmp_path, 2 * max(sizes) + 100, QUICK)
     for _ in range(2):
         for path in sorted((data / "mds").glob("*.mds")):
-            copy = cache.get(RemoteFile(web.address(f"mds/{path.name}"), path.stat().st_size))
-            assert copy.read_bytes() == path.read_bytes()
-            assert sum(one.stat().st_size for one in (tmp_path / "files").iterdir()) <= 2 * max(sizes) + 100
+            file = RemoteFile(web.address(f"mds/{path.name}"), path.stat().st_size)
+            assert cache.open(file, Path.read_bytes) == path.read_bytes()
+            assert held_bytes(tmp_path) <= 2 * max(sizes) + 100
 
 
 def test_a_file_used_lately_stays(web: Web, data: Path, tmp_path: Path) -> None:
@@ -133,7 +149,7 @@ def test_a_file_used_lately_stays(web: Web, data: Path, tmp_path: Path) -> None:
     limit = sum((data / "mds" / name).stat().st_size for name in names[:3]) + 100
     cache = NodeCache(tmp_path, limit, QUICK)
     for name in (names[0], names[1], names[2], names[0], names[3], names[0]):
-        cache.get(RemoteFile(web.address(f"mds/{name}"), (data / "mds" / name).stat().st_size))
+        cache.open(RemoteFile(web.address(f"mds/{name}"), (data / "mds" / name).stat().st_size), Path.read_bytes)
         time.sleep(0.01)
     assert _Quiet.counts[f"/mds/{names[0]}"] == 1
 
@@ -141,8 +157,6 @@ def test_a_file_used_lately_stays(web: Web, data: Path, tmp_path: Path) -> None:
 def test_a_shard_that_arrives_damaged_is_named_and_the_run_goes_on_after_it_is_mended(
     data: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     shutil.copytree(data / "mds", tmp_path / "www" / "mds")
     victim = sorted((tmp_path / "www" / "mds").glob("*.mds"))[1]
     good = victim.read_bytes()
@@ -171,12 +185,13 @@ def test_a_full_disk_is_one_clear_error_and_no_half_file(
     cache = NodeCache(tmp_path, 1 << 30, QUICK)
     name = next((data / "mds").glob("*.mds")).name
     with monkeypatch.context() as patched:
-        patched.setattr(remote, "_copy", full)
+        patched.setattr(remote, "copy", full)
         with pytest.raises(DataError, match="No space left") as caught:
-            cache.get(RemoteFile(web.address(f"mds/{name}")))
+            cache.open(RemoteFile(web.address(f"mds/{name}")), Path.read_bytes)
     assert "make room" in (caught.value.hint or "")
     assert list((tmp_path / "files").iterdir()) == []
-    assert cache.get(RemoteFile(web.address(f"mds/{name}"))).read_bytes() == (data / "mds" / name).read_bytes()
+    found = cache.open(RemoteFile(web.address(f"mds/{name}")), Path.read_bytes)
+    assert found == (data / "mds" / name).read_bytes()
 
 
 def test_a_store_that_stays_away_is_an_error_of_the_network(tmp_path: Path) -> None:
@@ -185,17 +200,18 @@ def test_a_store_that_stays_away_is_an_error_of_the_network(tmp_path: Path) -> N
         port = probe.getsockname()[1]
     cache = NodeCache(tmp_path, 1 << 30, Retry(patience_s=0.3, first_wait_s=0.05))
     with pytest.raises(HardwareError, match="could not be read") as caught:
-        cache.get(RemoteFile(f"http://127.0.0.1:{port}/x"))
+        cache.open(RemoteFile(f"http://127.0.0.1:{port}/x"), Path.read_bytes)
     assert caught.value.exit_code == 5
 
 
 _FETCH = """
 import sys
 from pathlib import Path
-from keepstep.data.remote import NodeCache, RemoteFile
+from keepstep.data.node_cache import NodeCache
+from keepstep.data.remote import RemoteFile
 cache = NodeCache(Path(sys.argv[1]), 1 << 30)
 for address in sys.argv[2:]:
-    cache.get(RemoteFile(address))
+    cache.open(RemoteFile(address), Path.read_bytes)
 """
 
 
@@ -213,6 +229,99 @@ def test_processes_of_a_node_fetch_each_file_once_even_when_one_is_killed(web: W
     assert [other.wait() for other in others] == [0, 0, 0]
     assert sum(_Quiet.counts.values()) == len(names) - already
     assert len([path for path in (tmp_path / "files").iterdir() if not path.suffix]) == len(names)
+
+
+_READ = """
+import sys
+from pathlib import Path
+from keepstep.config.schema import DataConfig
+from keepstep.core.units import ByteSize
+from keepstep.data.loader import build_loaders
+address, cache, limit, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+config = DataConfig(path=address, valid_share=0.0, cache_limit=ByteSize(limit), shuffle_window=400)
+one = build_loaders(config, 64, 1000, seed, cache).train
+rows = [one.rows(first, 50).inputs for _ in range(2) for first in range(0, one.samples_per_epoch, 50)]
+print(sum(int(part.sum()) for part in rows))
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_a_cache_that_is_too_small_for_what_they_read(web: Web, data: Path, tmp_path: Path) -> None:
+    limit = 2 * max(path.stat().st_size for path in (data / "mds").glob("*.mds")) + 100
+    words = [sys.executable, "-c", _READ, web.address("mds"), str(tmp_path / "far"), str(limit)]
+    readers = [subprocess.Popen([*words, str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(4)]
+    most = 0
+    while any(reader.poll() is None for reader in readers):
+        most = max(most, held_bytes(tmp_path / "far" / "remote"))
+        time.sleep(0.002)
+    assert [reader.returncode for reader in readers] == [0] * 4
+    for seed, reader in enumerate(readers):
+        config = DataConfig(path=str(data / "mds"), valid_share=0.0, shuffle_window=400)
+        one = build_loaders(config, SEQ_LEN, 1000, seed, tmp_path).train
+        assert int(reader.communicate()[0]) == 2 * int(whole_epoch(one).sum())
+    assert 0 < most <= limit
+
+
+@pytest.fixture(scope="module")
+def zipped(data: Path) -> Path:
+    """The MDS data again, compressed as mosaicml-streaming writes it."""
+    folder = data / "zipped"
+    folder.mkdir()
+    index = json.loads((data / "mds" / "index.json").read_text())
+    for shard in index["shards"]:
+        raw = (data / "mds" / shard["raw_data"]["basename"]).read_bytes()
+        packed = zstandard.compress(raw)
+        name = shard["raw_data"]["basename"] + ".zstd"
+        (folder / name).write_bytes(packed)
+        hashes = {"sha256": hashlib.sha256(packed).hexdigest()}
+        shard.update(compression="zstd", zip_data={"basename": name, "bytes": len(packed), "hashes": hashes})
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_what_is_unpacked_counts_against_the_limit(
+    far: bool, web: Web, data: Path, zipped: Path, tmp_path: Path
+) -> None:
+    limit = 3 * max(path.stat().st_size for path in (data / "mds").glob("*.mds"))
+    one = loader(web.address("zipped") if far else str(zipped), tmp_path / "cache", limit)
+    expected = loader(str(data / "mds"), tmp_path)
+    for first in range(0, expected.samples_per_epoch, 50):
+        assert np.array_equal(one.rows(first, 50).inputs, expected.rows(first, 50).inputs)
+        assert 0 < held_bytes(tmp_path / "cache" / "remote") <= limit
+
+
+def test_a_damaged_packed_shard_is_named_and_read_once_it_is_mended(zipped: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(zipped, tmp_path / "zipped")
+    victim = sorted((tmp_path / "zipped").glob("*.zstd"))[2]
+    good = victim.read_bytes()
+    one = loader(str(tmp_path / "zipped"), tmp_path / "cache")
+    for bad in (good[:-9], good[:40] + bytes(20) + good[60:], b"not compressed at all"):
+        victim.write_bytes(bad)
+        with pytest.raises(DataError, match=f"{victim.name} (cannot be unpacked|unpacks to)"):
+            whole_epoch(one)
+        assert not list((tmp_path / "cache").rglob("*.part"))
+    victim.write_bytes(good)
+    assert np.array_equal(whole_epoch(one), whole_epoch(loader(str(data / "mds"), tmp_path)))
+
+
+def test_data_built_anew_at_the_same_address_is_not_mixed_with_the_old(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "mds", tmp_path / "www" / "mds")
+    server = Web(tmp_path / "www")
+    old = whole_epoch(loader(server.address("mds"), tmp_path / "cache"))
+    for name in ("index.json", *(path.name for path in (data / "mds").glob("*.mds"))):
+        (tmp_path / "www" / "mds" / name).unlink()
+    index = json.loads((data / "mds" / "index.json").read_text())
+    for shard in index["shards"]:
+        raw = bytearray((data / "mds" / shard["raw_data"]["basename"]).read_bytes())
+        raw[-SEQ_LEN:] = bytes(SEQ_LEN)
+        (tmp_path / "www" / "mds" / shard["raw_data"]["basename"]).write_bytes(raw)
+        shard["raw_data"]["hashes"] = {"sha256": hashlib.sha256(raw).hexdigest()}
+    (tmp_path / "www" / "mds" / "index.json").write_text(json.dumps(index))
+    new = whole_epoch(loader(server.address("mds"), tmp_path / "cache"))
+    server.stop()
+    assert not np.array_equal(old, new)
+    assert np.array_equal(new, whole_epoch(loader(str(tmp_path / "www" / "mds"), tmp_path)))
 
 
 _S3_SERVER = """
@@ -284,7 +393,20 @@ def s3(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 def test_s3_gives_the_stream_of_the_disk_within_its_cache(name: str, data: Path, tmp_path: Path) -> None:
     near, far = loader(str(data / name), tmp_path), loader(f"s3://bucket/{name}", tmp_path / "far", limit=1 << 20)
     assert np.array_equal(whole_epoch(near), whole_epoch(far))
-    assert sum(one.stat().st_size for one in (tmp_path / "far" / "remote" / "files").iterdir()) <= 1 << 20
+    assert 0 < held_bytes(tmp_path / "far" / "remote") <= 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("s3")
+def test_a_tokenizer_stays_when_files_push_each_other_out(data: Path, tokenizer: Path, tmp_path: Path) -> None:
+    limit = 2 * max(path.stat().st_size for path in (data / "mds").glob("*.mds")) + 100
+    config = DataConfig(path="s3://bucket/mds", valid_share=0.0, cache_limit=ByteSize(limit), shuffle_window=200)
+    loaders = build_loaders(config, SEQ_LEN, 1000, 5, tmp_path)
+    whole_epoch(loaders.train)
+    assert loaders.tokenizer is not None
+    assert loaders.tokenizer.read_bytes() == tokenizer.read_bytes()
 
 
 @pytest.mark.slow
@@ -296,7 +418,6 @@ def test_an_s3_server_killed_and_started_again_costs_no_sample_and_the_cache_kee
     near = loader(str(data / "mds"), tmp_path)
     sizes = [path.stat().st_size for path in (data / "mds").glob("*.mds")]
     limit = 2 * max(sizes) + 100
-    cached = tmp_path / "far" / "remote" / "files"
     feed = StepFeed(loader("s3://bucket/mds", tmp_path / "far", limit), 0, 8, 4, 0, 1, prefetch=2)
     steps = near.samples_per_epoch // 8
     seen, back = [], None
@@ -306,7 +427,7 @@ def test_an_s3_server_killed_and_started_again_costs_no_sample_and_the_cache_kee
             back = threading.Timer(0.5, s3.start)
             back.start()
         seen += [batch.inputs for batch in feed.next_step()]
-        assert sum(one.stat().st_size for one in list(cached.iterdir()) if one.exists()) <= limit
+        assert held_bytes(tmp_path / "far" / "remote") <= limit
     feed.close()
     assert back is not None
     back.join()

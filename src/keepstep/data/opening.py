@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,18 +17,21 @@ from numpy.typing import NDArray
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
-from keepstep.data import unpack
+from keepstep.core.files import write_atomic
 from keepstep.data.formats import mds
+from keepstep.data.formats.mds import TokenShard
 from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_prefixes, is_prefix
 from keepstep.data.gpt_order import GptRows
+from keepstep.data.node_cache import NodeCache
 from keepstep.data.packing import BestFitRows, DocumentStore, OverflowRows, StreamRows, TruncRows
-from keepstep.data.remote import NodeCache, RemoteFile, Retry, filesystem, is_remote, read_remote, with_retry
+from keepstep.data.remote import RemoteFile, Retry, filesystem, is_remote, read_remote, with_retry
 from keepstep.data.rows import PackedRows, RowSource
 from keepstep.data.sources import kind_of
 from keepstep.data.stores import MdsDocuments, MdsRecordRows, MdsStore, MegatronDocuments
+from keepstep.data.unpack import unpack
 
-_REMOTE_OPEN_SHARDS = 8
-"""Remote shards mapped at once: a mapped file keeps its disk space even after it left the cache."""
+_CACHED_OPEN_SHARDS = 8
+"""Shards mapped at once: a mapped file keeps its disk space even after it left the cache."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,12 @@ class DataSet(Protocol):
 def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     """Open a folder, a prefix, an address or raw text files."""
     if is_remote(path) and not path.startswith("hf://"):
-        return _open_remote(path, config, NodeCache(_cache_folder(config, cache_dir), config.cache_limit.bytes))
+        return _open_remote(path, config, _node_cache(config, cache_dir))
     if path.startswith("hf://") or any(kind_of(one) for one in path.split(",")):
         return _open_raw(path, config, cache_dir)
     local = Path(path)
     if (local / mds.INDEX).is_file():
-        return _open_mds(local, config, _cache_folder(config, cache_dir))
+        return _open_mds(local, config, cache_dir)
     prefixes = [local] if is_prefix(local) else find_prefixes(local) if local.is_dir() else []
     if local.suffix in (".bin", ".idx") and is_prefix(local.with_suffix("")):
         prefixes = [local.with_suffix("")]
@@ -85,8 +89,9 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     )
 
 
-def _cache_folder(config: DataConfig, cache_dir: Path) -> Path:
-    return Path(config.cache_dir) if config.cache_dir else cache_dir / "remote"
+def _node_cache(config: DataConfig, cache_dir: Path) -> NodeCache:
+    folder = Path(config.cache_dir) if config.cache_dir else cache_dir / "remote"
+    return NodeCache(folder, config.cache_limit.bytes)
 
 
 def _beside(path: Path) -> Path | None:
@@ -99,7 +104,6 @@ def _beside(path: Path) -> Path | None:
 
 def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     """Text files: tokenised at first use, into the cache, and the same for everyone who asks."""
-    import hashlib
     import os
 
     from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
@@ -197,48 +201,75 @@ class MdsSet:
         return segment_rows(MdsDocuments(self.store, ranges[0]), cut)
 
 
-def _open_mds(folder: Path, config: DataConfig, cache: Path) -> MdsSet:
+def _open_mds(folder: Path, config: DataConfig, cache_dir: Path) -> MdsSet:
     entries = mds.parse_index((folder / mds.INDEX).read_bytes(), str(folder / mds.INDEX))
 
-    def fetch(entry: mds.ShardEntry) -> Path:
-        whole = folder / entry.basename
-        if whole.is_file() or not entry.compression:
-            return whole
-        return unpack.unpack_shard(folder / entry.zip_basename, entry, cache / "unpacked")
+    def is_packed(entry: mds.ShardEntry) -> bool:
+        return bool(entry.compression) and not (folder / entry.basename).is_file()
 
-    return MdsSet(MdsStore(str(folder), entries, fetch, config.column, open_limit=0), _beside(folder))
+    # What is unpacked lies in the cache, which gets no smaller while all of it is open.
+    cache = _node_cache(config, cache_dir) if any(map(is_packed, entries)) else None
+
+    def open_shard(entry: mds.ShardEntry) -> TokenShard:
+        if cache and is_packed(entry):
+            return _open_packed(folder / entry.zip_basename, entry, config.column, cache)
+        return TokenShard(folder / entry.basename, entry, config.column)
+
+    store = MdsStore(str(folder), entries, open_shard, open_limit=_CACHED_OPEN_SHARDS if cache else 0)
+    return MdsSet(store, _beside(folder))
+
+
+def _open_packed(zipped: RemoteFile | Path, entry: mds.ShardEntry, column: str, cache: NodeCache) -> TokenShard:
+    where = zipped.address if isinstance(zipped, RemoteFile) else str(zipped)
+    return cache.open_unpacked(
+        zipped,
+        entry.bytes,
+        lambda source, target: unpack(source, where, entry, target),
+        lambda path: TokenShard(path, entry, column),
+    )
 
 
 def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
     address = address.rstrip("/")
     names = _list_remote(address)
-    tokenizer = cache.get(RemoteFile(f"{address}/tokenizer.json")) if "tokenizer.json" in names else None
+    tokenizer = _keep_tokenizer(f"{address}/tokenizer.json", cache.folder) if "tokenizer.json" in names else None
     if mds.INDEX in names:
         raw = read_remote(f"{address}/{mds.INDEX}")
         entries = mds.parse_index(raw, f"{address}/{mds.INDEX}")
-        fetch = functools.partial(_fetch_shard, address, cache)
-        return MdsSet(MdsStore(address, entries, fetch, config.column, _REMOTE_OPEN_SHARDS), tokenizer)
+        open_shard = functools.partial(_open_far_shard, address, config.column, cache)
+        return MdsSet(MdsStore(address, entries, open_shard, _CACHED_OPEN_SHARDS, is_far=True), tokenizer)
     stems = sorted(name[:-4] for name in names if name.endswith(".idx") and f"{name[:-4]}.bin" in names)
     if not stems:
         raise DataError(f"{address} holds neither an MDS index nor .bin/.idx files", "check the address")
     hashes = _known_hashes(address) if "dataset.json" in names else {}
     maps = _Maps(cache)
 
+    def file(name: str) -> RemoteFile:
+        return RemoteFile(f"{address}/{name}", names[name], hashes.get(name, {}))
+
     def open_one(stem: str) -> MegatronReader:
-        index = cache.get(RemoteFile(f"{address}/{stem}.idx", names[f"{stem}.idx"], hashes.get(f"{stem}.idx", {})))
-        stream = RemoteFile(f"{address}/{stem}.bin", names[f"{stem}.bin"], hashes.get(f"{stem}.bin", {}))
-        remote = RemoteStream(names[f"{stem}.bin"], functools.partial(maps.get, stream))
-        return MegatronReader(Path(stem), index=index, remote=remote)
+        stream = file(f"{stem}.bin")
+        remote = RemoteStream(stream.size_bytes, functools.partial(maps.get, stream))
+        return cache.open(file(f"{stem}.idx"), lambda index: MegatronReader(Path(stem), index=index, remote=remote))
 
     with ThreadPoolExecutor(8) as pool:
         return MegatronSet(list(pool.map(open_one, stems)), tokenizer)
 
 
-def _fetch_shard(address: str, cache: NodeCache, entry: mds.ShardEntry) -> Path:
-    if not entry.compression:
-        return cache.get(RemoteFile(f"{address}/{entry.basename}", entry.bytes, entry.hashes))
-    zipped = cache.get(RemoteFile(f"{address}/{entry.zip_basename}", entry.zip_bytes, entry.zip_hashes))
-    return unpack.unpack_shard(zipped, entry, cache.folder / "unpacked")
+def _keep_tokenizer(address: str, folder: Path) -> Path:
+    """A copy that stays: a run comes back to its tokenizer long after files have pushed each other out of the cache."""
+    raw = read_remote(address)
+    path = folder / "tokenizers" / hashlib.sha256(raw).hexdigest()[:32] / "tokenizer.json"
+    write_atomic(path, raw)
+    return path
+
+
+def _open_far_shard(address: str, column: str, cache: NodeCache, entry: mds.ShardEntry) -> TokenShard:
+    if entry.compression:
+        zipped = RemoteFile(f"{address}/{entry.zip_basename}", entry.zip_bytes, entry.zip_hashes)
+        return _open_packed(zipped, entry, column, cache)
+    file = RemoteFile(f"{address}/{entry.basename}", entry.bytes, entry.hashes)
+    return cache.open(file, lambda path: TokenShard(path, entry, column))
 
 
 def _list_remote(address: str) -> dict[str, int]:
@@ -272,10 +303,9 @@ class _Maps:
         """The bytes of a file, fetched when it is not here."""
         found = self._open.get(file.address)
         if found is None:
-            path = self.cache.get(file)
-            found = np.memmap(path, dtype=np.uint8, mode="r")
+            found = self.cache.open(file, lambda path: np.memmap(path, dtype=np.uint8, mode="r"))
             self._open[file.address] = found
-            while len(self._open) > _REMOTE_OPEN_SHARDS:
+            while len(self._open) > _CACHED_OPEN_SHARDS:
                 self._open.popitem(last=False)
         else:
             self._open.move_to_end(file.address)

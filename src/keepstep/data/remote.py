@@ -1,32 +1,22 @@
-"""Files that live elsewhere, through fsspec, and a cache on local disk that the processes of a node share.
-
-A file is fetched once a node: whoever comes first holds its lock, writes aside, checks, renames; the others wait. Locks
-are the kernel's, so a killed process leaves none behind. The least recently used files go when the limit is reached;
-removing one that another process has mapped is safe, the bytes stay until it lets go.
-"""
+"""Files that live elsewhere, through fsspec: found, waited for when their store is away, copied, checked."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import os
 import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import DataError, HardwareError
-from keepstep.core.units import format_bytes
 
 _BLOCK_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "abfs": "azure", "az": "azure", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
-_BAD_COPIES_ALLOWED = 3
 _NETWORK_WORDS = ("Connect", "Timeout", "Disconnected", "ServiceRe", "ServerError")
 
 
@@ -80,7 +70,7 @@ def with_retry(what: str, act: Callable[[], Any], retry: Retry) -> Any:
                 raise DataError(
                     f"{what} is missing or not ours to read: {error}", "check the address, then its credentials"
                 ) from error
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if is_full(error):
                 raise
             if time.monotonic() - start_s + wait_s > retry.patience_s:
                 raise HardwareError(
@@ -92,6 +82,11 @@ def with_retry(what: str, act: Callable[[], Any], retry: Retry) -> Any:
             # A little noise keeps a thousand processes from knocking at the same moment.
             retry.sleep(wait_s * random.uniform(0.7, 1.3))
             wait_s = min(2 * wait_s, retry.longest_wait_s)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a local disk has no room left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_network(error: BaseException) -> bool:
@@ -114,106 +109,24 @@ class RemoteFile:
     hashes: Mapping[str, str] = field(default_factory=dict)
     """Checksums by algorithm; those that this machine can compute are checked on arrival."""
 
-
-class NodeCache:
-    """Local copies of remote files, at most `limit_bytes` of them."""
-
-    def __init__(self, folder: Path, limit_bytes: int, retry: Retry | None = None) -> None:
-        self.folder = folder
-        self._limit = limit_bytes
-        self._retry = retry or Retry()
-        (folder / "locks").mkdir(parents=True, exist_ok=True)
-        (folder / "files").mkdir(exist_ok=True)
-
-    def get(self, file: RemoteFile) -> Path:
-        """A whole local copy; fetched when it is not there."""
-        name = hashlib.sha256(file.address.encode()).hexdigest()[:32]
-        path = self.folder / "files" / name
-        if self._touch(path):
-            return path
-        with _locked(self.folder / "locks" / name):
-            if self._touch(path):
-                return path
-            self._fetch(file, path)
-        return path
-
-    @staticmethod
-    def _touch(path: Path) -> bool:
-        """Mark as used; False when the file is not here."""
-        try:
-            os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _fetch(self, file: RemoteFile, path: Path) -> None:
-        if file.size_bytes > self._limit:
-            raise DataError(
-                f"{file.address} is {format_bytes(file.size_bytes)}, the cache limit is {format_bytes(self._limit)}",
-                "raise data.cache_limit above the largest file",
-            )
-        aside = path.with_name(path.name + ".part")
-        for bad_copies in range(_BAD_COPIES_ALLOWED):
-            self._make_room(max(0, file.size_bytes), keep=aside)
-            try:
-                with_retry(file.address, lambda: _copy(file.address, aside), self._retry)
-            except OSError as error:
-                aside.unlink(missing_ok=True)
-                raise DataError(
-                    f"the cache {self.folder} cannot hold {file.address}: {error.strerror}",
-                    "make room on that disk, lower data.cache_limit or set data.cache_dir",
-                ) from error
-            wrong = _what_is_wrong(aside, file)
-            if not wrong:
-                aside.replace(path)
-                self._make_room(0, keep=path)
-                return
-            aside.unlink(missing_ok=True)
-            print(f"notice: {file.address} {wrong}, copy {bad_copies + 1}", file=sys.stderr)
-        raise DataError(
-            f"{file.address} {wrong}, {_BAD_COPIES_ALLOWED} times in a row",
-            "the stored file is damaged: upload or build it again",
-        )
-
-    def _make_room(self, wanted_bytes: int, keep: Path) -> None:
-        with _locked(self.folder / "locks" / "evict"):
-            found = []
-            for path in (self.folder / "files").iterdir():
-                try:
-                    status = path.stat()
-                except FileNotFoundError:
-                    continue
-                found.append((status.st_mtime_ns, status.st_size, path))
-            total = sum(size for _, size, _ in found)
-            for _, size, path in sorted(found):
-                if total + wanted_bytes <= self._limit:
-                    return
-                # A part of a file is somebody's work unless its lock is free.
-                if path == keep or (path.suffix == ".part" and not self._is_abandoned(path)):
-                    continue
-                path.unlink(missing_ok=True)
-                total -= size
-
-    def _is_abandoned(self, part: Path) -> bool:
-        handle = os.open(self.folder / "locks" / part.stem, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
+    @property
+    def identity(self) -> str:
+        """Differs when the file at the address has become another one, as far as its index tells."""
+        return f"{self.address} {self.size_bytes} {sorted(self.hashes.items())}"
 
 
-def _copy(address: str, path: Path) -> None:
+def copy(address: str, path: Path) -> None:
+    """Copy a remote file over a local one that is there already, whatever its length."""
     system, name = filesystem(address)
     # A listing remembered from before would hide a file that has come since.
     system.invalidate_cache()
-    with system.open(name, "rb", block_size=_BLOCK_BYTES) as source, path.open("wb") as target:
+    with system.open(name, "rb", block_size=_BLOCK_BYTES) as source, path.open("r+b") as target:
         shutil.copyfileobj(source, target, _BLOCK_BYTES)
+        target.truncate()
 
 
-def _what_is_wrong(path: Path, file: RemoteFile) -> str:
+def what_is_wrong(path: Path, file: RemoteFile) -> str:
+    """How a copy differs from what is known about its file; empty when nothing does."""
     size_bytes = path.stat().st_size
     if 0 <= file.size_bytes != size_bytes:
         return f"came with {size_bytes:,} bytes instead of {file.size_bytes:,}"
@@ -255,13 +168,3 @@ def read_remote(address: str, retry: Retry | None = None) -> bytes:
 
     found: bytes = with_retry(address, act, retry or Retry())
     return found
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

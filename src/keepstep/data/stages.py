@@ -18,8 +18,9 @@ from keepstep.core.errors import DataError, UsageError
 from keepstep.core.files import write_json
 from keepstep.data.build.run import Share
 from keepstep.data.hub import Pace, fetch
+from keepstep.data.node_cache import NodeCache
 from keepstep.data.records import BLOCK_BYTES, open_decompressed
-from keepstep.data.remote import NodeCache, RemoteFile, is_remote
+from keepstep.data.remote import RemoteFile, is_remote
 from keepstep.data.sources import SourceFile, find_files
 
 Stage = Literal["download", "extract", "concatenate", "tokenise"]
@@ -109,7 +110,7 @@ class Pipeline:
                 shutil.rmtree(target.with_name(target.name + ".hub"), ignore_errors=True)
             elif is_remote(file.path):
                 cache = NodeCache(target.with_name(target.name + ".cache"), max(1 << 20, 2 * file.size_bytes))
-                cache.get(RemoteFile(file.path, file.size_bytes)).replace(target)
+                cache.open(RemoteFile(file.path, file.size_bytes), lambda path: path.replace(target))
                 self.pace.spend(file.size_bytes)
                 shutil.rmtree(cache.folder, ignore_errors=True)
             else:

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,15 +50,16 @@ class MdsStore:
         self,
         name: str,
         entries: Sequence[ShardEntry],
-        fetch: Callable[[ShardEntry], Path],
-        column: str,
+        open_shard: Callable[[ShardEntry], TokenShard],
         open_limit: int,
+        *,
+        is_far: bool = False,
     ) -> None:
         self.name = name
         self.entries = entries
-        self._fetch = fetch
-        self._column = column
+        self._open_shard = open_shard
         self.open_limit = open_limit
+        self.is_far = is_far
         self._open: OrderedDict[int, TokenShard] = OrderedDict()
         self._lock = threading.Lock()
         self.ends: NDArray[np.int64] = np.cumsum([entry.samples for entry in entries], dtype=np.int64)
@@ -77,20 +77,22 @@ class MdsStore:
                 if self.open_limit:
                     self._open.move_to_end(number)
                 return found
-        shard = TokenShard(self._fetch(self.entries[number]), self.entries[number], self._column)
+        shard = self._open_shard(self.entries[number])
         with self._lock:
             self._open[number] = shard
             while self.open_limit and len(self._open) > self.open_limit:
                 self._open.popitem(last=False)
         return shard
 
-    def fetch_together(self, numbers: Sequence[int]) -> None:
-        """Bring the files of several remote shards at the same time, not one after the other."""
+    def open_together(self, numbers: Sequence[int]) -> dict[int, TokenShard]:
+        """Several shards, brought at the same time where they are not open, not one after the other."""
         with self._lock:
-            absent = [number for number in numbers if number not in self._open]
-        if len(absent) > 1:
+            found = {number: self._open[number] for number in numbers if number in self._open}
+        absent = [number for number in numbers if number not in found]
+        if absent:
             with ThreadPoolExecutor(min(8, len(absent))) as pool:
-                list(pool.map(lambda number: self._fetch(self.entries[number]), absent))
+                found.update(zip(absent, pool.map(self.shard, absent), strict=True))
+        return found
 
     def width(self) -> int:
         """Tokens of each sample when the first shard's are all equal, else 0; later shards are held to it when read."""
@@ -119,21 +121,20 @@ class MdsRecordRows:
         inside = places - self._starts[np.minimum(owners, len(self._starts) - 1)]
         tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
         text = tokens[:, : self._width]
-        if self._store.open_limit:
-            self._store.fetch_together(np.unique(owners).tolist())
+        # Held until the rows are read: more shards may be needed at a time than stay open.
+        shards = self._store.open_together(np.unique(owners).tolist()) if self._store.open_limit else {}
         tables: dict[int, NDArray[Any]] = {}
         for row, (owner, sample) in enumerate(zip(owners.tolist(), inside.tolist(), strict=True)):
             table = tables.get(owner)
             if table is None:
-                table = tables[owner] = self._table(owner)
+                table = tables[owner] = self._table(owner, shards.get(owner) or self._store.shard(owner))
             text[row] = table[sample]
         tokens[:, self._width :] = 0
         check_vocab(tokens, self._vocab, self._store.name)
         tokens[:, self._width :] = NO_LOSS
         return Rows(tokens)
 
-    def _table(self, number: int) -> NDArray[Any]:
-        shard = self._store.shard(number)
+    def _table(self, number: int, shard: TokenShard) -> NDArray[Any]:
         if shard.width != self._width:
             raise DataError(
                 f"{self._store.name} {self._store.entries[number].basename} holds samples of other lengths than "
@@ -151,7 +152,7 @@ class MdsDocuments:
         self._first = samples.start
         self.name = store.name
         width = store.width()
-        if width and store.open_limit:
+        if width and store.is_far:
             # Far away, looking into every shard would fetch them all; what differs is noticed when it is read.
             self.lengths: NDArray[np.int64] = np.full(len(samples), width, dtype=np.int64)
         else:

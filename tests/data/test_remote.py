@@ -305,6 +305,26 @@ def test_a_damaged_packed_shard_is_named_and_read_once_it_is_mended(zipped: Path
     assert np.array_equal(whole_epoch(one), whole_epoch(loader(str(data / "mds"), tmp_path)))
 
 
+def test_a_damaged_shard_without_checksums_is_fetched_again_once_it_is_mended(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "mds", tmp_path / "www" / "mds")
+    index = json.loads((data / "mds" / "index.json").read_text())
+    for shard in index["shards"]:
+        shard["raw_data"]["hashes"] = {}
+    (tmp_path / "www" / "mds" / "index.json").unlink()
+    (tmp_path / "www" / "mds" / "index.json").write_text(json.dumps(index))
+    victim = sorted((tmp_path / "www" / "mds").glob("*.mds"))[1]
+    good = victim.read_bytes()
+    victim.unlink()
+    victim.write_bytes(bytes(4) + good[4:])
+    server = Web(tmp_path / "www")
+    one = loader(server.address("mds"), tmp_path / "cache")
+    with pytest.raises(DataError, match="does not hold the"):
+        whole_epoch(one)
+    victim.write_bytes(good)
+    assert np.array_equal(whole_epoch(one), whole_epoch(loader(str(data / "mds"), tmp_path)))
+    server.stop()
+
+
 def test_data_built_anew_at_the_same_address_is_not_mixed_with_the_old(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data / "mds", tmp_path / "www" / "mds")
     server = Web(tmp_path / "www")

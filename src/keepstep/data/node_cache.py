@@ -85,7 +85,12 @@ class NodeCache:
                 aside = path.with_name(path.name + ".part")
                 make(aside)
                 aside.replace(path)
-            return use(path)
+            try:
+                return use(path)
+            except DataError:
+                # Without checksums damage shows here first, and the mended file will look no different from outside.
+                path.unlink(missing_ok=True)
+                raise
 
     def _fetch(self, file: RemoteFile, aside: Path) -> None:
         for bad_copies in range(_BAD_COPIES_ALLOWED):

@@ -46,9 +46,9 @@ def test_the_order_looks_random() -> None:
 
 def test_a_far_sample_costs_what_a_near_one_costs() -> None:
     sample_order(0, 8, 10**12, 1, shuffle=True)
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     order = sample_order(10**15 + 5, 8, 10**12, 1, shuffle=True)
-    assert time.perf_counter() - start_s < 0.05
+    assert time.thread_time() - start_s < 0.05
     assert len(set(order.tolist())) == 8
 
 

@@ -244,7 +244,7 @@ def test_a_real_prometheus_scrapes_a_two_process_run_and_every_dashboard_query_h
         while not all_have_data() and time.monotonic() < end:
             time.sleep(1)
         assert empty == [], "dashboard queries without data"
-        assert ask_prometheus(web_port, "keepstep:step_seconds:p50_5m")
+        until("the first recorded rule", lambda: ask_prometheus(web_port, "keepstep:step_seconds:p50_5m"), 60)
         health = json.loads(fetch(f"http://127.0.0.1:{web_port}/api/v1/rules"))
         broken = [rule for group in health["data"]["groups"] for rule in group["rules"] if rule["health"] == "err"]
         assert broken == []

@@ -7,6 +7,7 @@ small file that unpacks to terabytes, is skipped in pieces and counted as a gian
 from __future__ import annotations
 
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from keepstep.core.errors import DataError
 from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
+from keepstep.data.zstd_frames import Unzstd
 
 BLOCK_BYTES = 1 << 19
 """Raw bytes read, and about the text handed on, at a time: what is done to them finds them in the processor's cache."""
@@ -149,24 +151,35 @@ def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects) -> Iterator[tup
             want = BLOCK_BYTES if remaining is None else min(BLOCK_BYTES, remaining)
             block = _read(file, want, piece.path) if want else b""
             if remaining is not None:
+                if want and not block:
+                    raise DataError(
+                        f"{piece.path} became shorter after the build began",
+                        "inputs must stay as they are while they are read: build what is there now into another --out",
+                    )
                 remaining -= len(block)
+            if not block:
+                break
             if skipping:
                 end = block.find(b"\n")
                 if end < 0:
-                    if not block:
-                        return
                     continue
                 block, skipping = block[end + 1 :], False
-            if not block and (remaining is None or remaining <= 0):
-                break
             lines, rest = _cut_lines(rest, block)
+            if lines and not number and not piece.start:
+                lines[0] = _without_mark(lines[0])
             if len(rest) > max_line_bytes:
                 rejects.add("giant document", piece.path, number + len(lines), rest)
                 rest, skipping = bytearray(), True
             yield number, lines
             number += len(lines)
         if rest:
-            yield number, [_finish_line(file, rest, piece, max_line_bytes, rejects, number)]
+            line = _finish_line(file, rest, piece, max_line_bytes, rejects, number)
+            yield number, [line if number or piece.start else _without_mark(line)]
+
+
+def _without_mark(line: Line) -> Line:
+    """A file's first line without the mark that some editors put before UTF-8."""
+    return line[len(BOM_UTF8) :] if bytes(line[: len(BOM_UTF8)]) == BOM_UTF8 else line
 
 
 def _cut_lines(rest: bytearray, block: bytes) -> tuple[list[Line], bytearray]:
@@ -208,13 +221,7 @@ def _open_at(piece: Piece) -> tuple[Any, int | None]:
     if piece.compression == ".gz":
         return _Inflating(file, zlib.decompressobj(wbits=31), piece.path), None
     if piece.compression == ".zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError("reading .zst needs zstandard", "pip install zstandard") from error
-        # The window bounds the memory a frame may ask for.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-        return decompressor.stream_reader(file, read_across_frames=True, closefd=True), None
+        return Unzstd(file, piece.path), None
     if piece.start:
         file.seek(piece.start - 1)
     return file, piece.stop - piece.start
@@ -347,7 +354,7 @@ def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterat
                 return
     raw = b"".join(parts)
     try:
-        text = raw.decode()
+        text = raw.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError:
         rejects.add("bad UTF-8", piece.path, 0, raw)
         return

@@ -331,6 +331,19 @@ def test_a_truncated_gzip_is_named(tmp_path: Path, tokenizer: Path, texts: list[
         run(tmp_path / "out", options(path, tokenizer), tokenizer)
 
 
+def test_a_tokenizer_saved_with_a_length_cuts_and_fills_no_document(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    saved = load(tokenizer)
+    saved.enable_truncation(16)
+    saved.enable_padding(length=16)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    run(tmp_path / "plain", options(corpus, tokenizer, task_bytes=0), tokenizer)
+    run(tmp_path / "saved", options(corpus, tmp_path / "tokenizer.json", task_bytes=0), tmp_path / "tokenizer.json")
+    (plain,), (found,) = (find_prefixes(tmp_path / name) for name in ("plain", "saved"))
+    assert MegatronReader(found).tokens.tolist() == MegatronReader(plain).tokens.tolist()
+
+
 def test_a_limit_cuts_the_output_exactly(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
     run(tmp_path / "rows", options(corpus, tokenizer, format="mds", concat=32, limit=100), tokenizer)
     run(tmp_path / "documents", options(corpus, tokenizer, limit=33), tokenizer)

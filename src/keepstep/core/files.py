@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ from typing import Any
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace `path` so that a reader, or a crash, sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The process id keeps two writers from sharing one temporary file.
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A name of its own keeps two writers apart. Process ids do not: each container on a shared disk has a process 1.
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     data = content.encode() if isinstance(content, str) else content
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

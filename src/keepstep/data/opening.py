@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.core.files import write_atomic
+from keepstep.data.build.plan import DATASET, STATE, is_unfinished, unfinished_error
 from keepstep.data.formats import mds
 from keepstep.data.formats.mds import TokenShard
 from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_prefixes, is_prefix
@@ -74,6 +75,9 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     if path.startswith("hf://") or any(kind_of(one) for one in path.split(",")):
         return _open_raw(path, config, cache_dir)
     local = Path(path)
+    if is_unfinished(local):
+        # A part of the data would do for training, and be another data set once the build goes on.
+        raise unfinished_error(path)
     if (local / mds.INDEX).is_file():
         return _open_mds(local, config, cache_dir)
     prefixes = [local] if is_prefix(local) else find_prefixes(local) if local.is_dir() else []
@@ -81,8 +85,6 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
         prefixes = [local.with_suffix("")]
     if prefixes:
         return MegatronSet([MegatronReader(prefix) for prefix in prefixes], _beside(local))
-    if local.is_dir() and (local / ".keepstep" / "plan.json").is_file():
-        raise DataError(f"{path} is a build that has not finished", "start its keepstep data build command again")
     raise DataError(
         f"data.path is {path!r}, but no data is there",
         "give a folder or prefix that keepstep data build wrote, or demo, or synthetic",
@@ -232,6 +234,8 @@ def _open_packed(zipped: RemoteFile | Path, entry: mds.ShardEntry, column: str, 
 def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
     address = address.rstrip("/")
     names = _list_remote(address)
+    if STATE in names and DATASET not in names:
+        raise unfinished_error(address)
     tokenizer = _keep_tokenizer(f"{address}/tokenizer.json", cache.folder) if "tokenizer.json" in names else None
     if mds.INDEX in names:
         raw = read_remote(f"{address}/{mds.INDEX}")
@@ -241,7 +245,7 @@ def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
     stems = sorted(name[:-4] for name in names if name.endswith(".idx") and f"{name[:-4]}.bin" in names)
     if not stems:
         raise DataError(f"{address} holds neither an MDS index nor .bin/.idx files", "check the address")
-    hashes = _known_hashes(address) if "dataset.json" in names else {}
+    hashes = _known_hashes(address) if DATASET in names else {}
     maps = _Maps(cache)
 
     def file(name: str) -> RemoteFile:
@@ -288,7 +292,7 @@ def _list_remote(address: str) -> dict[str, int]:
 
 
 def _known_hashes(address: str) -> dict[str, dict[str, str]]:
-    facts = json.loads(read_remote(f"{address}/dataset.json"))
+    facts = json.loads(read_remote(f"{address}/{DATASET}"))
     return {file["name"]: {"sha256": file["sha256"]} for file in facts.get("files", [])}
 
 

@@ -82,7 +82,7 @@ def _local_files(name: str) -> Iterator[SourceFile]:
     if named:
         candidates = [path]
     elif path.is_dir():
-        candidates = [one for one in path.rglob("*") if not any(part.startswith(".") for part in one.parts)]
+        candidates = [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
     else:
         candidates = [Path(one) for one in glob.glob(name, recursive=True)]  # noqa: PTH207 - absolute patterns
     for candidate in candidates:
@@ -93,6 +93,11 @@ def _local_files(name: str) -> Iterator[SourceFile]:
             )
         if known is not None and candidate.is_file():
             yield SourceFile(str(candidate), candidate.stat().st_size, *known)
+
+
+def _is_hidden(inside: Path) -> bool:
+    """Whether a file, or a folder on the way to it, has a name with a dot before it."""
+    return any(part.startswith(".") for part in inside.parts)
 
 
 def _remote_files(name: str) -> Iterator[SourceFile]:

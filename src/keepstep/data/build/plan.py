@@ -65,6 +65,19 @@ class Plan:
         """The same text for the same plan, whoever writes it."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan that was written down."""
+        raw = json.loads(text)
+        options = raw["options"]
+        nested = {
+            "inputs": tuple(options["inputs"]),
+            "records": RecordOptions(**options["records"]),
+            "filters": FilterOptions(**options["filters"]),
+        }
+        tasks = [[Piece(**piece) for piece in task] for task in raw["tasks"]]
+        return cls(BuildOptions(**{**options, **nested}), tasks, raw["input_bytes"])
+
 
 def sha256_file(path: Path) -> str:
     """Checksum of a whole file."""
@@ -104,7 +117,12 @@ def settle_plan(folder: Path, plan: Plan, tokenizer: Path) -> None:
         write_atomic(path, text)
         return
     known = path.read_text()
-    if known != text:
+    if known == text:
+        # Whoever goes on tokenises with the folder's own copy, and it stays with the data.
+        copy = folder / TOKENIZER
+        if not copy.is_file() or sha256_file(copy) != plan.options.tokenizer_sha256:
+            write_atomic(copy, tokenizer.read_bytes())
+    else:
         raise DataError(
             f"{folder} was started with other inputs or options: {_difference(json.loads(known), json.loads(text))}",
             "give the same inputs and options to go on, or another --out",
@@ -120,6 +138,16 @@ def _difference(known: Any, wanted: Any, at: str = "") -> str:
     if isinstance(known, list) and isinstance(wanted, list):
         return f"{at} differ" if len(known) == len(wanted) else f"{len(known)} {at} then, {len(wanted)} now"
     return f"{at} was {known!r}, now it is {wanted!r}"
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a folder is a build that has begun and is not whole."""
+    return (folder / STATE / "plan.json").is_file() and not (folder / DATASET).is_file()
+
+
+def unfinished_error(where: str) -> DataError:
+    """What to say to whoever wants the data of such a build."""
+    return DataError(f"{where} is a build that has not finished", "start its keepstep data build command again")
 
 
 def marker_path(folder: Path, task: int) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.core.files import write_atomic
+from keepstep.core.files import write_atomic, write_once
 
 
 def test_two_writers_with_one_process_id_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +27,14 @@ def test_two_writers_with_one_process_id_do_not_share_a_file(tmp_path: Path, mon
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda text: write_atomic(path, text), ["a" * 10, "b" * 20]))
     assert path.read_text() in ("a" * 10, "b" * 20)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_many_who_write_a_file_once_one_does(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with ThreadPoolExecutor(8) as pool:
+        wrote = list(pool.map(lambda number: write_once(path, str(number)), range(64)))
+    assert [path.read_text()] == [str(number) for number, did in enumerate(wrote) if did]
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -22,6 +22,7 @@ import zstandard
 from keepstep.cli.main import main
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import EXIT_CONFIG, EXIT_DATA, DataError, HardwareError
+from keepstep.core.files import write_once
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import Share, build
 from keepstep.data.build.task import TaskRun, proof_sample
@@ -30,10 +31,10 @@ from keepstep.data.fast import FastLoad
 from keepstep.data.filters import FilterOptions
 from keepstep.data.formats import mds
 from keepstep.data.formats.megatron import MegatronReader, find_prefixes
-from keepstep.data.opening import open_data
+from keepstep.data.opening import MegatronSet, open_data
 from keepstep.data.records import RecordOptions
 from keepstep.data.sources import find_files
-from keepstep.data.tokenize import Encoder, load
+from keepstep.data.tokenize import Encoder, load, train_bpe
 
 SMALL_TASK = 40_000
 
@@ -221,6 +222,74 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path
     run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
     with pytest.raises(DataError, match=r"options\.eos was '<\|endoftext\|>', now it is ''"):
         run(tmp_path / "out", options(corpus, tokenizer, eos=""), tokenizer)
+
+
+def test_of_two_builds_that_begin_at_once_in_one_folder_one_is_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.json"
+    train_bpe(["another one"], 300, other)
+
+    def be_second(path: Path, content: str) -> bool:
+        monkeypatch.undo()
+        run(tmp_path / "out", options(corpus, other), other, share=Share(0, 2))
+        return write_once(path, content)
+
+    monkeypatch.setattr("keepstep.data.build.plan.write_once", be_second)
+    with pytest.raises(DataError, match=r"other inputs or options: .*tokenizer_sha256"):
+        run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
+    run(tmp_path / "out", options(corpus, other), other)
+    assert verify(tmp_path / "out")[1] == []
+
+
+def test_an_input_of_the_same_length_with_other_content_is_refused_and_a_copy_is_not(
+    tmp_path: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    chosen, raw = options(path, tokenizer), path.read_bytes()
+    run(tmp_path / "out", chosen, tokenizer, share=Share(0, 2))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reversed(texts)))
+    assert path.stat().st_size == len(raw)
+    with pytest.raises(DataError, match=r"other inputs .*in\.jsonl holds something else now"):
+        run(tmp_path / "out", chosen, tokenizer)
+    path.unlink()
+    path.write_bytes(raw)
+    run(tmp_path / "out", chosen, tokenizer)
+    assert (tmp_path / "out" / "dataset.json").is_file()
+
+
+def test_a_plan_of_an_earlier_version_is_gone_on_with(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    chosen, plan = options(corpus, tokenizer), tmp_path / ".keepstep" / "plan.json"
+    run(tmp_path, chosen, tokenizer, share=Share(0, 2))
+    known = json.loads(plan.read_text())
+    del known["versions"]
+    plan.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    run(tmp_path, chosen, tokenizer)
+    assert (tmp_path / "dataset.json").is_file()
+
+
+def test_raw_text_that_changed_is_tokenised_anew(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "in.txt"
+    found = []
+    for text in ("a" * 400_000, "a" * 100_000 + "b" * 10 + "a" * 299_990):
+        path.write_text(text)
+        config = DataConfig(path=str(path), tokenizer=str(tokenizer))
+        data = open_data(str(path), config, tmp_path / "cache")
+        assert isinstance(data, MegatronSet)
+        found.append(load(tokenizer).decode(data.readers[0].tokens.tolist(), skip_special_tokens=True))
+    assert found == ["a" * 400_000, text]
+
+
+def test_a_build_into_a_folder_of_its_inputs_does_not_read_itself(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(corpus.read_bytes())
+    chosen = options(tmp_path, tokenizer)
+    run(tmp_path / "out", chosen, tokenizer, share=Share(0, 2))
+    run(tmp_path / "out", chosen, tokenizer)
+    run(tmp_path / "out", chosen, tokenizer)
+    assert verify(tmp_path / "out")[1] == []
 
 
 def test_a_flipped_byte_and_a_cut_file_are_found_and_mended(

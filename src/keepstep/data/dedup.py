@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.core.files import write_json
+from keepstep.core.files import sync_file, write_json
 from keepstep.data.order import mix_array
 from keepstep.data.records import RecordOptions, Rejects, texts_of
 
@@ -107,6 +107,7 @@ def deduplicate(inputs: Sequence[str], out: Path, *, threshold: float, options: 
             counts[found] += 1
             if not found:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    sync_file(aside)
     aside.replace(out)
     report = DedupReport(sum(counts.values()), counts["exact"], counts["near"], counts[""], rejects.total, threshold)
     write_json(out.with_name(out.name + ".report.json"), asdict(report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,9 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
         eos=config.eos,
     )
     plan = make_plan(options)
-    folder = cache_dir / f"text-{hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]}"
+    # Beside what the plan says, when a file was changed: here a build too many costs less than old data.
+    changed = [one.stat().st_mtime_ns for one in map(Path, plan.versions) if not is_remote(str(one)) and one.is_file()]
+    folder = cache_dir / f"text-{hashlib.sha256(f'{plan.to_json()} {changed}'.encode()).hexdigest()[:12]}"
     # Whoever else builds the same folder at this moment writes the same bytes.
     build(folder, plan, Path(config.tokenizer), workers=len(os.sched_getaffinity(0)))
     return MegatronSet([MegatronReader(prefix) for prefix in find_prefixes(folder)], folder / "tokenizer.json")
@@ -302,15 +305,19 @@ class _Maps:
 
     cache: NodeCache
     _open: OrderedDict[str, NDArray[np.uint8]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Training reads ahead in a thread of its own while evaluation reads here."""
 
     def get(self, file: RemoteFile) -> NDArray[np.uint8]:
         """The bytes of a file, fetched when it is not here."""
-        found = self._open.get(file.address)
-        if found is None:
-            found = self.cache.open(file, lambda path: np.memmap(path, dtype=np.uint8, mode="r"))
+        with self._lock:
+            found = self._open.get(file.address)
+            if found is not None:
+                self._open.move_to_end(file.address)
+                return found
+        found = self.cache.open(file, lambda path: np.memmap(path, dtype=np.uint8, mode="r"))
+        with self._lock:
             self._open[file.address] = found
             while len(self._open) > _CACHED_OPEN_SHARDS:
                 self._open.popitem(last=False)
-        else:
-            self._open.move_to_end(file.address)
         return found

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from keepstep.core.errors import DataError
+from keepstep.core.errors import DataError, HardwareError
+from keepstep.data.remote import is_network
 from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
 from keepstep.data.zstd_frames import Unzstd
 
@@ -224,7 +225,7 @@ def _open_at(piece: Piece) -> tuple[Any, int | None]:
         return Unzstd(file, piece.path), None
     if piece.start:
         file.seek(piece.start - 1)
-    return file, piece.stop - piece.start
+    return file, None if piece.stop < 0 else piece.stop - piece.start
 
 
 def open_decompressed(path: str) -> Any:
@@ -289,6 +290,11 @@ def _read(file: _Stream, size: int, path: str) -> bytes:
     except DataError:
         raise
     except Exception as error:  # zlib, zstandard and remote systems each raise their own
+        if "://" in path and (isinstance(error, OSError) or is_network(error)):
+            raise HardwareError(
+                f"{path} could not be read to its end: {type(error).__name__}: {error}",
+                "the store or the network is down: start the same command again when it is back",
+            ) from error
         raise DataError(f"{path} cannot be unpacked: {error}", "the file is damaged: copy it again") from error
 
 

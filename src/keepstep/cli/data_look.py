@@ -58,12 +58,13 @@ def inspect(args: argparse.Namespace) -> int:
 def _print_samples(args: argparse.Namespace, documents: int) -> None:
     from keepstep.data.inspect import decoded_samples, open_documents
 
-    tokenizer = args.tokenizer or open_documents(args.path, args.cache, args.column)[0].tokenizer
+    data, found = open_documents(args.path, args.cache, args.column)
+    tokenizer = args.tokenizer or data.tokenizer
     if tokenizer is None or not documents:
         return
     spread = [documents * number // max(1, args.samples) for number in range(args.samples)]
     numbers, tokens = (spread, 60) if args.show is None else (args.show, 1 << 30)
-    for number, text in zip(numbers, decoded_samples(args.path, tokenizer, args.cache, numbers, tokens), strict=True):
+    for number, text in zip(numbers, decoded_samples(found, tokenizer, numbers, tokens), strict=True):
         shown = text if args.show is not None else text.replace("\n", "⏎")[:200]
         print(f"--- document {number}\n{shown}")
 

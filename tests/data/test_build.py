@@ -12,8 +12,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -279,6 +282,28 @@ def test_raw_text_that_changed_is_tokenised_anew(tmp_path: Path, tokenizer: Path
         assert isinstance(data, MegatronSet)
         found.append(load(tokenizer).decode(data.readers[0].tokens.tolist(), skip_special_tokens=True))
     assert found == ["a" * 400_000, text]
+
+
+def test_one_process_of_a_node_tokenises_raw_text_and_the_others_wait(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work = threading.Lock()
+    builds: list[Path] = []
+
+    def build_alone(folder: Path, *arguments: Any, **options: Any) -> Any:
+        assert at_work.acquire(blocking=False), "two build at once, each with all cores"
+        builds.append(folder)
+        try:
+            return build(folder, *arguments, **{**options, "workers": 1})
+        finally:
+            at_work.release()
+
+    monkeypatch.setattr("keepstep.data.build.run.build", build_alone)
+    config = DataConfig(path=str(corpus), tokenizer=str(tokenizer))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: open_data(str(corpus), config, tmp_path).facts, range(4)))
+    assert [facts["documents"] for facts in found] == [400] * 4
+    assert len(builds) == 1
 
 
 def test_a_build_into_a_folder_of_its_inputs_does_not_read_itself(

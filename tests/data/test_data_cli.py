@@ -73,6 +73,20 @@ def test_inspect_decodes_a_column_of_any_name(
     assert "def hello" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("action", ["train-tokenizer", "dedup"])
+def test_a_field_that_no_record_has_is_an_error_and_not_an_empty_result(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"content": "some text"}\n')
+    words = ["data", action, str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out")]
+    assert main(words) == 4
+    said = capsys.readouterr().err
+    assert "1 missing field" in said
+    assert "--field" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--field", "content"]) == 0
+
+
 def test_dedup_drops_exact_and_near_duplicates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"word{number}" for number in range(300)]
     near = [*words[:150], "changed", *words[151:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_a_zstd_file_cut_anywhere_is_an_error(tmp_path: Path, checksum: bool) ->
         path.write_bytes(raw[:cut])
         with pytest.raises(DataError, match=r"in\.jsonl\.zst (ends in the middle|cannot be unpacked)"):
             documents_of(piece)
+
+
+@pytest.mark.parametrize("zeros", [1, 512, 1 << 20])
+def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path: Path, zeros: int) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    two = b"".join(gzip.compress(b'{"text": "%s"}\n' % text) for text in (b"a", b"b"))
+    path.write_bytes(two + bytes(zeros))
+    piece = Piece(str(path), "jsonl", ".gz", 0, path.stat().st_size)
+    assert documents_of(piece) == ["a", "b"]
+    path.write_bytes(two + bytes(zeros) + b"garbage")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        documents_of(piece)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt"])

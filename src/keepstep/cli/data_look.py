@@ -82,12 +82,15 @@ def _add_train_tokenizer(actions: Any) -> None:
 
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Train and write a tokenizer."""
-    from keepstep.data.records import RecordOptions, texts_of
+    from keepstep.data.records import RecordOptions, Rejects, not_nothing, texts_of
     from keepstep.data.tokenize import train_bpe
 
-    texts = texts_of(args.inputs, RecordOptions(args.field, lines=args.lines), max_chars=args.max_bytes)
-    size = train_bpe(texts, args.vocab, args.out, special=args.special)
+    rejects = Rejects()
+    texts = texts_of(args.inputs, RecordOptions(args.field, lines=args.lines), rejects, max_chars=args.max_bytes)
+    size = train_bpe(not_nothing(texts, rejects), args.vocab, args.out, special=args.special)
     print(f"tokens    {size:,}")
+    if rejects.total:
+        print("rejected  " + ", ".join(f"{count:,} {reason}" for reason, count in rejects.counts.most_common()))
     print(f"next: keepstep data build … --tokenizer {args.out} --eos '{args.special[0] if args.special else ''}'")
     return EXIT_DONE
 
@@ -118,6 +121,8 @@ def dedup(args: argparse.Namespace) -> int:
     print(f"documents {report.documents:,}")
     print(f"exact     {report.exact_duplicates:,} dropped")
     print(f"near      {report.near_duplicates:,} dropped")
+    if report.rejected:
+        print(f"rejected  {report.rejected:,} bad records")
     print(f"kept      {report.kept:,} in {args.out}")
     print(f"next: keepstep data build {args.out} …")
     return EXIT_DONE

@@ -88,10 +88,11 @@ class ChatSource:
 def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
     """Prepare at first use, then open."""
     tokenizer = _tokenizer_path(given, cache_dir)
-    size = tokenize.load(tokenizer).get_vocab_size()
+    size = tokenize.ids_below(tokenize.load(tokenizer))
     if size > given.vocab:
         raise DataError(
-            f"the tokenizer {tokenizer} has {size} tokens, but model.vocab is {given.vocab}", f"set model.vocab={size}"
+            f"the tokenizer {tokenizer} has ids up to {size - 1}, but model.vocab is {given.vocab}",
+            f"set model.vocab={size}",
         )
     source = replace(given, tokenizer=tokenizer)
     folder = prepare_folder(cache_dir / f"chat-{_key(source, tokenizer)}", lambda aside: _prepare(aside, source))

@@ -20,6 +20,7 @@ from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.core.files import write_atomic
 from keepstep.data.build.plan import DATASET, STATE, is_unfinished, unfinished_error
+from keepstep.data.corpus import locked
 from keepstep.data.formats import mds
 from keepstep.data.formats.mds import TokenShard
 from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_prefixes, is_prefix
@@ -125,8 +126,11 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     # Beside what the plan says, when a file was changed: here a build too many costs less than old data.
     changed = [one.stat().st_mtime_ns for one in map(Path, plan.versions) if not is_remote(str(one)) and one.is_file()]
     folder = cache_dir / f"text-{hashlib.sha256(f'{plan.to_json()} {changed}'.encode()).hexdigest()[:12]}"
-    # Whoever else builds the same folder at this moment writes the same bytes.
-    build(folder, plan, Path(config.tokenizer), workers=len(os.sched_getaffinity(0)))
+    # One process of a node builds with all its cores while the others wait; on another node one writes the same bytes.
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with locked(cache_dir / f".{folder.name}.lock"):
+        if not (folder / DATASET).is_file():
+            build(folder, plan, Path(config.tokenizer), workers=len(os.sched_getaffinity(0)))
     return MegatronSet([MegatronReader(prefix) for prefix in find_prefixes(folder)], folder / "tokenizer.json")
 
 

@@ -23,6 +23,12 @@ BLOCK_BYTES = 1 << 19
 SAMPLES_KEPT = 20
 """Rejected records written down for each task."""
 
+_REMEDIES = {
+    "missing field": "name the right field with --field, or mend the input",
+    "field is not text": "name the right field with --field, or mend the input",
+    "giant document": "raise --max-document; for plain text, --lines makes each line a document",
+}
+
 Line = bytes | bytearray | memoryview
 """One line without its end; most are views of the block they were read in."""
 
@@ -58,6 +64,16 @@ class Rejects:
         """Records rejected."""
         return self.counts.total()
 
+    def complaint(self, where: str, seen: int) -> DataError:
+        """That too many of the records seen are bad, with the first of them and what may help."""
+        first = self.samples[0]
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.counts.most_common())
+        return DataError(
+            f"{where} rejected {self.total:,} of {seen:,} records ({reasons}); "
+            f"the first is in {first['file']} at {first['place']}: {first['sample'][:80]!r}",
+            _REMEDIES.get(self.counts.most_common(1)[0][0], "mend the input"),
+        )
+
 
 class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
@@ -86,6 +102,17 @@ def texts_of(
                     max_chars -= len(text)
                     if max_chars <= 0:
                         return
+
+
+def not_nothing(texts: Iterator[str], rejects: Rejects) -> Iterator[str]:
+    """The same texts; an error where there are none, with the reason where every record was rejected."""
+    first = next(texts, None)
+    if first is None:
+        if rejects.total:
+            raise rejects.complaint("reading", rejects.total)
+        raise DataError("the inputs hold no text", "give files that are not empty")
+    yield first
+    yield from texts
 
 
 def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
@@ -272,11 +299,16 @@ class _Inflating:
         while True:
             if not self._input:
                 self._input = self._file.read(1 << 18)
+            ends = not self._input
             if self._inflate.eof:
-                if not self._input:
+                # Tapes and some stores fill the last block up with zeros.
+                self._input = self._input.lstrip(b"\0")
+                if ends:
                     return b""
+                if not self._input:
+                    continue
                 self._inflate = zlib.decompressobj(wbits=31)
-            elif not self._input:
+            elif ends:
                 raise DataError(f"{self._path} ends in the middle", "the file is truncated: copy it again")
             found: bytes = self._inflate.decompress(self._input, size)
             self._input = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail

@@ -59,6 +59,12 @@ def load(path: Path) -> Any:
     return tokenizer
 
 
+def ids_below(tokenizer: Any) -> int:
+    """All ids of a tokenizer are below this; some leave numbers out, so that it is not the number of its tokens."""
+    known: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return max(known.values(), default=-1) + 1
+
+
 def special_id(tokenizer: Any, text: str, path: Path) -> int:
     """The id of one special token, by its text."""
     number: int | None = tokenizer.token_to_id(text)
@@ -99,8 +105,7 @@ class Encoder:
     @functools.cached_property
     def vocab(self) -> int:
         """Ids are below this."""
-        known: dict[str, int] = self._exact.get_vocab(with_added_tokens=True)
-        return max(known.values(), default=-1) + 1
+        return ids_below(self._exact)
 
     @property
     def is_fast(self) -> bool:

@@ -205,13 +205,8 @@ def proof_sample(texts: list[str], chars: int) -> list[str]:
 def _judge(task: int, rejects: Rejects, sound: int, share: float, *, at_end: bool) -> None:
     seen = rejects.total + sound
     if rejects.total > share * seen and (at_end or seen >= _RECORDS_BEFORE_JUDGING):
-        first = rejects.samples[0]
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejects.counts.most_common())
-        raise DataError(
-            f"task {task} rejected {rejects.total:,} of {seen:,} records ({reasons}); "
-            f"the first is in {first['file']} at {first['place']}: {first['sample'][:80]!r}",
-            "mend the input, name another --field, or allow more with --max-reject-share",
-        )
+        error = rejects.complaint(f"task {task}", seen)
+        raise DataError(error.message, f"{error.hint}; or allow more with --max-reject-share")
 
 
 def _dtype(options: BuildOptions, vocab: int) -> np.dtype[Any]:

@@ -8,27 +8,36 @@ import hashlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 
 from keepstep.cli.main import main
-from keepstep.core.errors import DataError
+from keepstep.config.schema import DataConfig
+from keepstep.core.errors import EXIT_CONFIG, EXIT_DATA, DataError, HardwareError
+from keepstep.core.files import write_once
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import Share, build
 from keepstep.data.build.task import TaskRun, proof_sample
 from keepstep.data.build.verify import verify
 from keepstep.data.fast import FastLoad
+from keepstep.data.filters import FilterOptions
 from keepstep.data.formats import mds
 from keepstep.data.formats.megatron import MegatronReader, find_prefixes
+from keepstep.data.opening import MegatronSet, open_data
 from keepstep.data.records import RecordOptions
-from keepstep.data.tokenize import Encoder, load
+from keepstep.data.sources import find_files
+from keepstep.data.tokenize import Encoder, load, train_bpe
 
 SMALL_TASK = 40_000
 
@@ -218,6 +227,96 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path
         run(tmp_path / "out", options(corpus, tokenizer, eos=""), tokenizer)
 
 
+def test_of_two_builds_that_begin_at_once_in_one_folder_one_is_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.json"
+    train_bpe(["another one"], 300, other)
+
+    def be_second(path: Path, content: str) -> bool:
+        monkeypatch.undo()
+        run(tmp_path / "out", options(corpus, other), other, share=Share(0, 2))
+        return write_once(path, content)
+
+    monkeypatch.setattr("keepstep.data.build.plan.write_once", be_second)
+    with pytest.raises(DataError, match=r"other inputs or options: .*tokenizer_sha256"):
+        run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
+    run(tmp_path / "out", options(corpus, other), other)
+    assert verify(tmp_path / "out")[1] == []
+
+
+def test_an_input_of_the_same_length_with_other_content_is_refused_and_a_copy_is_not(
+    tmp_path: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    chosen, raw = options(path, tokenizer), path.read_bytes()
+    run(tmp_path / "out", chosen, tokenizer, share=Share(0, 2))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reversed(texts)))
+    assert path.stat().st_size == len(raw)
+    with pytest.raises(DataError, match=r"other inputs .*in\.jsonl holds something else now"):
+        run(tmp_path / "out", chosen, tokenizer)
+    path.unlink()
+    path.write_bytes(raw)
+    run(tmp_path / "out", chosen, tokenizer)
+    assert (tmp_path / "out" / "dataset.json").is_file()
+
+
+def test_a_plan_of_an_earlier_version_is_gone_on_with(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    chosen, plan = options(corpus, tokenizer), tmp_path / ".keepstep" / "plan.json"
+    run(tmp_path, chosen, tokenizer, share=Share(0, 2))
+    known = json.loads(plan.read_text())
+    del known["versions"]
+    plan.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    run(tmp_path, chosen, tokenizer)
+    assert (tmp_path / "dataset.json").is_file()
+
+
+def test_raw_text_that_changed_is_tokenised_anew(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "in.txt"
+    found = []
+    for text in ("a" * 400_000, "a" * 100_000 + "b" * 10 + "a" * 299_990):
+        path.write_text(text)
+        config = DataConfig(path=str(path), tokenizer=str(tokenizer))
+        data = open_data(str(path), config, tmp_path / "cache")
+        assert isinstance(data, MegatronSet)
+        found.append(load(tokenizer).decode(data.readers[0].tokens.tolist(), skip_special_tokens=True))
+    assert found == ["a" * 400_000, text]
+
+
+def test_one_process_of_a_node_tokenises_raw_text_and_the_others_wait(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work = threading.Lock()
+    builds: list[Path] = []
+
+    def build_alone(folder: Path, *arguments: Any, **options: Any) -> Any:
+        assert at_work.acquire(blocking=False), "two build at once, each with all cores"
+        builds.append(folder)
+        try:
+            return build(folder, *arguments, **{**options, "workers": 1})
+        finally:
+            at_work.release()
+
+    monkeypatch.setattr("keepstep.data.build.run.build", build_alone)
+    config = DataConfig(path=str(corpus), tokenizer=str(tokenizer))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: open_data(str(corpus), config, tmp_path).facts, range(4)))
+    assert [facts["documents"] for facts in found] == [400] * 4
+    assert len(builds) == 1
+
+
+def test_a_build_into_a_folder_of_its_inputs_does_not_read_itself(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(corpus.read_bytes())
+    chosen = options(tmp_path, tokenizer)
+    run(tmp_path / "out", chosen, tokenizer, share=Share(0, 2))
+    run(tmp_path / "out", chosen, tokenizer)
+    run(tmp_path / "out", chosen, tokenizer)
+    assert verify(tmp_path / "out")[1] == []
+
+
 def test_a_flipped_byte_and_a_cut_file_are_found_and_mended(
     tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +338,116 @@ def test_a_flipped_byte_and_a_cut_file_are_found_and_mended(
     assert main(["data", "verify", str(out), "--mend"]) == 4
     run(out, options(corpus, tokenizer), tokenizer)
     assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "index.json", "dataset.json"])
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_the_files_of_the_build_itself_are_verified_and_mended_too(
+    tmp_path: Path, corpus: Path, tokenizer: Path, name: str, is_gone: bool
+) -> None:
+    chosen = options(corpus, tokenizer, format="mds", concat=64, task_bytes=0)
+    run(tmp_path, chosen, tokenizer)
+    expected = contents(tmp_path)
+    if is_gone:
+        (tmp_path / name).unlink()
+    else:
+        raw = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(raw.replace(b"5", b"6", 1))
+    damages = verify(tmp_path, mend=True)[1]
+    assert [(damage.file, damage.task) for damage in damages] == [(name, None)]
+    run(tmp_path, chosen, tokenizer)
+    assert contents(tmp_path) == expected
+    assert verify(tmp_path)[1] == []
+
+
+def test_a_build_that_goes_on_with_a_damaged_tokenizer_takes_the_one_it_is_given(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    chosen = options(corpus, tokenizer)
+    run(tmp_path / "whole", chosen, tokenizer)
+    run(tmp_path / "out", chosen, tokenizer, share=Share(0, 2))
+    (tmp_path / "out" / "tokenizer.json").write_text("{")
+    run(tmp_path / "out", chosen, tokenizer, share=Share(1, 2))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_data_of_a_build_that_has_not_finished_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    chosen, folder = options(corpus, tokenizer), tmp_path / "out"
+    run(folder, chosen, tokenizer, share=Share(0, 2))
+    assert find_prefixes(folder)
+    for path in (str(folder), f"file://{folder}"):
+        with pytest.raises(DataError, match="has not finished"):
+            open_data(path, DataConfig(path=path), tmp_path / "cache")
+    assert main(["data", "merge", str(folder), "--out", str(tmp_path / "merged" / "all")]) == EXIT_DATA
+    run(folder, chosen, tokenizer, share=Share(1, 2))
+    for path in (str(folder), f"file://{folder}"):
+        assert open_data(path, DataConfig(path=path), tmp_path / "cache").facts["documents"] == 400
+
+
+def test_a_merge_into_its_own_folder_is_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
+    assert main(["data", "merge", str(tmp_path / "out"), "--out", str(tmp_path / "out" / "all")]) == EXIT_CONFIG
+    assert "twice" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "all.bin").exists()
+
+
+@pytest.mark.slow
+def test_workers_end_when_whoever_started_them_is_killed(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    many = tmp_path / "many.jsonl"
+    many.write_bytes(corpus.read_bytes() * 40)
+    command = [sys.executable, "-m", "keepstep", "data", "build", str(many), "--out", str(tmp_path / "out")]
+    command += ["--tokenizer", str(tokenizer), "--task-bytes", "1MB", "--workers", "2"]
+    reader, writer = os.pipe()
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, pass_fds=[writer], stderr=file)
+    os.close(writer)
+    try:
+        while not list(tmp_path.glob("out/.keepstep/task-*.json")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        # Each worker has the other end open: it closes with the last of them.
+        assert select.select([reader], [], [], 60)[0], "workers are still there"
+        assert os.read(reader, 1) == b""
+        assert "Traceback" not in said.read_text()
+    finally:
+        os.close(reader)
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_what_a_worker_cannot_mend_comes_through_as_it_is(
+    tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise HardwareError("the store could not be read for 600 s", "start the same command again when it is back")
+
+    monkeypatch.setattr("keepstep.data.build.task.read_documents", away)
+    with pytest.raises(HardwareError, match="could not be read") as caught:
+        run(tmp_path / "out", options(corpus, tokenizer), tokenizer, workers=2)
+    assert caught.value.hint == "start the same command again when it is back"
+
+
+def test_what_a_filter_drops_makes_bad_records_no_larger_share(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "short"}\n' * 990 + '{"text": "long enough to stay"}\n' * 5 + "{\n" * 5)
+    chosen = options(path, tokenizer, filters=FilterOptions(min_chars=10), max_reject_share=0.01)
+    facts = build(tmp_path / "out", make_plan(chosen), tokenizer, workers=1)
+    assert facts is not None
+    assert (facts["documents"], facts["rejects"], facts["dropped"]) == (5, {"broken JSON": 5}, {"min_chars": 990})
+
+
+def test_a_folder_above_or_below_a_hidden_one_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (".cache/raw", ".cache/raw/.hidden", "here"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "a.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("../.cache/raw", str(tmp_path / ".cache" / "raw"), "../here", "."):
+        assert [Path(file.path).name for file in find_files([name])] == ["a.jsonl"]
 
 
 def test_bad_records_are_counted_and_sampled_and_stop_only_above_the_threshold(
@@ -329,6 +538,19 @@ def test_a_truncated_gzip_is_named(tmp_path: Path, tokenizer: Path, texts: list[
     path.write_bytes(gzip.compress(json.dumps({"text": texts[0]}).encode() * 50)[:-40])
     with pytest.raises(DataError, match=r"in\.jsonl\.gz (ends in the middle|cannot be unpacked)"):
         run(tmp_path / "out", options(path, tokenizer), tokenizer)
+
+
+def test_a_tokenizer_saved_with_a_length_cuts_and_fills_no_document(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    saved = load(tokenizer)
+    saved.enable_truncation(16)
+    saved.enable_padding(length=16)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    run(tmp_path / "plain", options(corpus, tokenizer, task_bytes=0), tokenizer)
+    run(tmp_path / "saved", options(corpus, tmp_path / "tokenizer.json", task_bytes=0), tmp_path / "tokenizer.json")
+    (plain,), (found,) = (find_prefixes(tmp_path / name) for name in ("plain", "saved"))
+    assert MegatronReader(found).tokens.tolist() == MegatronReader(plain).tokens.tolist()
 
 
 def test_a_limit_cuts_the_output_exactly(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from keepstep.data import tokenize
 from keepstep.data.chat_masks import encode, encode_rendered
 from keepstep.data.chat_rows import BadRow, Conversation, calls_of, canonical
-from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate
+from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate, Rendered, Span
 
 UNMARKED = BUILT_IN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 WORDS = [
@@ -140,6 +141,19 @@ def test_a_token_that_would_reach_across_the_edge_is_cut_there(tmp_path: Path) -
     )
     row = encode(conversation, template, tokenizer)
     assert tokenizer.decode(row.tokens[row.loss].tolist()) == "\n\n hello"
+
+
+def test_a_token_across_the_edge_is_cut_there_whatever_its_offsets_leave_out(tmp_path: Path) -> None:
+    """As some byte-level tokenizers are published: the space before a word belongs to its token, not to its offsets."""
+    tokenize.train_bpe(["assistant: yes it is.\n"] * 50, 300, tmp_path / "tokenizer.json")
+    tokenizer = tokenize.load(tmp_path / "tokenizer.json")
+    text = "assistant: yes it is.\n"
+    for span in (Span(11, 21, 0), Span(10, 21, 0), Span(11, 22, 0)):
+        for trims in (False, True):
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+            row = encode_rendered(Rendered(text, (span,)), tokenizer)
+            assert tokenizer.decode(row.tokens.tolist()) == text
+            assert tokenizer.decode(row.tokens[row.loss].tolist()) == text[span.start : span.end]
 
 
 def test_loss_on_tool_calls_leaves_out_turns_that_only_talk(tokenizer: Any) -> None:

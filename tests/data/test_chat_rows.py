@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from keepstep.config.schema import ChatConfig, DataConfig, ModelConfig
 from keepstep.core.errors import DataError
@@ -114,6 +115,15 @@ def test_the_first_samples_are_read_whole_and_later_ones_by_the_mask(prepared: P
 def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.vocab is 600"):
         build_chat_loaders(replace(SOURCE, vocab=600), tmp_path)
+
+
+def test_a_tokenizer_that_leaves_numbers_out_needs_a_vocabulary_above_its_largest(tmp_path: Path) -> None:
+    path, rows = tmp_path / "tokenizer.json", tmp_path / "rows.jsonl"
+    Tokenizer(models.WordLevel({"Yes": 0, "[UNK]": 90}, unk_token="[UNK]")).save(str(path))
+    rows.write_text('{"instruction": "Is it?", "output": "Yes"}\n')
+    source = ChatSource(DataConfig(path=str(rows), tokenizer=str(path)), ChatConfig(), 64, vocab=50, seed=0)
+    with pytest.raises(DataError, match=r"ids up to 90, but model\.vocab is 50"):
+        build_chat_loaders(source, tmp_path)
 
 
 def test_what_names_conversations_and_what_does_not(tmp_path: Path) -> None:

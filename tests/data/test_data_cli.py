@@ -7,10 +7,13 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from keepstep.cli.main import main
 from keepstep.data.dedup import signature, similarity
+from keepstep.data.formats.mds import TokenShardWriter, write_index
+from keepstep.data.tokenize import load
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -56,6 +59,32 @@ def test_inspect_counts_and_decodes(
     assert (tmp_path / "lengths.png").stat().st_size > 1000
     assert main(["data", "inspect", out, "--show", "3"]) == 0
     assert texts[3] in capsys.readouterr().out
+
+
+def test_inspect_decodes_a_column_of_any_name(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = TokenShardWriter(tmp_path / "set", "shard", np.dtype(np.int32), column="input_ids")
+    writer.add(np.array(load(tokenizer).encode("def hello").ids))
+    writer.flush()
+    write_index(tmp_path / "set", writer.entries)
+    words = ["data", "inspect", str(tmp_path / "set"), "--column", "input_ids", "--tokenizer", str(tokenizer)]
+    assert main(words) == 0
+    assert "def hello" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["train-tokenizer", "dedup"])
+def test_a_field_that_no_record_has_is_an_error_and_not_an_empty_result(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"content": "some text"}\n')
+    words = ["data", action, str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out")]
+    assert main(words) == 4
+    said = capsys.readouterr().err
+    assert "1 missing field" in said
+    assert "--field" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--field", "content"]) == 0
 
 
 def test_dedup_drops_exact_and_near_duplicates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
-from keepstep.data.loader import Loader, StepFeed, build_loaders, to_batch
+from keepstep.data.loader import BlendedLoader, Loader, StepFeed, build_loaders, changed_order, to_batch
 from keepstep.data.order import IndexArray
 from keepstep.data.rows import PackedRows, Rows, SyntheticRows
 
@@ -98,6 +100,61 @@ def test_closing_ends_the_thread_even_when_nothing_was_read() -> None:
     assert threading.active_count() == before
 
 
+class _Stuck(_Numbers):
+    """A store that is away: reading behind row `free` waits until it is let go."""
+
+    def __init__(self, count: int, free: int) -> None:
+        super().__init__(count)
+        self.free = free
+        self.is_waiting, self.let_go = threading.Event(), threading.Event()
+
+    def read(self, indices: np.ndarray) -> Rows:
+        if int(indices.max()) >= self.free and not self.let_go.is_set():
+            self.is_waiting.set()
+            self.let_go.wait(60)
+        return super().read(indices)
+
+
+def test_closing_and_going_back_do_not_wait_for_a_store_that_is_away() -> None:
+    source = _Stuck(50, free=8)
+    feed = StepFeed(Loader(source, seed=0, shuffle=False), 0, 4, 4, 0, 1, prefetch=8)
+    expected = [feed.next_step()[0].inputs, feed.next_step()[0].inputs]
+    assert source.is_waiting.wait(60)
+    feed.rewind(4, ())
+    assert np.array_equal(feed.next_step()[0].inputs, expected[1])
+    feed.close()
+    assert not source.let_go.is_set()
+    feed.rewind(0, ())
+    source.let_go.set()
+    assert np.array_equal(feed.next_step()[0].inputs, expected[0]), "what the old thread still read is nobody's"
+    feed.close()
+
+
+def test_what_decides_the_order_is_told_in_words() -> None:
+    def facts(*weights: float, rows: int = 50, seed: int = 1) -> dict[str, Any]:
+        parts = [Loader(_Numbers(count), seed=seed, shuffle=True) for count in (40, rows)]
+        return json.loads(json.dumps(BlendedLoader(parts, weights).order_facts))  # type: ignore[no-any-return]
+
+    assert facts(0.7, 0.3) == facts(7, 3)
+    assert changed_order(facts(0.7, 0.3), facts(0.5, 0.5)) == "weights [7, 3] then, [1, 1] now"
+    assert changed_order(facts(1, 1), facts(1, 1, rows=60)) == "data set 2: rows 50 then, 60 now"
+    assert changed_order(facts(1, 1), facts(1, 1, seed=2)) == "data set 1: seed 1 then, 2 now"
+
+
+def test_validation_files_of_their_own_are_read_once_in_a_blend(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 100), ("valid", 200)):
+        with MegatronWriter(tmp_path / name, token_dtype(1000)) as writer:
+            writer.add(np.arange(first, first + 33))
+    valid = str(tmp_path / "valid")
+    config = DataConfig(
+        blend={str(tmp_path / "a"): 3, str(tmp_path / "b"): 1}, valid_path=valid, test_path=valid, valid_share=0.0
+    )
+    loaders = build_loaders(config, 8, 1000, 1, tmp_path)
+    for loader in (loaders.valid, loaders.test):
+        assert loader is not None
+        assert sorted(loader.rows(0, loader.samples_per_epoch).inputs[:, 0].tolist()) == [200, 208, 216, 224]
+
+
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of microbatch"):
         StepFeed(Loader(_Numbers(50), seed=0, shuffle=True), 0, 10, 2, 0, 2, prefetch=1)
@@ -147,6 +204,15 @@ def test_a_folder_of_several_files_is_one_data_set(tmp_path: Path) -> None:
             writer.add(np.arange(first, first + 33))
     loaders = build_loaders(DataConfig(path=str(tmp_path), valid_share=0.0, shuffle=False), 8, 1000, 1, tmp_path)
     assert loaders.train.rows(0, 8).inputs[:, 0].tolist() == [0, 8, 16, 24, 100, 108, 116, 124]
+
+
+def test_a_single_document_that_is_held_out_is_told_from_too_little_data(tmp_path: Path) -> None:
+    with MegatronWriter(tmp_path / "book", token_dtype(1000)) as writer:
+        writer.add(np.arange(900))
+    with pytest.raises(DataError, match="hold out all of it"):
+        build_loaders(DataConfig(path=str(tmp_path / "book"), valid_share=0.01), 8, 1000, 1, tmp_path)
+    alone = build_loaders(DataConfig(path=str(tmp_path / "book"), valid_share=0.0), 8, 1000, 1, tmp_path)
+    assert alone.train.samples_per_epoch == 112
 
 
 def test_nothing_at_the_path_is_a_clear_error(tmp_path: Path) -> None:

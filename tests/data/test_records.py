@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 from pathlib import Path
 from unittest import mock
 
+import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +76,70 @@ def test_any_bytes_are_documents_rejects_or_one_clear_error(tmp_path: Path, raw:
             assert all(isinstance(text, str) and text for text in batch)
     except DataError as error:
         assert path.name in error.message
+
+
+def documents_of(piece: Piece, rejects: Rejects | None = None) -> list[str]:
+    return [text for batch in read_documents(piece, RecordOptions(), rejects or Rejects()) for text in batch]
+
+
+def test_a_file_that_became_shorter_is_an_error_and_not_an_endless_wait(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a"}\n' * 100)
+    size = path.stat().st_size
+    path.write_text('{"text": "a"}\n' * 10)
+    for first, last in ((0, size), (size // 2, size)):
+        with pytest.raises(DataError, match="became shorter"):
+            documents_of(Piece(str(path), "jsonl", "", first, last))
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_zstd_file_cut_anywhere_is_an_error(tmp_path: Path, checksum: bool) -> None:
+    generator = random.Random(1)
+    lines = [json.dumps({"text": f"{generator.random()}" * 20 + "a" * number}) for number in range(400)]
+    lines.append(json.dumps({"text": "a" * 500_000}))
+    compressor = zstandard.ZstdCompressor(write_checksum=checksum)
+    first, second = ("\n".join(part).encode() + b"\n" for part in (lines[:200], lines[200:]))
+    skipped = (0x184D2A53).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
+    chunks = compressor.compressobj()
+    # One frame that knows its size, one to be skipped, one that was streamed and does not know it.
+    frames = [compressor.compress(first), skipped, chunks.compress(second) + chunks.flush()]
+    raw = b"".join(frames)
+    path = tmp_path / "in.jsonl.zst"
+    path.write_bytes(raw)
+    piece = Piece(str(path), "jsonl", ".zst", 0, len(raw))
+    assert documents_of(piece) == [json.loads(line)["text"] for line in lines]
+    whole = {0, len(frames[0]), len(frames[0]) + len(frames[1])}
+    edges = [*range(1, 60), *(place + near for place in sorted(whole) for near in (-4, -1, 1, 3, 4, 5, 12) if place)]
+    cuts = [*edges, *generator.sample(range(len(raw)), 40), *(len(raw) - number for number in range(1, 12))]
+    for cut in cuts:
+        if cut in whole:
+            continue
+        path.write_bytes(raw[:cut])
+        with pytest.raises(DataError, match=r"in\.jsonl\.zst (ends in the middle|cannot be unpacked)"):
+            documents_of(piece)
+
+
+@pytest.mark.parametrize("zeros", [1, 512, 1 << 20])
+def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path: Path, zeros: int) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    two = b"".join(gzip.compress(b'{"text": "%s"}\n' % text) for text in (b"a", b"b"))
+    path.write_bytes(two + bytes(zeros))
+    piece = Piece(str(path), "jsonl", ".gz", 0, path.stat().st_size)
+    assert documents_of(piece) == ["a", "b"]
+    path.write_bytes(two + bytes(zeros) + b"garbage")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        documents_of(piece)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt"])
+def test_a_byte_order_mark_costs_no_document_and_is_no_text(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"text": "a"}' if name.endswith("jsonl") else "a", encoding="utf-8-sig")
+    kind = kind_of(name)
+    assert kind is not None
+    rejects = Rejects()
+    assert documents_of(Piece(str(path), *kind, 0, path.stat().st_size), rejects) == ["a"]
+    assert rejects.total == 0
 
 
 @given(raw=st.binary(max_size=300))

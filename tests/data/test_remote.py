@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,9 +16,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +35,10 @@ from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import build
 from keepstep.data.loader import Loader, StepFeed, build_loaders
 from keepstep.data.node_cache import NodeCache
+from keepstep.data.opening import _Maps
+from keepstep.data.records import RecordOptions, texts_of
 from keepstep.data.remote import RemoteFile, Retry
+from keepstep.data.sources import find_files
 
 SEQ_LEN = 64
 QUICK = Retry(patience_s=20, first_wait_s=0.02, longest_wait_s=0.2)
@@ -501,6 +508,130 @@ def test_a_disk_that_is_really_full_is_one_clear_error_and_the_run_goes_on_once_
     assert "No space left on device" in message
     assert "make room on that disk, lower data.cache_limit or set data.cache_dir" in message
     assert same == "the same stream"
+
+
+class _Slow(OrderedDict[str, Any]):
+    """Others get their turn between looking something up and whatever is done next."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = super().get(key, default)
+        time.sleep(0.0002)
+        return found
+
+
+def test_training_and_evaluation_read_far_files_at_the_same_time(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number}.bin").write_bytes(bytes([number]) * 64)
+    files = [RemoteFile(f"file://{tmp_path}/{number}.bin", 64) for number in range(12)]
+    maps = _Maps(NodeCache(tmp_path / "cache", 1 << 20), _Slow())
+
+    def read(seed: int) -> None:
+        generator = random.Random(seed)
+        for _ in range(200):
+            number = generator.randrange(len(files))
+            assert int(maps.get(files[number])[0]) == number
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+
+
+def test_a_cached_file_that_lost_its_end_is_fetched_again(web: Web, data: Path, tmp_path: Path) -> None:
+    whole_epoch(loader(web.address("mds"), tmp_path))
+    for path in (tmp_path / "remote" / "files").iterdir():
+        os.truncate(path, path.stat().st_size // 2)
+    near, far = loader(str(data / "mds"), tmp_path), loader(web.address("mds"), tmp_path)
+    assert np.array_equal(whole_epoch(near), whole_epoch(far))
+
+
+def test_a_cached_file_is_on_the_disk_before_it_has_its_name(
+    web: Web, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part has its full length before its bytes come: a power cut would else leave zeros under the file's name."""
+    synced: list[Path] = []
+    monkeypatch.setattr("keepstep.data.node_cache.sync_file", synced.append)
+    really = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        assert self in synced
+        return really(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    name = next((data / "mds").glob("*.mds")).name
+    NodeCache(tmp_path, 1 << 30).open(RemoteFile(web.address(f"mds/{name}")), Path.read_bytes)
+    assert synced
+
+
+def test_samples_of_any_length_are_read_from_afar_whatever_the_first_shard_holds(
+    tmp_path: Path, tokenizer: Path, texts: list[str]
+) -> None:
+    """One sample alone is as long as all of its shard: that says nothing about the others."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:40]))
+    options = BuildOptions(
+        inputs=(str(path),), tokenizer_sha256=sha256_file(tokenizer), format="mds", task_bytes=len(texts[0]) + 10
+    )
+    build(tmp_path / "mds", make_plan(options), tokenizer, workers=1)
+    first = json.loads((tmp_path / "mds" / "index.json").read_text())["shards"][0]
+    assert first["samples"] == 1
+    near, far = (loader(place + str(tmp_path / "mds"), tmp_path) for place in ("", "file://"))
+    assert np.array_equal(whole_epoch(near), whole_epoch(far))
+
+
+class _WithoutLength(BaseHTTPRequestHandler):
+    """Sends files in chunks, as servers do that make or pack them on the way; closes early where it is told to."""
+
+    protocol_version = "HTTP/1.1"
+    raw = b""
+    cut = False
+
+    def log_message(self, *_: object) -> None:
+        """Stay quiet."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(b"%x\r\n" % len(self.raw) + self.raw + b"\r\n" + (b"" if self.cut else b"0\r\n\r\n"))
+        self.close_connection = True
+
+
+@pytest.fixture
+def chunked(corpus: Path) -> Iterator[str]:
+    _WithoutLength.raw, _WithoutLength.cut = corpus.read_bytes(), False
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _WithoutLength)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/corpus.jsonl"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_that_does_not_tell_a_file_length_gives_all_documents(chunked: str, texts: list[str]) -> None:
+    assert [file.size_bytes for file in find_files([chunked])] == [-1]
+    assert list(texts_of([chunked], RecordOptions())) == texts
+
+
+def test_a_transfer_that_breaks_off_is_no_damaged_file(chunked: str) -> None:
+    _WithoutLength.cut = True
+    with pytest.raises(HardwareError, match="could not be read to its end") as caught:
+        list(texts_of([chunked], RecordOptions()))
+    assert caught.value.hint is not None
+    assert "start the same command again" in caught.value.hint
+
+
+def test_missing_credentials_are_said_at_once() -> None:
+    class NoCredentialsError(Exception):
+        """As botocore calls it."""
+
+    def act() -> None:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    with pytest.raises(DataError, match="Unable to locate credentials"):
+        remote.with_retry("s3://bucket", act, Retry(sleep=lambda _: pytest.fail("waited")))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from keepstep.cli.main import main
-from keepstep.core.errors import DataError
+from keepstep.core.errors import DataError, HardwareError
 from keepstep.data.build.run import Share
 from keepstep.data.formats.megatron import MegatronReader, find_prefixes
 from keepstep.data.hub import HubAddress, Pace, fetch, list_files
@@ -23,13 +23,16 @@ from keepstep.data.stages import Pipeline
 
 
 class Hub:
-    """Files of one data set; the first `faults` requests for content fail."""
+    """Files of one data set; the first `faults` requests for content fail; the first `silences` about it get none."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
         self.faults = 0
+        self.silences = 0
+        self.later = ""
+        """The newest commit, once there is one after `commit`; its files are the same."""
         self.requests: list[str] = []
 
     def serve(self) -> ThreadingHTTPServer:
@@ -48,14 +51,23 @@ class Hub:
             def answer(self, *, body: bool) -> None:
                 path = self.path.split("?")[0]
                 hub.requests.append(path)
-                if "/tree/" in path:
+                if "/resolve/" in path and not body and hub.silences > 0:
+                    hub.silences -= 1
+                    self.send_error(520, "the server behind gave no answer")
+                elif "/tree/" in path:
                     listed: list[dict[str, Any]] = [
                         {"type": "file", "path": name, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
                         for name, raw in hub.files.items()
                     ]
                     self.send(json.dumps(listed).encode(), "application/json", body=body)
                 elif path.startswith("/api/datasets/"):
-                    facts = {"id": "owner/name", "sha": hub.commit, "siblings": [], "private": False, "tags": []}
+                    facts = {
+                        "id": "owner/name",
+                        "sha": hub.later or hub.commit,
+                        "siblings": [],
+                        "private": False,
+                        "tags": [],
+                    }
                     self.send(json.dumps(facts).encode(), "application/json", body=body)
                 else:
                     name = path.partition(f"/resolve/{hub.commit}/")[2]
@@ -120,6 +132,39 @@ def test_files_on_the_hub_are_listed_at_one_commit_and_fetched_through_faults(hu
     assert Path(path).read_bytes() == hub.files[HubAddress.parse(listed[0][0]).pattern]
 
 
+def test_a_hub_that_does_not_answer_is_waited_for_and_is_no_missing_file(hub: Hub, tmp_path: Path) -> None:
+    address = next(iter(list_files(ADDRESS)))[0]
+    hub.silences = 3
+    path = fetch(address, tmp_path / "copy", Retry(patience_s=60, first_wait_s=0.01))
+    assert Path(path).read_bytes() == hub.files[HubAddress.parse(address).pattern]
+    hub.silences = 1 << 20
+    with pytest.raises(HardwareError, match="could not be read"):
+        fetch(address, tmp_path / "other", Retry(patience_s=0.05, first_wait_s=0.01))
+
+
+def test_nobody_waits_for_a_hub_that_is_switched_off(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    address = next(iter(list_files(ADDRESS)))[0]
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE"):
+        fetch(address, tmp_path / "copy", Retry(patience_s=60, first_wait_s=0.01))
+
+
+def test_a_build_goes_on_at_the_commit_it_began_with(hub: Hub, tmp_path: Path, tokenizer: Path) -> None:
+    command = ["data", "build", ADDRESS, "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    command += ["--task-bytes", "500B", "--workers", "1"]
+    assert main([*command, "--task", "0/2"]) == 0
+    began_with, hub.later = hub.commit, "f" * 40
+    before = len(hub.requests)
+    assert main(command) == 0
+    resolved = [request for request in hub.requests[before:] if "/resolve/" in request]
+    assert resolved
+    assert all(began_with in request for request in resolved)
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 160
+
+
 def test_a_file_that_is_not_there_is_an_error_at_once(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not on the Hub"):
         fetch(f"hf://datasets/owner/name@{hub.commit}/none.jsonl", tmp_path)
@@ -164,3 +209,60 @@ def test_a_build_straight_from_the_hub(hub: Hub, tmp_path: Path, tokenizer: Path
     ]
     assert main(command) == 0
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 160
+
+
+def pipeline(out: Path, *inputs: Path | str, files: int = 0, into: int = 1, share: Share | None = None) -> Pipeline:
+    return Pipeline(out, tuple(map(str, inputs)), files, into, share or Share(), 1, Pace(0))
+
+
+def write_rows(path: Path, *texts: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def joined(work: Pipeline) -> list[str]:
+    for stage in ("download", "extract", "concatenate"):
+        assert work.run(stage)
+    files = sorted(work.folder("concatenate").glob("*.jsonl"))
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    return sorted(json.loads(line)["text"] for line in lines)
+
+
+def test_files_of_one_name_in_different_places_are_all_taken(tmp_path: Path) -> None:
+    for year in ("2023", "2024"):
+        write_rows(tmp_path / year / "crawl" / "en" / "0.jsonl", year)
+    packed = tmp_path / "2024" / "crawl" / "en" / "0.jsonl.zst"
+    packed.write_bytes(zstandard.compress(b'{"text": "packed"}\n'))
+    assert joined(pipeline(tmp_path / "out", tmp_path / "2023", tmp_path / "2024")) == ["2023", "2024", "packed"]
+
+
+def test_a_pipeline_with_other_inputs_or_options_than_it_began_with_is_refused(tmp_path: Path) -> None:
+    for number in range(4):
+        write_rows(tmp_path / "raw" / f"{number}.jsonl", str(number))
+    write_rows(tmp_path / "other" / "0.jsonl", "other")
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    assert not pipeline(out, raw, files=2, share=Share(0, 2)).run("download")
+    for changed in (pipeline(out, raw, files=3), pipeline(out, tmp_path / "other", files=2)):
+        with pytest.raises(DataError, match="was started with other"):
+            changed.run("download")
+    assert joined(pipeline(out, raw, files=2, into=2)) == ["0", "2"]
+    with pytest.raises(DataError, match="other into: 2 then, 1 now"):
+        pipeline(out, raw, files=2, into=1).run("concatenate")
+    with pytest.raises(DataError, match="other files: 2 then, 0 now"):
+        pipeline(out, raw, into=2).run("download")
+    # What came after the download began is for another one.
+    write_rows(tmp_path / "raw" / "4.jsonl", "4")
+    assert joined(pipeline(out, raw, files=2, into=2)) == ["0", "2"]
+
+
+def test_too_few_files_to_join_may_be_joined_into_fewer(tmp_path: Path) -> None:
+    write_rows(tmp_path / "raw" / "0.jsonl", "0")
+    with pytest.raises(DataError, match="cannot become 2"):
+        joined(pipeline(tmp_path / "out", tmp_path / "raw", into=2))
+    assert joined(pipeline(tmp_path / "out", tmp_path / "raw", into=1)) == ["0"]
+
+
+def test_what_is_no_lines_of_json_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("a text\n")
+    with pytest.raises(DataError, match="no lines of JSON"):
+        pipeline(tmp_path / "out", tmp_path / "notes.txt").run("download")

@@ -11,11 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_runs import TINY, losses, metrics, run_here, run_processes
 
 from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError, KeepstepError
+from keepstep.data.formats.megatron import MegatronWriter, token_dtype
 from keepstep.resilience.chaos import Fault, to_environment
 
 pytestmark = pytest.mark.slow
@@ -58,6 +60,23 @@ def test_a_stopped_run_goes_on_with_bitwise_the_same_losses(tmp_path: Path) -> N
     again = [line for line in metrics(tmp_path, "cut") if "loss" in line][len(resumed) :]
     assert [line["step"] for line in again] == [11, 12], "step 10 was the newest checkpoint"
     assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+
+
+def test_a_resumed_run_says_when_its_data_comes_in_another_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("web", "code"):
+        with MegatronWriter(tmp_path / name, token_dtype(128)) as writer:
+            for _ in range(4):
+                writer.add(np.arange(500) % 128)
+
+    def blended(web: int, code: int) -> str:
+        return f"data.blend={{{tmp_path / 'web'}: {web}, {tmp_path / 'code'}: {code}}}"
+
+    for number, (weights, is_other) in enumerate([((7, 3), False), ((7, 3), False), ((1, 1), True)], start=1):
+        run_here(tmp_path, blended(*weights), "data.path=", f"max_duration={2 * number}ba")
+        said = capsys.readouterr().err
+        assert ("weights [7, 3] then, [1, 1] now" in said) == is_other
 
 
 def test_sigterm_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path) -> None:

@@ -146,13 +146,15 @@ def verify(args: argparse.Namespace) -> int:
         print(json.dumps({"files": checked, "damages": [vars(damage) for damage in damages]}))
         return EXIT_DATA if damages else EXIT_DONE
     for damage in damages:
-        print(f"damaged  task {damage.task}  {damage.file} {damage.what}")
+        who = "the build" if damage.task is None else f"task {damage.task}"
+        print(f"damaged  {who}  {damage.file} {damage.what}")
     if not damages:
         print(f"whole    {checked} files match their checksums")
         print(f"next: keepstep data inspect {args.folder}")
         return EXIT_DONE
-    tasks = sorted({damage.task for damage in damages})
-    print(f"next: keepstep data verify {args.folder} --mend   then the build again: it redoes task {_listed(tasks)}")
+    tasks = sorted({damage.task for damage in damages if damage.task is not None})
+    redone = f"redoes task {_listed(tasks)}" if tasks else "writes what is missing"
+    print(f"next: keepstep data verify {args.folder} --mend   then the build again: it {redone}")
     return EXIT_DATA
 
 
@@ -170,8 +172,16 @@ def merge(args: argparse.Namespace) -> int:
     """Write one pair and say how large it is."""
     from keepstep.core.errors import DataError
     from keepstep.data.build.merge import merge as join
+    from keepstep.data.build.plan import is_unfinished, unfinished_error
     from keepstep.data.formats.megatron import find_prefixes
 
+    if is_unfinished(args.folder):
+        raise unfinished_error(str(args.folder))
+    if args.out.parent.resolve() == args.folder.resolve():
+        raise UsageError(
+            f"--out {args.out} lies in the folder that is merged: its documents would be in there twice",
+            "name a prefix in a folder of its own",
+        )
     prefixes = find_prefixes(args.folder)
     if not prefixes:
         raise DataError(f"{args.folder} holds no .bin/.idx pairs", "name a folder that keepstep data build wrote")

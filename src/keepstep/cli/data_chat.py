@@ -77,11 +77,21 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="answer as JSON")
 
 
+def _check_outputs(source: Path, outputs: list[Path]) -> None:
+    """What is written must not be what is read, now or when the command is given again."""
+    for path in outputs:
+        if source.exists() and source.resolve() in (path.resolve(), path.resolve().parent):
+            raise UsageError(f"{path} would be written where rows are read from ({source})", "name another place")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UsageError(f"--out and --valid-out are both {outputs[0]}", "name two files")
+
+
 def run_chat(args: argparse.Namespace) -> int:
     """Convert or generate, and say what became of every row."""
     from keepstep.data.chat_files import NumberedRow, read_conversations, write_canonical
     from keepstep.data.chat_generate import generate_rows
 
+    _check_outputs(Path(args.path), [path for path in (args.out, args.valid_out) if path])
     if args.path == "toolcalls":
         made = generate_rows(args.count, args.seed, args.split)
         rows = (NumberedRow("toolcalls", number, row.conversation) for number, row in enumerate(made, start=1))

@@ -58,12 +58,13 @@ def inspect(args: argparse.Namespace) -> int:
 def _print_samples(args: argparse.Namespace, documents: int) -> None:
     from keepstep.data.inspect import decoded_samples, open_documents
 
-    tokenizer = args.tokenizer or open_documents(args.path, args.cache, args.column)[0].tokenizer
+    data, found = open_documents(args.path, args.cache, args.column)
+    tokenizer = args.tokenizer or data.tokenizer
     if tokenizer is None or not documents:
         return
     spread = [documents * number // max(1, args.samples) for number in range(args.samples)]
     numbers, tokens = (spread, 60) if args.show is None else (args.show, 1 << 30)
-    for number, text in zip(numbers, decoded_samples(args.path, tokenizer, args.cache, numbers, tokens), strict=True):
+    for number, text in zip(numbers, decoded_samples(found, tokenizer, numbers, tokens), strict=True):
         shown = text if args.show is not None else text.replace("\n", "⏎")[:200]
         print(f"--- document {number}\n{shown}")
 
@@ -81,12 +82,15 @@ def _add_train_tokenizer(actions: Any) -> None:
 
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Train and write a tokenizer."""
-    from keepstep.data.records import RecordOptions, texts_of
+    from keepstep.data.records import RecordOptions, Rejects, not_nothing, texts_of
     from keepstep.data.tokenize import train_bpe
 
-    texts = texts_of(args.inputs, RecordOptions(args.field, lines=args.lines), max_chars=args.max_bytes)
-    size = train_bpe(texts, args.vocab, args.out, special=args.special)
+    rejects = Rejects()
+    texts = texts_of(args.inputs, RecordOptions(args.field, lines=args.lines), rejects, max_chars=args.max_bytes)
+    size = train_bpe(not_nothing(texts, rejects), args.vocab, args.out, special=args.special)
     print(f"tokens    {size:,}")
+    if rejects.total:
+        print("rejected  " + ", ".join(f"{count:,} {reason}" for reason, count in rejects.counts.most_common()))
     print(f"next: keepstep data build … --tokenizer {args.out} --eos '{args.special[0] if args.special else ''}'")
     return EXIT_DONE
 
@@ -117,6 +121,8 @@ def dedup(args: argparse.Namespace) -> int:
     print(f"documents {report.documents:,}")
     print(f"exact     {report.exact_duplicates:,} dropped")
     print(f"near      {report.near_duplicates:,} dropped")
+    if report.rejected:
+        print(f"rejected  {report.rejected:,} bad records")
     print(f"kept      {report.kept:,} in {args.out}")
     print(f"next: keepstep data build {args.out} …")
     return EXIT_DONE

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
+import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from keepstep.core.errors import DataError
 from keepstep.data.chat_import import RowFormat, convert, detect
@@ -79,9 +82,16 @@ def _read(file: str, number: int, row: Any, form: RowFormat | None) -> NumberedR
     if isinstance(row, _Unreadable):
         return Reject(file, number, row.reason, row.text)
     try:
-        return NumberedRow(file, number, convert(row, form))
+        conversation = convert(row, form)
+        json.dumps(conversation.row(), ensure_ascii=False).encode()
     except BadRow as bad:
         return Reject(file, number, str(bad), row)
+    except UnicodeEncodeError:
+        # An emoji cut in two, as JSON's escapes can write it: no tokenizer takes it and no file holds it.
+        return Reject(file, number, "it holds half of a character (a lone surrogate)", row)
+    except (TypeError, ValueError) as error:
+        return Reject(file, number, f"it cannot be written as JSON: {error}", row)
+    return NumberedRow(file, number, conversation)
 
 
 @dataclass(frozen=True)
@@ -94,21 +104,31 @@ def _raw_rows(file: Path) -> Iterator[Any]:
     if file.name.endswith(".parquet"):
         yield from _parquet_rows(file)
         return
-    if file.name.endswith(".json"):
-        try:
-            rows = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{file} is no JSON: {error}", "a .json file holds one list of rows") from None
-        yield from rows if isinstance(rows, list) else [rows]
-        return
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        for line in lines:
+    try:
+        yield from _json_rows(file) if file.name.endswith(".json") else _line_rows(file)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {error}", "the file is damaged: copy it again") from error
+
+
+def _json_rows(file: Path) -> Iterator[Any]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{file} is no JSON: {error}", "a .json file holds one list of rows") from None
+    yield from rows if isinstance(rows, list) else [rows]
+
+
+def _line_rows(file: Path) -> Iterator[Any]:
+    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+        for number, raw in enumerate(lines):
+            line = raw if number else raw.removeprefix(BOM_UTF8)
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
+                yield json.loads(line.decode())
             except ValueError as error:
-                yield _Unreadable(line.rstrip("\n"), f"the line is no JSON: {error}")
+                text = line.decode(errors="replace").rstrip("\r\n")
+                yield _Unreadable(text, f"the line is no JSON: {error}")
 
 
 def _parquet_rows(file: Path) -> Iterator[Any]:
@@ -116,8 +136,20 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise DataError(f"{file} needs pyarrow to be read", "pip install pyarrow, or give .jsonl") from None
-    for batch in parquet.ParquetFile(file).iter_batches(batch_size=512):
-        yield from batch.to_pylist()
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=512):
+            for row in batch.to_pylist():
+                yield {name: _without_nothing(value) for name, value in row.items()}
+    except (OSError, ValueError) as error:  # what pyarrow raises for damaged files
+        raise DataError(f"{file} cannot be read: {error}", "the file is damaged: copy it again") from error
+
+
+def _without_nothing(value: Any) -> Any:
+    """A table gives each row the fields of all others, with nothing in them: a call would have every call's arguments,
+    and a tool every tool's parameters."""
+    if isinstance(value, dict):
+        return {name: _without_nothing(item) for name, item in value.items() if item is not None}
+    return [_without_nothing(item) for item in value] if isinstance(value, list) else value
 
 
 def held_out(conversation: Conversation, share: float, seed: int) -> bool:
@@ -125,6 +157,25 @@ def held_out(conversation: Conversation, share: float, seed: int) -> bool:
     text = json.dumps(conversation.row(), sort_keys=True, ensure_ascii=False)
     drawn = hashlib.sha256(f"{seed} {text}".encode(errors="surrogatepass")).digest()[:8]
     return int.from_bytes(drawn, "little") < share * 2**64
+
+
+def reject_line(reject: Reject) -> str:
+    """A refused row as a line of a rejects file, whatever it holds."""
+    return json.dumps(reject.line(), ensure_ascii=False, default=str) + "\n"
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[TextIO]:
+    """A text file that gets its name once all is written; what cannot be UTF-8 is written as JSON's escape."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -140,17 +191,20 @@ class Written:
 def write_canonical(
     rows: Iterable[NumberedRow | Reject], out: Path, valid_out: Path | None, share: float, seed: int
 ) -> Written:
-    """Write canonical .jsonl, the held-out share apart, and the refused rows to `OUT.rejects.jsonl`."""
+    """Write canonical .jsonl, the held-out share apart, and the refused rows to `OUT.rejects.jsonl`.
+
+    All of them appear when the last row is written, `out` last.
+    """
     counts = {"kept": 0, "held_out": 0, "rejected": 0}
     rejects = out.with_name(out.name.removesuffix(".jsonl") + ".rejects.jsonl")
     out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
-        train = files.enter_context(out.open("w", encoding="utf-8"))
-        valid = files.enter_context(valid_out.open("w", encoding="utf-8")) if valid_out else None
-        refused = files.enter_context(rejects.open("w", encoding="utf-8"))
+        train = files.enter_context(written_whole(out))
+        refused = files.enter_context(written_whole(rejects))
+        valid = files.enter_context(written_whole(valid_out)) if valid_out else None
         for item in rows:
             if isinstance(item, Reject):
-                refused.write(json.dumps(item.line(), ensure_ascii=False) + "\n")
+                refused.write(reject_line(item))
                 counts["rejected"] += 1
                 continue
             line = json.dumps(item.conversation.row(), ensure_ascii=False) + "\n"

@@ -27,6 +27,8 @@ from keepstep.data.chat_files import (
     held_out,
     holds_conversations,
     read_conversations,
+    reject_line,
+    written_whole,
 )
 from keepstep.data.chat_generate import Split, generate_rows
 from keepstep.data.chat_masks import encode
@@ -86,10 +88,11 @@ class ChatSource:
 def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
     """Prepare at first use, then open."""
     tokenizer = _tokenizer_path(given, cache_dir)
-    size = tokenize.load(tokenizer).get_vocab_size()
+    size = tokenize.ids_below(tokenize.load(tokenizer))
     if size > given.vocab:
         raise DataError(
-            f"the tokenizer {tokenizer} has {size} tokens, but model.vocab is {given.vocab}", f"set model.vocab={size}"
+            f"the tokenizer {tokenizer} has ids up to {size - 1}, but model.vocab is {given.vocab}",
+            f"set model.vocab={size}",
         )
     source = replace(given, tokenizer=tokenizer)
     folder = prepare_folder(cache_dir / f"chat-{_key(source, tokenizer)}", lambda aside: _prepare(aside, source))
@@ -131,11 +134,11 @@ def _key(source: ChatSource, tokenizer: Path) -> str:
     files = [] if source.data.path == GENERATED else conversation_files(Path(source.data.path))
     files += conversation_files(Path(source.data.valid_path)) if source.data.valid_path else []
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    template = find_template(tokenizer, source.chat.template).source
+    template = find_template(tokenizer, source.chat.template)
     named = [
         _VERSION, sys.version if source.data.path == GENERATED else "", source.data.path, source.data.valid_path,
         source.data.valid_share, source.seq_len, source.seed, source.chat.format, source.chat.loss_on,
-        source.chat.generated_rows, stats, template,
+        source.chat.generated_rows, stats, template.source, template.bos, template.eos,
         hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]
@@ -147,11 +150,11 @@ def _prepare(folder: Path, source: ChatSource) -> None:
     encoder = _Encoder(template, tokenize.load(source.tokenizer), source)
     print(f"conversations: rendering and encoding {source.data.path}", file=sys.stderr)
     sides: dict[str, _Side] = {"train": _Side(), "valid": _Side()}
-    with (folder / "rejects.jsonl").open("w", encoding="utf-8") as refused:
+    with written_whole(folder / "rejects.jsonl") as refused:
         for side, item in _items(source):
             kept = encoder.add(sides[side], item)
             if isinstance(kept, Reject):
-                refused.write(json.dumps(kept.line(), ensure_ascii=False) + "\n")
+                refused.write(reject_line(kept))
     for name, one in sides.items():
         one.write(folder / name)
     facts = {

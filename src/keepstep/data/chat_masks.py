@@ -54,7 +54,12 @@ def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
     edges = sorted({edge for span in rendered.spans for edge in (span.start, span.end)})
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    if any(bool(((starts < edge) & (edge < ends)).any()) for edge in edges):
+    # Some tokenizers leave white space out of their offsets: a token may reach as far as its neighbours' offsets do.
+    before, after = np.append(0, ends), np.append(starts, len(rendered.text))
+    if any(
+        bool(((starts < edge) & (edge < ends)).any() or ((before < after) & (before <= edge) & (edge <= after)).any())
+        for edge in edges
+    ):
         return _piecewise(rendered, edges, tokenizer)
     loss = np.zeros(len(encoding.ids), dtype=np.bool_)
     for span in rendered.spans:

@@ -80,7 +80,7 @@ class ChatTemplate:
     """Renders conversations. `ends` are the texts that end a turn (the tokenizer's special tokens)."""
 
     def __init__(self, source: str = BUILT_IN, *, bos: str = "", eos: str = "", ends: Sequence[str] = ()) -> None:
-        self.source = source
+        self.source, self.bos, self.eos = source, bos, eos
         self._values = {"bos_token": bos, "eos_token": eos}
         self._ends = tuple(dict.fromkeys(text for text in (*ends, eos, TURN_END) if text))
         self._marks = Marks()

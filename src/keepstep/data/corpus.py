@@ -115,7 +115,7 @@ def prepare_folder(folder: Path, build: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / f".{folder.name}.lock") as alone:
+    with locked(folder.parent / f".{folder.name}.lock") as alone:
         if folder.is_dir():
             return folder
         if alone:
@@ -143,7 +143,7 @@ def _rename(aside: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[bool]:
     """Hold a file lock, which the kernel drops when we die; yields False where the file system has no locks."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

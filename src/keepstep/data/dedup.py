@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.core.files import write_json
+from keepstep.core.files import sync_file, write_json
 from keepstep.data.order import mix_array
-from keepstep.data.records import RecordOptions, Rejects, texts_of
+from keepstep.data.records import RecordOptions, Rejects, not_nothing, texts_of
 
 HASHES = 128
 BANDS = 32
@@ -102,11 +102,12 @@ def deduplicate(inputs: Sequence[str], out: Path, *, threshold: float, options: 
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.part")
     with aside.open("w", encoding="utf-8") as file:
-        for text in texts_of(inputs, options, rejects):
+        for text in not_nothing(texts_of(inputs, options, rejects), rejects):
             found = watch.look(text)
             counts[found] += 1
             if not found:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    sync_file(aside)
     aside.replace(out)
     report = DedupReport(sum(counts.values()), counts["exact"], counts["near"], counts[""], rejects.total, threshold)
     write_json(out.with_name(out.name + ".report.json"), asdict(report))

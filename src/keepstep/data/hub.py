@@ -92,13 +92,25 @@ def fetch(address: str, folder: Path | None = None, retry: Retry | None = None, 
 
 def _translate(address: str, act: Any) -> Any:
     """The Hub's own errors, as ours where waiting will not help."""
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         return act()
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        if isinstance(error.__cause__ or error, OfflineModeIsEnabled):
+            raise DataError(f"{address} is not here and HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from error
+        # What the client says when it could not ask: nothing is known about the file yet.
+        raise ConnectionError(f"the Hub cannot be asked: {error.__cause__ or error}") from error
     except GatedRepoError as error:
         raise DataError(f"{address} is gated: {error}", "accept its terms on the Hub, then hf auth login") from error
-    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
         raise DataError(f"{address} is not on the Hub", "check the name; private ones need hf auth login") from error
 
 

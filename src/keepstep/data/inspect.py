@@ -119,12 +119,11 @@ def plot_lengths(lengths: NDArray[np.int64], path: Path) -> None:
     plt.close(figure)
 
 
-def decoded_samples(path: str, tokenizer: Path, cache_dir: Path, numbers: list[int], tokens: int) -> list[str]:
+def decoded_samples(documents: Any, tokenizer: Path, numbers: list[int], tokens: int) -> list[str]:
     """The start of these documents as text."""
     from keepstep.data.tokenize import load
 
     decode = load(tokenizer).decode
-    _, documents = open_documents(path, cache_dir)
     count = len(documents.lengths)
     return [
         decode(

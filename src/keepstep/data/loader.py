@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from keepstep.data.order import sample_order
 from keepstep.data.rows import NO_LOSS, Rows, RowSource, SyntheticRows, split_documents
 
 _ORDER_BLOCK = 4096
+_CLOSE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Loader:
     def samples_per_epoch(self) -> int:
         """Rows before the data repeats."""
         return self._source.count
+
+    @property
+    def order_facts(self) -> dict[str, Any]:
+        """Everything that decides which row a sample number names."""
+        facts = {"rows": self._source.count, "seed": self._seed, "shuffle": self._shuffle, "window": self._window}
+        return facts if self._shuffle else {"rows": self._source.count, "shuffle": False}
 
     def rows(self, first_sample: int, count: int) -> Batch:
         """The samples [first_sample, first_sample + count) of the endless stream."""
@@ -82,6 +89,11 @@ class BlendedLoader(Loader):
         """Rows of all data sets together, each counted once."""
         return sum(loader.samples_per_epoch for loader in self._loaders)
 
+    @property
+    def order_facts(self) -> dict[str, Any]:
+        """Each data set's own, and how they are mixed."""
+        return {"weights": self._blend.counts, "parts": [loader.order_facts for loader in self._loaders]}
+
     def rows(self, first_sample: int, count: int) -> Batch:
         """Each data set's share of the range, put back in the blend's order."""
         chosen = self._blend.chosen(first_sample, count)
@@ -105,6 +117,19 @@ class BlendedLoader(Loader):
 def _joined(parts: list[NDArray[np.int64] | None], back: NDArray[np.int64]) -> NDArray[np.int64] | None:
     known = [part for part in parts if part is not None]
     return np.concatenate(known)[back] if len(known) == len(parts) else None
+
+
+def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first place where two loaders' `order_facts` differ, in words."""
+    for name in sorted({*before, *now}):
+        then, today = before.get(name), now.get(name)
+        if then == today:
+            continue
+        if name == "parts" and then and today and len(then) == len(today):
+            number = next(number for number, pair in enumerate(zip(then, today, strict=True)) if pair[0] != pair[1])
+            return f"data set {number + 1}: {changed_order(then[number], today[number])}"
+        return f"{name} {then} then, {today} now"
+    return "nothing"
 
 
 def to_batch(rows: Rows, first_sample: int) -> Batch:
@@ -163,9 +188,8 @@ class StepFeed:
         self.position = at
         """Global samples consumed by the steps handed out so far, over all ranks; skipped ones before them count."""
         self._skipped = tuple(skipped)
-        self._closed = threading.Event()
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
-        self._thread = self._start_reading()
+        self._prefetch = max(1, prefetch)
+        self._start_reading()
 
     def next_step(self) -> list[Batch]:
         """This rank's micro batches of the next step."""
@@ -177,29 +201,20 @@ class StepFeed:
         """Go on from another place, and leave these samples out."""
         self.close()
         self.position, self._skipped = at, tuple(skipped)
-        self._closed.clear()
-        self._thread = self._start_reading()
+        self._start_reading()
 
-    def _start_reading(self) -> threading.Thread:
-        thread = threading.Thread(target=self._read_ahead, args=(self.position,), name="keepstep-data", daemon=True)
-        thread.start()
-        return thread
+    def _start_reading(self) -> None:
+        # Each thread has a queue and an end of its own: one that is still busy with a file cannot disturb the next.
+        self._closed = threading.Event()
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=self._prefetch)
+        arguments = (self.position, self._skipped, self._ready, self._closed)
+        self._thread = threading.Thread(target=self._read_ahead, args=arguments, name="keepstep-data", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop reading ahead; safe to call twice."""
+        """Stop reading ahead; safe to call twice. Nobody waits for a store that is away: the thread ends by itself."""
         self._closed.set()
-        # The thread may be waiting for room in the queue.
-        while self._thread.is_alive():
-            self._drain()
-            self._thread.join(timeout=0.05)
-        self._drain()
-
-    def _drain(self) -> None:
-        while True:
-            try:
-                self._ready.get_nowait()
-            except queue.Empty:
-                return
+        self._thread.join(timeout=_CLOSE_WAIT_S)
 
     def _take(self) -> Batch:
         if self._closed.is_set():
@@ -211,26 +226,32 @@ class StepFeed:
             raise found
         return found
 
-    def _read_ahead(self, at: int) -> None:
+    def _read_ahead(
+        self,
+        at: int,
+        skipped: Sequence[tuple[int, int]],
+        ready: queue.Queue[Batch | BaseException],
+        closed: threading.Event,
+    ) -> None:
         try:
-            while self._offsets and not self._closed.is_set():
-                at = step_start(at, self._global_batch, self._skipped)
+            while self._offsets and not closed.is_set():
+                at = step_start(at, self._global_batch, skipped)
                 for offset in self._offsets:
-                    batch = self._loader.rows(at + offset, self._microbatch)
-                    if not self._offer(batch):
+                    if not _offer(self._loader.rows(at + offset, self._microbatch), ready, closed):
                         return
                 at += self._global_batch
         except BaseException as error:
-            self._offer(error)
+            _offer(error, ready, closed)
 
-    def _offer(self, item: Batch | BaseException) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._ready.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+
+def _offer(item: Batch | BaseException, ready: queue.Queue[Batch | BaseException], closed: threading.Event) -> bool:
+    while not closed.is_set():
+        try:
+            ready.put(item, timeout=0.2)
+            return True
+        except queue.Full:
+            continue
+    return False
 
 
 def step_start(at: int, count: int, skipped: Sequence[tuple[int, int]]) -> int:
@@ -260,10 +281,11 @@ def build_loaders(config: DataConfig, seq_len: int, vocab: int, seed: int, cache
         weights = list(config.blend.values())
         return Loaders(
             BlendedLoader([one.train for one in opened], weights),
-            _blended([one.valid for one in opened], weights),
+            # Files of their own are the same for each set: blended with themselves their rows would come many times.
+            opened[0].valid if config.valid_path else _blended([one.valid for one in opened], weights),
             opened[0].tokenizer,
             {"kind": "blend", "parts": [one.facts for one in opened]},
-            _blended([one.test for one in opened], weights),
+            opened[0].test if config.test_path else _blended([one.test for one in opened], weights),
         )
     return _open(config.path, cut, cache_dir)
 
@@ -315,6 +337,11 @@ def _split(data: DataSet, cut: Cut, cache_dir: Path) -> list[RowSource | None]:
         0.0 if file else share for file, share in zip(files, (config.valid_share, config.test_share), strict=True)
     ]
     ranges = split_documents(data.counts, shares)
+    if sum(data.counts) and not any(ranges[0]):
+        raise DataError(
+            f"the data is {sum(data.counts)} document(s), and data.valid_share and data.test_share hold out all of it",
+            "set both to 0, or give more documents: raw text has one a file, or one a line with data build --lines",
+        )
     # Held-out rows are read in a fixed order of their own, whatever order training follows.
     plain = replace(cut, config=replace(config, order="keepstep"))
     found: list[RowSource | None] = [data.rows(ranges[0], cut)]

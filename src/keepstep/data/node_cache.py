@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from keepstep.core.errors import DataError
+from keepstep.core.files import sync_file
 from keepstep.core.units import format_bytes
 from keepstep.data import remote
 from keepstep.data.remote import RemoteFile, Retry, with_retry
@@ -45,7 +46,7 @@ class NodeCache:
 
     def open(self, file: RemoteFile, use: Use[Opened]) -> Opened:
         """What `use` makes of a whole local copy, which is fetched when it is not here."""
-        return self._open(self._path(file.identity), lambda aside: self._fetch(file, aside), use)
+        return self._open(self._path(file.identity), file.size_bytes, lambda aside: self._fetch(file, aside), use)
 
     def open_unpacked(
         self,
@@ -66,7 +67,7 @@ class NodeCache:
                     unpack(source, aside)
 
         where = zipped.address if isinstance(zipped, RemoteFile) else zipped
-        return self._open(self._path(f"unpacked {_identity(zipped)} {size_bytes}"), make, use)
+        return self._open(self._path(f"unpacked {_identity(zipped)} {size_bytes}"), size_bytes, make, use)
 
     def _open_zipped(self, zipped: RemoteFile | Path) -> BinaryIO:
         if isinstance(zipped, Path):
@@ -79,11 +80,13 @@ class NodeCache:
     def _lock(self, path: Path) -> Path:
         return self.folder / "locks" / path.stem
 
-    def _open(self, path: Path, make: Callable[[Path], None], use: Use[Opened]) -> Opened:
+    def _open(self, path: Path, size_bytes: int, make: Callable[[Path], None], use: Use[Opened]) -> Opened:
         with _locked(self._lock(path)):
-            if not _touch(path):
+            if not _touch(path, size_bytes):
                 aside = path.with_name(path.name + ".part")
                 make(aside)
+                # It has its full length from the start: after a power cut zeros would pass for what it holds.
+                sync_file(aside)
                 aside.replace(path)
             try:
                 return use(path)
@@ -192,13 +195,13 @@ def _identity(zipped: RemoteFile | Path) -> str:
     return f"{zipped.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
-def _touch(path: Path) -> bool:
-    """Mark as used; False when the file is not here."""
+def _touch(path: Path, size_bytes: int) -> bool:
+    """Mark as used; False when the file is not here, or not as long as it has to be where that is known."""
     try:
         os.utime(path)
+        return size_bytes < 0 or path.stat().st_size == size_bytes
     except FileNotFoundError:
         return False
-    return True
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.core.files import write_atomic
+from keepstep.data.build.plan import DATASET, STATE, is_unfinished, unfinished_error
+from keepstep.data.corpus import locked
 from keepstep.data.formats import mds
 from keepstep.data.formats.mds import TokenShard
 from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_prefixes, is_prefix
@@ -74,6 +77,9 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     if path.startswith("hf://") or any(kind_of(one) for one in path.split(",")):
         return _open_raw(path, config, cache_dir)
     local = Path(path)
+    if is_unfinished(local):
+        # A part of the data would do for training, and be another data set once the build goes on.
+        raise unfinished_error(path)
     if (local / mds.INDEX).is_file():
         return _open_mds(local, config, cache_dir)
     prefixes = [local] if is_prefix(local) else find_prefixes(local) if local.is_dir() else []
@@ -81,8 +87,6 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
         prefixes = [local.with_suffix("")]
     if prefixes:
         return MegatronSet([MegatronReader(prefix) for prefix in prefixes], _beside(local))
-    if local.is_dir() and (local / ".keepstep" / "plan.json").is_file():
-        raise DataError(f"{path} is a build that has not finished", "start its keepstep data build command again")
     raise DataError(
         f"data.path is {path!r}, but no data is there",
         "give a folder or prefix that keepstep data build wrote, or demo, or synthetic",
@@ -119,9 +123,14 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
         eos=config.eos,
     )
     plan = make_plan(options)
-    folder = cache_dir / f"text-{hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]}"
-    # Whoever else builds the same folder at this moment writes the same bytes.
-    build(folder, plan, Path(config.tokenizer), workers=len(os.sched_getaffinity(0)))
+    # Beside what the plan says, when a file was changed: here a build too many costs less than old data.
+    changed = [one.stat().st_mtime_ns for one in map(Path, plan.versions) if not is_remote(str(one)) and one.is_file()]
+    folder = cache_dir / f"text-{hashlib.sha256(f'{plan.to_json()} {changed}'.encode()).hexdigest()[:12]}"
+    # One process of a node builds with all its cores while the others wait; on another node one writes the same bytes.
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with locked(cache_dir / f".{folder.name}.lock"):
+        if not (folder / DATASET).is_file():
+            build(folder, plan, Path(config.tokenizer), workers=len(os.sched_getaffinity(0)))
     return MegatronSet([MegatronReader(prefix) for prefix in find_prefixes(folder)], folder / "tokenizer.json")
 
 
@@ -232,6 +241,8 @@ def _open_packed(zipped: RemoteFile | Path, entry: mds.ShardEntry, column: str, 
 def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
     address = address.rstrip("/")
     names = _list_remote(address)
+    if STATE in names and DATASET not in names:
+        raise unfinished_error(address)
     tokenizer = _keep_tokenizer(f"{address}/tokenizer.json", cache.folder) if "tokenizer.json" in names else None
     if mds.INDEX in names:
         raw = read_remote(f"{address}/{mds.INDEX}")
@@ -241,7 +252,7 @@ def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
     stems = sorted(name[:-4] for name in names if name.endswith(".idx") and f"{name[:-4]}.bin" in names)
     if not stems:
         raise DataError(f"{address} holds neither an MDS index nor .bin/.idx files", "check the address")
-    hashes = _known_hashes(address) if "dataset.json" in names else {}
+    hashes = _known_hashes(address) if DATASET in names else {}
     maps = _Maps(cache)
 
     def file(name: str) -> RemoteFile:
@@ -288,7 +299,7 @@ def _list_remote(address: str) -> dict[str, int]:
 
 
 def _known_hashes(address: str) -> dict[str, dict[str, str]]:
-    facts = json.loads(read_remote(f"{address}/dataset.json"))
+    facts = json.loads(read_remote(f"{address}/{DATASET}"))
     return {file["name"]: {"sha256": file["sha256"]} for file in facts.get("files", [])}
 
 
@@ -298,15 +309,19 @@ class _Maps:
 
     cache: NodeCache
     _open: OrderedDict[str, NDArray[np.uint8]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Training reads ahead in a thread of its own while evaluation reads here."""
 
     def get(self, file: RemoteFile) -> NDArray[np.uint8]:
         """The bytes of a file, fetched when it is not here."""
-        found = self._open.get(file.address)
-        if found is None:
-            found = self.cache.open(file, lambda path: np.memmap(path, dtype=np.uint8, mode="r"))
+        with self._lock:
+            found = self._open.get(file.address)
+            if found is not None:
+                self._open.move_to_end(file.address)
+                return found
+        found = self.cache.open(file, lambda path: np.memmap(path, dtype=np.uint8, mode="r"))
+        with self._lock:
             self._open[file.address] = found
             while len(self._open) > _CACHED_OPEN_SHARDS:
                 self._open.popitem(last=False)
-        else:
-            self._open.move_to_end(file.address)
         return found

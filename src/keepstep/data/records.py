@@ -7,18 +7,27 @@ small file that unpacks to terabytes, is skipped in pieces and counted as a gian
 from __future__ import annotations
 
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from keepstep.core.errors import DataError
+from keepstep.core.errors import DataError, HardwareError
+from keepstep.data.remote import is_network
 from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
+from keepstep.data.zstd_frames import Unzstd
 
 BLOCK_BYTES = 1 << 19
 """Raw bytes read, and about the text handed on, at a time: what is done to them finds them in the processor's cache."""
 SAMPLES_KEPT = 20
 """Rejected records written down for each task."""
+
+_REMEDIES = {
+    "missing field": "name the right field with --field, or mend the input",
+    "field is not text": "name the right field with --field, or mend the input",
+    "giant document": "raise --max-document; for plain text, --lines makes each line a document",
+}
 
 Line = bytes | bytearray | memoryview
 """One line without its end; most are views of the block they were read in."""
@@ -55,6 +64,16 @@ class Rejects:
         """Records rejected."""
         return self.counts.total()
 
+    def complaint(self, where: str, seen: int) -> DataError:
+        """That too many of the records seen are bad, with the first of them and what may help."""
+        first = self.samples[0]
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.counts.most_common())
+        return DataError(
+            f"{where} rejected {self.total:,} of {seen:,} records ({reasons}); "
+            f"the first is in {first['file']} at {first['place']}: {first['sample'][:80]!r}",
+            _REMEDIES.get(self.counts.most_common(1)[0][0], "mend the input"),
+        )
+
 
 class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
@@ -83,6 +102,17 @@ def texts_of(
                     max_chars -= len(text)
                     if max_chars <= 0:
                         return
+
+
+def not_nothing(texts: Iterator[str], rejects: Rejects) -> Iterator[str]:
+    """The same texts; an error where there are none, with the reason where every record was rejected."""
+    first = next(texts, None)
+    if first is None:
+        if rejects.total:
+            raise rejects.complaint("reading", rejects.total)
+        raise DataError("the inputs hold no text", "give files that are not empty")
+    yield first
+    yield from texts
 
 
 def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
@@ -149,24 +179,35 @@ def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects) -> Iterator[tup
             want = BLOCK_BYTES if remaining is None else min(BLOCK_BYTES, remaining)
             block = _read(file, want, piece.path) if want else b""
             if remaining is not None:
+                if want and not block:
+                    raise DataError(
+                        f"{piece.path} became shorter after the build began",
+                        "inputs must stay as they are while they are read: build what is there now into another --out",
+                    )
                 remaining -= len(block)
+            if not block:
+                break
             if skipping:
                 end = block.find(b"\n")
                 if end < 0:
-                    if not block:
-                        return
                     continue
                 block, skipping = block[end + 1 :], False
-            if not block and (remaining is None or remaining <= 0):
-                break
             lines, rest = _cut_lines(rest, block)
+            if lines and not number and not piece.start:
+                lines[0] = _without_mark(lines[0])
             if len(rest) > max_line_bytes:
                 rejects.add("giant document", piece.path, number + len(lines), rest)
                 rest, skipping = bytearray(), True
             yield number, lines
             number += len(lines)
         if rest:
-            yield number, [_finish_line(file, rest, piece, max_line_bytes, rejects, number)]
+            line = _finish_line(file, rest, piece, max_line_bytes, rejects, number)
+            yield number, [line if number or piece.start else _without_mark(line)]
+
+
+def _without_mark(line: Line) -> Line:
+    """A file's first line without the mark that some editors put before UTF-8."""
+    return line[len(BOM_UTF8) :] if bytes(line[: len(BOM_UTF8)]) == BOM_UTF8 else line
 
 
 def _cut_lines(rest: bytearray, block: bytes) -> tuple[list[Line], bytearray]:
@@ -208,16 +249,10 @@ def _open_at(piece: Piece) -> tuple[Any, int | None]:
     if piece.compression == ".gz":
         return _Inflating(file, zlib.decompressobj(wbits=31), piece.path), None
     if piece.compression == ".zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError("reading .zst needs zstandard", "pip install zstandard") from error
-        # The window bounds the memory a frame may ask for.
-        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-        return decompressor.stream_reader(file, read_across_frames=True, closefd=True), None
+        return Unzstd(file, piece.path), None
     if piece.start:
         file.seek(piece.start - 1)
-    return file, piece.stop - piece.start
+    return file, None if piece.stop < 0 else piece.stop - piece.start
 
 
 def open_decompressed(path: str) -> Any:
@@ -264,11 +299,16 @@ class _Inflating:
         while True:
             if not self._input:
                 self._input = self._file.read(1 << 18)
+            ends = not self._input
             if self._inflate.eof:
-                if not self._input:
+                # Tapes and some stores fill the last block up with zeros.
+                self._input = self._input.lstrip(b"\0")
+                if ends:
                     return b""
+                if not self._input:
+                    continue
                 self._inflate = zlib.decompressobj(wbits=31)
-            elif not self._input:
+            elif ends:
                 raise DataError(f"{self._path} ends in the middle", "the file is truncated: copy it again")
             found: bytes = self._inflate.decompress(self._input, size)
             self._input = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
@@ -282,6 +322,11 @@ def _read(file: _Stream, size: int, path: str) -> bytes:
     except DataError:
         raise
     except Exception as error:  # zlib, zstandard and remote systems each raise their own
+        if "://" in path and (isinstance(error, OSError) or is_network(error)):
+            raise HardwareError(
+                f"{path} could not be read to its end: {type(error).__name__}: {error}",
+                "the store or the network is down: start the same command again when it is back",
+            ) from error
         raise DataError(f"{path} cannot be unpacked: {error}", "the file is damaged: copy it again") from error
 
 
@@ -347,7 +392,7 @@ def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterat
                 return
     raw = b"".join(parts)
     try:
-        text = raw.decode()
+        text = raw.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError:
         rejects.add("bad UTF-8", piece.path, 0, raw)
         return

@@ -17,7 +17,8 @@ from keepstep.core.errors import DataError, HardwareError
 
 _BLOCK_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "abfs": "azure", "az": "azure", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
-_NETWORK_WORDS = ("Connect", "Timeout", "Disconnected", "ServiceRe", "ServerError")
+_NETWORK_WORDS = ("Connect", "Timeout", "Disconnected", "ServiceRe", "ServerError", "Payload")
+_CREDENTIAL_WORDS = ("Credential", "Authentication")
 
 
 def is_remote(path: str) -> bool:
@@ -66,7 +67,10 @@ def with_retry(what: str, act: Callable[[], Any], retry: Retry) -> Any:
         except (DataError, HardwareError):
             raise
         except Exception as error:  # every file system has errors of its own; all of them may be the network
-            if isinstance(error, FileNotFoundError | PermissionError) and not _is_network(error):
+            if not is_network(error) and (
+                isinstance(error, FileNotFoundError | PermissionError)
+                or any(word in type(error).__name__ for word in _CREDENTIAL_WORDS)
+            ):
                 raise DataError(
                     f"{what} is missing or not ours to read: {error}", "check the address, then its credentials"
                 ) from error
@@ -89,7 +93,7 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _is_network(error: BaseException) -> bool:
+def is_network(error: BaseException) -> bool:
     """Whether a lost connection hides behind an error: some file systems call an unreachable file a missing one."""
     cause: BaseException | None = error
     while cause is not None:

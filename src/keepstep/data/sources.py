@@ -8,6 +8,7 @@ compressed or plain-text file stays whole.
 from __future__ import annotations
 
 import glob
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ _SUFFIXES: dict[str, Kind] = {
     ".py": "text",
 }
 _COMPRESSIONS = (".gz", ".zst")
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5")
+_PLACES = 5
+_PLACE_BYTES = 1 << 14
+
+BUILD_STATE = ".keepstep"
+"""The folder in which a build keeps what it knows about itself."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,16 @@ class SourceFile:
 
     path: str
     size_bytes: int
+    """-1 where a server does not say."""
     kind: Kind
     compression: str
+    version: str = ""
+    """What a store calls this content of the file; empty where it has no name for it."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one file: bytes [start, stop), or row groups [start, stop) of a Parquet file."""
+    """A part of one file: bytes or, in a Parquet file, row groups [start, stop); up to its end where stop is -1."""
 
     path: str
     kind: Kind
@@ -82,7 +92,7 @@ def _local_files(name: str) -> Iterator[SourceFile]:
     if named:
         candidates = [path]
     elif path.is_dir():
-        candidates = [one for one in path.rglob("*") if not any(part.startswith(".") for part in one.parts)]
+        candidates = _below(path)
     else:
         candidates = [Path(one) for one in glob.glob(name, recursive=True)]  # noqa: PTH207 - absolute patterns
     for candidate in candidates:
@@ -95,6 +105,17 @@ def _local_files(name: str) -> Iterator[SourceFile]:
             yield SourceFile(str(candidate), candidate.stat().st_size, *known)
 
 
+def _below(folder: Path) -> list[Path]:
+    """Everything below a folder but what is hidden, and but what builds wrote there: that is nobody's input."""
+    everything = list(folder.rglob("*"))
+    built = {one.parent for one in everything if one.name == BUILD_STATE} - {folder}
+    return [
+        one
+        for one in everything
+        if not any(part.startswith(".") for part in one.relative_to(folder).parts) and built.isdisjoint(one.parents)
+    ]
+
+
 def _remote_files(name: str) -> Iterator[SourceFile]:
     if name.startswith("hf://"):
         from keepstep.data.hub import list_files
@@ -104,15 +125,54 @@ def _remote_files(name: str) -> Iterator[SourceFile]:
             if known is not None:
                 yield SourceFile(path, size_bytes, *known)
         return
-    from keepstep.data.remote import filesystem
+    from keepstep.data.remote import Retry, with_retry
 
-    system, path = filesystem(name)
     protocol = name.split("://", 1)[0]
-    for found in system.glob(path) if "*" in path else [path] if system.isfile(path) else system.find(path):
+    for found, facts in with_retry(name, lambda: _list_remote(name), Retry()).items():
         known = kind_of(found)
         if known is not None:
             address = found if "://" in found else f"{protocol}://{found}"
-            yield SourceFile(address, int(system.size(found) or 0), *known)
+            size_bytes = facts.get("size")
+            # Web servers that share an address may each have a tag of their own for the same file.
+            keys = () if protocol in ("http", "https") else _VERSION_KEYS
+            version = next((str(facts[key]) for key in keys if facts.get(key)), "")
+            yield SourceFile(address, -1 if size_bytes is None else int(size_bytes), *known, version)
+
+
+def _list_remote(name: str) -> dict[str, dict[str, Any]]:
+    """What is known about each file behind an address or a pattern of addresses, by its path."""
+    from keepstep.data.remote import filesystem
+
+    system, path = filesystem(name)
+    # A listing remembered from before would hide a file that has come since.
+    system.invalidate_cache()
+    if "*" in path:
+        found: dict[str, dict[str, Any]] = system.glob(path, detail=True)
+    else:
+        facts = system.info(path)
+        found = {path: facts} if facts["type"] == "file" else system.find(path, detail=True)
+    # Pages of links tell no sizes.
+    return {
+        one: facts if facts.get("size") is not None else system.info(one)
+        for one, facts in found.items()
+        if facts["type"] == "file"
+    }
+
+
+def content_version(file: SourceFile) -> str:
+    """A short name for what a file holds: the store's own, or a checksum of a few places of a local file.
+
+    A copy has the same name as its original, on every machine; a small file never keeps its name when it is changed.
+    """
+    if "://" in file.path:
+        return file.version
+    digest = hashlib.sha256()
+    with open_binary(file.path) as stream:
+        last = max(0, file.size_bytes - _PLACE_BYTES)
+        for place in sorted({last * number // (_PLACES - 1) for number in range(_PLACES)}):
+            stream.seek(place)
+            digest.update(stream.read(_PLACE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def cut_tasks(files: Sequence[SourceFile], task_bytes: int) -> list[list[Piece]]:
@@ -133,6 +193,9 @@ def cut_tasks(files: Sequence[SourceFile], task_bytes: int) -> list[list[Piece]]
 def _cut_file(file: SourceFile, task_bytes: int) -> Iterator[tuple[Piece, int]]:
     if file.kind == "parquet":
         yield from _cut_parquet(file, task_bytes)
+        return
+    if file.size_bytes < 0:
+        yield Piece(file.path, file.kind, file.compression, 0, -1), 0
         return
     can_cut = file.kind == "jsonl" and not file.compression
     step = task_bytes if can_cut else max(1, file.size_bytes)

@@ -1,21 +1,24 @@
 """Download → extract → concatenate → tokenise as one pipeline that can stop anywhere and go on.
 
 Each stage works file by file, writes aside and renames, and is marked only when all its files are whole; the next one
-refuses to start before that. Shares (`i/n`) may run on many machines: whoever finishes last writes the mark.
+refuses to start before that. Shares (`i/n`) may run on many machines: whoever finishes last writes the mark. What the
+first of them found, and was asked for, is written down: it holds for all, and for every later start.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from keepstep.core.errors import DataError, UsageError
-from keepstep.core.files import write_json
+from keepstep.core.files import sync_file, sync_folder, write_json, write_once
 from keepstep.data.build.run import Share
 from keepstep.data.hub import Pace, fetch
 from keepstep.data.node_cache import NodeCache
@@ -25,6 +28,10 @@ from keepstep.data.sources import SourceFile, find_files
 
 Stage = Literal["download", "extract", "concatenate", "tokenise"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+PLAN = "plan.json"
+"""In a stage's folder: what it was begun with."""
+DONE = "done.json"
+"""In a stage's folder: that it is whole."""
 
 SLIMPAJAMA = "hf://datasets/cerebras/SlimPajama-627B/train/chunk*/example_train_chunk*_shard*.jsonl.zst"
 SLIMPAJAMA_FILES = 72
@@ -67,11 +74,15 @@ class Pipeline:
 
     def is_done(self, stage: Stage) -> bool:
         """Whether a stage is marked."""
-        return (self.folder(stage) / "done.json").is_file()
+        return (self.folder(stage) / DONE).is_file()
 
     def run(self, stage: Stage) -> bool:
         """Do our share of a stage; True when the stage as a whole is done."""
+        if stage == "concatenate" and (self.folder(stage) / PLAN).is_file():
+            self._settle(stage, {"into": self.into})
         if self.is_done(stage):
+            if stage == "download" and (self.folder(stage) / PLAN).is_file():
+                self._files()
             return True
         before = STAGES.index(stage) - 1
         if before >= 0 and not self.is_done(STAGES[before]):
@@ -82,25 +93,50 @@ class Pipeline:
         self.folder(stage).mkdir(parents=True, exist_ok=True)
         match stage:
             case "download":
-                return self._each(stage, {self._name(file): self._downloader(file) for file in self._files()})
+                files = _named(self._files())
+                return self._each(stage, {name: self._downloader(file) for name, file in files.items()})
             case "extract":
                 sources = self._outputs("download")
                 return self._each(stage, {_unpacked_name(path.name): _extractor(path) for path in sources})
             case "concatenate":
-                return self._each(stage, self._groups(self._outputs("extract")))
+                groups = self._groups(self._outputs("extract"))
+                self._settle(stage, {"into": self.into})
+                return self._each(stage, groups)
             case "tokenise":
                 raise AssertionError("tokenising is a build")
 
     def _files(self) -> list[SourceFile]:
+        """The files to take: those that were there when the download began, on the Hub at the commit of that day."""
+        asked = {"inputs": list(self.inputs), "files": self.sample}
+        path = self.folder("download") / PLAN
+        found = [] if path.is_file() else [asdict(file) for file in self._look()]
+        return [SourceFile(**file) for file in self._settle("download", asked, {"found": found})["found"]]
+
+    def _look(self) -> list[SourceFile]:
         files = find_files(self.inputs)
+        for file in files:
+            if file.kind != "jsonl":
+                raise DataError(
+                    f"{file.path} holds no lines of JSON, and lines are what the pipeline joins",
+                    "keepstep data build reads such files as they are",
+                )
         if 0 < self.sample < len(files):
             return [files[len(files) * number // self.sample] for number in range(self.sample)]
         return files
 
-    @staticmethod
-    def _name(file: SourceFile) -> str:
-        """A flat name that keeps files of different folders apart."""
-        return "_".join(file.path.split("://")[-1].strip("/").split("/")[-3:])
+    def _settle(self, stage: Stage, asked: dict[str, Any], found: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a stage was begun with, which is what is asked for now, or else an error."""
+        path = self.folder(stage) / PLAN
+        if not path.is_file():
+            write_once(path, json.dumps({**asked, **(found or {})}, indent=1) + "\n")
+        known: dict[str, Any] = json.loads(path.read_text())
+        for name, wanted in asked.items():
+            if known[name] != wanted:
+                raise DataError(
+                    f"{self.folder(stage)} was started with other {name}: {known[name]!r} then, {wanted!r} now",
+                    "give the same to go on, or another --out",
+                )
+        return known
 
     def _downloader(self, file: SourceFile) -> Callable[[Path], None]:
         def act(target: Path) -> None:
@@ -115,7 +151,7 @@ class Pipeline:
                 shutil.rmtree(cache.folder, ignore_errors=True)
             else:
                 shutil.copyfile(file.path, target)
-            if file.size_bytes and target.stat().st_size != file.size_bytes:
+            if file.size_bytes >= 0 and target.stat().st_size != file.size_bytes:
                 raise DataError(
                     f"{file.path} came with {target.stat().st_size:,} bytes instead of {file.size_bytes:,}",
                     "start the same command again",
@@ -148,6 +184,7 @@ class Pipeline:
             aside = folder / f".{name}.{os.getpid()}.part"
             try:
                 work[name](aside)
+                sync_file(aside)
                 aside.replace(folder / name)
             finally:
                 aside.unlink(missing_ok=True)
@@ -157,14 +194,28 @@ class Pipeline:
         if not all((folder / name).exists() for name in names):
             return False
         for leftover in folder.glob(".*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            # Whoever finishes at the same moment clears away, too.
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+        sync_folder(folder)
         sizes = {name: (folder / name).stat().st_size for name in names}
-        write_json(folder / "done.json", {"files": len(names), "bytes": sum(sizes.values())})
+        write_json(folder / DONE, {"files": len(names), "bytes": sum(sizes.values())})
         return True
 
 
 def _is_output(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.name != "done.json"
+    return path.is_file() and not path.name.startswith(".") and path.name not in (PLAN, DONE)
+
+
+def _named(files: Sequence[SourceFile]) -> dict[str, SourceFile]:
+    """Flat names that keep all files apart, unpacked ones too."""
+    short = ["_".join(file.path.split("://")[-1].strip("/").split("/")[-3:]) for file in files]
+    times = Counter(map(_unpacked_name, short))
+    named = {
+        name if times[_unpacked_name(name)] == 1 else f"{number:05d}_{name}": file
+        for number, (name, file) in enumerate(zip(short, files, strict=True))
+    }
+    assert len(named) == len(files), "two files have one name"
+    return named
 
 
 def _unpacked_name(name: str) -> str:

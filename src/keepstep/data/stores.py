@@ -62,6 +62,7 @@ class MdsStore:
         self.is_far = is_far
         self._open: OrderedDict[int, TokenShard] = OrderedDict()
         self._lock = threading.Lock()
+        self._width: int | None = None
         self.ends: NDArray[np.int64] = np.cumsum([entry.samples for entry in entries], dtype=np.int64)
 
     @property
@@ -95,11 +96,20 @@ class MdsStore:
         return found
 
     def width(self) -> int:
-        """Tokens of each sample when the first shard's are all equal, else 0; later shards are held to it when read."""
-        for number, entry in enumerate(self.entries):
-            if entry.samples:
-                return self.shard(number).width
-        return 0
+        """Tokens of each sample when all are equal, else 0: told from the first shard and the others' sizes, and held
+        against each when it is read."""
+        if self._width is None:
+            self._width = self._find_width()
+        return self._width
+
+    def _find_width(self) -> int:
+        first = next((number for number, entry in enumerate(self.entries) if entry.samples), None)
+        if first is None:
+            return 0
+        shard = self.shard(first)
+        # Beside its samples and an offset for each, a shard holds its columns' description: the same in all.
+        heads = {entry.bytes - entry.samples * (shard.sample_bytes + 4) for entry in self.entries if entry.samples}
+        return shard.width if len(heads) == 1 else 0
 
 
 class MdsRecordRows:

@@ -44,15 +44,25 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path, *, special: Sequence
 
 
 def load(path: Path) -> Any:
-    """A Hugging Face `tokenizers.Tokenizer` from a tokenizer.json."""
+    """A Hugging Face `tokenizers.Tokenizer` from a tokenizer.json, for texts of any length."""
     from tokenizers import Tokenizer
 
     if not path.is_file():
         raise DataError(f"tokenizer {path} is missing", "give the path of a tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for whatever it cannot parse
         raise DataError(f"{path} is not a tokenizer.json: {error}", "export it with tokenizer.save(path)") from error
+    # transformers saves how the tokenizer was last called: documents would be cut, or filled up, to some old length.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def ids_below(tokenizer: Any) -> int:
+    """All ids of a tokenizer are below this; some leave numbers out, so that it is not the number of its tokens."""
+    known: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return max(known.values(), default=-1) + 1
 
 
 def special_id(tokenizer: Any, text: str, path: Path) -> int:
@@ -95,8 +105,7 @@ class Encoder:
     @functools.cached_property
     def vocab(self) -> int:
         """Ids are below this."""
-        known: dict[str, int] = self._exact.get_vocab(with_added_tokens=True)
-        return max(known.values(), default=-1) + 1
+        return ids_below(self._exact)
 
     @property
     def is_fast(self) -> bool:

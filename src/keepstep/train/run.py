@@ -6,6 +6,7 @@ The only file that sees the whole configuration; every part below is handed its 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
-from keepstep.data.loader import Loaders, StepFeed, build_loaders
+from keepstep.data.loader import Loaders, StepFeed, build_loaders, changed_order
 from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder, read_last_step
 from keepstep.observe.logs import recording
@@ -190,12 +191,16 @@ class _Run:
             self.saver.check_grace(self.clock.step, self.stop, self.config.resilience.grace_s)
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
-        state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
+        state = {**self.state.tensors(), "numbers": self._numbers(), "tail": list(self.recorder.tail)}
         self.saver.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)}, durable)
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
-        self.keeper.keep(self.clock.step, {"numbers": self.state.numbers(), "tail": list(self.recorder.tail)})
+        self.keeper.keep(self.clock.step, {"numbers": self._numbers(), "tail": list(self.recorder.tail)})
+
+    def _numbers(self) -> dict[str, Any]:
+        """Plain values of the state, and what the data position among them counts."""
+        return {**self.state.numbers(), "order": self.loaders.train.order_facts}
 
     def _before_update(self) -> None:
         """Weights are about to change: whoever copies them must have them first."""
@@ -289,7 +294,7 @@ class _Run:
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
         else:
             self.state.adopt(loaded.values["numbers"], into)
-            self._resumed(loaded.where.name, loaded.values.get("tail", []))
+            self._resumed(loaded.where.name, loaded.values)
         return True
 
     def _resume_from_memory(self) -> bool:
@@ -299,15 +304,23 @@ class _Run:
         if step is None or (newest is not None and newest.step > step):
             return False
         values = self.keeper.restore(step)
-        self._resumed("memory", values["tail"])
+        self._resumed("memory", values)
         return True
 
-    def _resumed(self, source: str, tail: list[dict[str, Any]]) -> None:
+    def _resumed(self, source: str, values: Mapping[str, Any]) -> None:
         if self.world.is_first:
             recorded = read_last_step(self.folder.metrics)
+            tail = values.get("tail", [])
             self.recorder.complete([line for line in tail if line["step"] <= self.clock.step], recorded)
         self.recorder.event("resume", step=self.clock.step, folder=source)
         self.recorder.note(f"resumed at step {self.clock.step} from {source}")
+        before, now = values["numbers"].get("order"), self.loaders.train.order_facts
+        if before is not None and before != now:
+            self.recorder.note(
+                f"notice: the order of the data changed ({changed_order(before, now)}): sample {self.clock.samples:,} "
+                "is another row now, so some rows come twice and some not at all; for one unbroken stream give the run "
+                "the data it began with"
+            )
 
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device

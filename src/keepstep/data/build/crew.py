@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.core.errors import DataError
+from keepstep.core.errors import DataError, KeepstepError
 from keepstep.data.build.plan import TOKENIZER, Plan
 from keepstep.data.build.progress import Progress
 from keepstep.data.fast import FastLoad
@@ -83,8 +83,10 @@ class Crew:
 
     def _hire(self) -> None:
         ours, theirs = self._context.Pipe()
-        forked = self._encoder if self._context.get_start_method() == "fork" else None
-        arguments = (theirs, self._folder, self._plan, forked, self._threads)
+        forks = self._context.get_start_method() == "fork"
+        # A forked worker has our ends of all pipes open, too: were they to stay so, no worker would hear that we died.
+        ours_too = [*self._workers, ours] if forks else []
+        arguments = (theirs, ours_too, self._folder, self._plan, self._encoder if forks else None, self._threads)
         process = self._context.Process(target=_work_on_tasks, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -133,15 +135,26 @@ class Crew:
         if self._deaths > _DEATHS_ALLOWED:
             raise DataError(
                 f"{self._deaths} workers died, the last on {where} ({how})",
-                "memory may be short: use fewer --workers, then start the same command again",
+                "memory may be short: use fewer --workers, then start the same command again"
+                if code < 0
+                else "what each of them said last is printed above",
             )
         self._progress.notice(f"a worker died on {where} ({how}): doing it again")
         self._waiting += reversed(worker.tasks)
         self._hire()
 
 
-def _work_on_tasks(connection: Connection, folder: Path, plan: Plan, encoder: Encoder | None, threads: int) -> None:
-    """The life of a worker. A parent that dies closes the pipe, which ends us after the task at hand."""
+def _work_on_tasks(
+    connection: Connection,
+    not_ours: Sequence[Connection],
+    folder: Path,
+    plan: Plan,
+    encoder: Encoder | None,
+    threads: int,
+) -> None:
+    """The life of a worker. A parent that dies closes the pipe, which ends us when we next say or ask something."""
+    for other in not_ours:
+        other.close()
     # Read when the exact tokenizer's thread pool starts, that is with the first batch.
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     from keepstep.data.build.task import TaskRun
@@ -160,8 +173,9 @@ def _work_on_tasks(connection: Connection, folder: Path, plan: Plan, encoder: En
             connection.send(("next",))
         if publishing is not None:
             connection.send(("done", publishing.wait(), encoder.notice))
-    except DataError as error:
-        connection.send(("failed", DataError(error.message, error.hint)))
+    except KeepstepError as error:
+        with contextlib.suppress(ConnectionError):
+            connection.send(("failed", type(error)(error.message, error.hint)))
     except (EOFError, ConnectionError, KeyboardInterrupt):
         return
 

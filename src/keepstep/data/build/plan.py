@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.core.errors import DataError, UsageError
-from keepstep.core.files import write_atomic
+from keepstep.core.files import write_atomic, write_once
 from keepstep.data.filters import FilterOptions
 from keepstep.data.records import RecordOptions
-from keepstep.data.sources import Piece, cut_tasks, find_files
+from keepstep.data.sources import BUILD_STATE, Piece, content_version, cut_tasks, find_files
 
-STATE = ".keepstep"
+STATE = BUILD_STATE
 TOKENIZER = "tokenizer.json"
 DATASET = "dataset.json"
 REJECTS = "rejects.jsonl"
@@ -60,10 +60,25 @@ class Plan:
     options: BuildOptions
     tasks: list[list[Piece]]
     input_bytes: int
+    versions: dict[str, str] = field(default_factory=dict)
+    """What each input holds, as far as a few places of it tell."""
 
     def to_json(self) -> str:
         """The same text for the same plan, whoever writes it."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan that was written down."""
+        raw = json.loads(text)
+        options = raw["options"]
+        nested = {
+            "inputs": tuple(options["inputs"]),
+            "records": RecordOptions(**options["records"]),
+            "filters": FilterOptions(**options["filters"]),
+        }
+        tasks = [[Piece(**piece) for piece in task] for task in raw["tasks"]]
+        return cls(BuildOptions(**{**options, **nested}), tasks, raw["input_bytes"], raw.get("versions", {}))
 
 
 def sha256_file(path: Path) -> str:
@@ -76,12 +91,12 @@ def make_plan(options: BuildOptions) -> Plan:
     """Look at the inputs and cut the work."""
     _check(options)
     files = find_files(options.inputs)
-    total = sum(file.size_bytes for file in files)
+    total = sum(max(0, file.size_bytes) for file in files)
     size = options.task_bytes or min(_LARGEST_TASK, max(_SMALLEST_TASK, total // _TASKS_WANTED))
     if options.limit:
         size = max(1, total) + 1
     tasks = [cut_tasks([file], 1 << 62)[0] for file in files] if options.task_per_file else cut_tasks(files, size)
-    return Plan(options, tasks, total)
+    return Plan(options, tasks, total, {file.path: content_version(file) for file in files})
 
 
 def _check(options: BuildOptions) -> None:
@@ -95,31 +110,52 @@ def _check(options: BuildOptions) -> None:
         raise UsageError(f"--max-reject-share is {options.max_reject_share}, but it is a share between 0 and 1")
 
 
-def settle_plan(folder: Path, plan: Plan, tokenizer: Path) -> None:
-    """Write the plan down, or make sure that the folder was started with the same one."""
+def settle_plan(folder: Path, plan: Plan, tokenizer: Path) -> Plan:
+    """Write the plan down, or make sure that the folder was started with the same one; the plan to follow."""
     path = folder / STATE / "plan.json"
-    text = plan.to_json()
     if not path.exists():
-        write_atomic(folder / TOKENIZER, tokenizer.read_bytes())
-        write_atomic(path, text)
-        return
-    known = path.read_text()
-    if known != text:
+        # Of two builds that begin at the same moment one is the folder's, and the other goes on from here like any.
+        write_once(path, plan.to_json())
+    known = Plan.from_json(path.read_text())
+    # On the Hub an address may mean a newer commit by now; the one that the build began with is still there.
+    moved_on = known.options == plan.options and all(name.startswith("hf://") for name in plan.options.inputs)
+    # A plan of an earlier keepstep says nothing about what its inputs held.
+    as_known = plan if known.versions else replace(plan, versions={})
+    if known != as_known and not moved_on:
+        difference = _difference(json.loads(known.to_json()), json.loads(as_known.to_json()))
         raise DataError(
-            f"{folder} was started with other inputs or options: {_difference(json.loads(known), json.loads(text))}",
+            f"{folder} was started with other inputs or options: {difference}",
             "give the same inputs and options to go on, or another --out",
         )
+    # Whoever goes on tokenises with the folder's own copy, and it stays with the data.
+    copy = folder / TOKENIZER
+    if not copy.is_file() or sha256_file(copy) != known.options.tokenizer_sha256:
+        write_atomic(copy, tokenizer.read_bytes())
+    return known
 
 
 def _difference(known: Any, wanted: Any, at: str = "") -> str:
     """The first place where two plans differ, in words."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         for key in sorted({*known, *wanted}, key=lambda key: (key == "tasks", key)):
-            if known.get(key) != wanted.get(key):
-                return _difference(known.get(key), wanted.get(key), f"{at}.{key}".lstrip("."))
+            if known.get(key) == wanted.get(key):
+                continue
+            if at == "versions":
+                return f"{key} holds something else now"
+            return _difference(known.get(key), wanted.get(key), f"{at}.{key}".lstrip("."))
     if isinstance(known, list) and isinstance(wanted, list):
         return f"{at} differ" if len(known) == len(wanted) else f"{len(known)} {at} then, {len(wanted)} now"
     return f"{at} was {known!r}, now it is {wanted!r}"
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a folder is a build that has begun and is not whole."""
+    return (folder / STATE / "plan.json").is_file() and not (folder / DATASET).is_file()
+
+
+def unfinished_error(where: str) -> DataError:
+    """What to say to whoever wants the data of such a build."""
+    return DataError(f"{where} is a build that has not finished", "start its keepstep data build command again")
 
 
 def marker_path(folder: Path, task: int) -> Path:

@@ -46,7 +46,7 @@ def build(
     `loading` is the fast encoder of the same tokenizer, where the caller began to load it earlier.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settle_plan(folder, plan, tokenizer)
+    plan = settle_plan(folder, plan, tokenizer)
     mine = list(range(share.number, len(plan.tasks), share.of))
     left = open_tasks(folder, mine)
     progress = Progress(_task_bytes(plan), left)

@@ -108,7 +108,8 @@ class TaskRun:
             if isinstance(error, FileNotFoundError) and marker_path(self._folder, self.task).exists():
                 # Another worker did the same task, finished the build and cleared what it did not need.
                 return
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            # A broken pipe is no disk: whoever we report to is gone.
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | ConnectionError):
                 raise DataError(
                     f"task {self.task} cannot be written to {self._folder}: {error.strerror or error}",
                     "make room or mend the disk, then start the same command again: finished tasks are kept",
@@ -145,10 +146,15 @@ class _Job:
             self.text_chars += chars
             wants_more = self.output.write(*add_ends(ids, lengths, bos, eos, self.dtype))
             report(chars, len(ids))
-            _judge(self.task, self.rejects, self.output.documents, options.max_reject_share, at_end=False)
+            self._judge(at_end=False)
             if not wants_more:
                 break
-        _judge(self.task, self.rejects, self.output.documents, options.max_reject_share, at_end=True)
+        self._judge(at_end=True)
+
+    def _judge(self, *, at_end: bool) -> None:
+        """Stop at too many bad records. What a filter dropped was a sound one."""
+        sound = self.output.documents + self.dropped.total()
+        _judge(self.task, self.rejects, sound, self.options.max_reject_share, at_end=at_end)
 
     def finish(self) -> dict[str, Any]:
         """Close the files; what the marker says about the task."""
@@ -196,16 +202,11 @@ def proof_sample(texts: list[str], chars: int) -> list[str]:
     return sample
 
 
-def _judge(task: int, rejects: Rejects, taken: int, share: float, *, at_end: bool) -> None:
-    seen = rejects.total + taken
+def _judge(task: int, rejects: Rejects, sound: int, share: float, *, at_end: bool) -> None:
+    seen = rejects.total + sound
     if rejects.total > share * seen and (at_end or seen >= _RECORDS_BEFORE_JUDGING):
-        first = rejects.samples[0]
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejects.counts.most_common())
-        raise DataError(
-            f"task {task} rejected {rejects.total:,} of {seen:,} records ({reasons}); "
-            f"the first is in {first['file']} at {first['place']}: {first['sample'][:80]!r}",
-            "mend the input, name another --field, or allow more with --max-reject-share",
-        )
+        error = rejects.complaint(f"task {task}", seen)
+        raise DataError(error.message, f"{error.hint}; or allow more with --max-reject-share")
 
 
 def _dtype(options: BuildOptions, vocab: int) -> np.dtype[Any]:

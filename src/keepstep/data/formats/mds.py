@@ -266,6 +266,8 @@ class TokenShard:
         alike = len(sizes) > 0 and len(self._sizes) == 1 and bool(np.all(sizes == sizes[0]))
         self.width = len(self.tokens(0)) if alike else 0
         """Tokens of every sample when all are equal and alone in their shard, else 0."""
+        self.sample_bytes = int(sizes[0]) if len(sizes) else 0
+        """Bytes of the first sample."""
 
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self._path} {what}", "the shard is damaged: copy it again, or run keepstep data verify")

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_atomic
+from keepstep.data.formats.mapped import map_file
 
 SIZE_LIMIT = 1 << 26
 INDEX = "index.json"
@@ -253,7 +254,7 @@ class TokenShard:
             raise DataError(f"{path} is missing", "copy the shard again, or run keepstep data verify") from error
         if size_bytes != entry.bytes:
             raise self._damaged(f"is {size_bytes:,} bytes long, its index says {entry.bytes:,}")
-        self._raw: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        self._raw = map_file(path)
         self._column, self._dtype, self._shaped = _find_column(entry, column, path)
         self._sizes = entry.column_sizes
         head = 4 + 4 * (entry.samples + 1)

@@ -260,10 +260,11 @@ class TokenShard:
         head = 4 + 4 * (entry.samples + 1)
         if size_bytes < head or int(self._raw[:4].view("<u4")[0]) != entry.samples:
             raise self._damaged(f"does not hold the {entry.samples:,} samples its index says")
-        self._offsets = self._raw[4:head].view("<u4").astype(np.int64)
-        if self._offsets[0] < head or self._offsets[-1] > size_bytes or np.any(np.diff(self._offsets) < 0):
+        # A view of the file: copies of thousands of open shards would fill gigabytes in each process.
+        self._offsets = self._raw[4:head].view("<u4")
+        sizes = np.diff(self._offsets.astype(np.int64))
+        if self._offsets[0] < head or self._offsets[-1] > size_bytes or np.any(sizes < 0):
             raise self._damaged("has sample offsets outside the file")
-        sizes = np.diff(self._offsets)
         alike = len(sizes) > 0 and len(self._sizes) == 1 and bool(np.all(sizes == sizes[0]))
         self.width = len(self.tokens(0)) if alike else 0
         """Tokens of every sample when all are equal and alone in their shard, else 0."""
@@ -277,7 +278,7 @@ class TokenShard:
     def table(self) -> NDArray[Any]:
         """A shard of equal samples as one view of the file, one sample a row; their sizes were checked, so the first
         one's head speaks for all."""
-        step = int(self._offsets[1] - self._offsets[0])
+        step = self.sample_bytes
         start = int(self._offsets[1]) - self.width * self._dtype.itemsize
         shape, strides = (len(self._offsets) - 1, self.width), (step, self._dtype.itemsize)
         return np.ndarray(shape, self._dtype, self._raw.data, start, strides)

@@ -227,6 +227,20 @@ def test_another_plan_in_the_same_folder_is_refused(tmp_path: Path, corpus: Path
         run(tmp_path / "out", options(corpus, tokenizer, eos=""), tokenizer)
 
 
+def test_a_mistake_in_the_first_command_leaves_the_folder_to_the_next(
+    tmp_path: Path, corpus: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "none.json").write_text("{")
+    for chosen, given in (
+        (options(corpus, tokenizer, eos="<nope>"), tokenizer),
+        (options(corpus, tmp_path / "none.json"), tmp_path / "none.json"),
+    ):
+        with pytest.raises(DataError, match=r"has no token|is not a tokenizer"):
+            run(tmp_path / "out", chosen, given)
+    run(tmp_path / "out", options(corpus, tokenizer), tokenizer)
+    assert verify(tmp_path / "out")[1] == []
+
+
 def test_of_two_builds_that_begin_at_once_in_one_folder_one_is_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

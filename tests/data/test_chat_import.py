@@ -89,6 +89,25 @@ def test_hermes_with_python_quotes_and_several_calls() -> None:
     assert [message["content"] for message in convert(HERMES).messages if message["role"] == "tool"] == ["1", "2"]
 
 
+def test_calls_and_answers_in_turns_of_their_own() -> None:
+    """As LLaMA-Factory writes them: tools and system beside the turns, calls as turns, one or several."""
+    asked = [{"name": "add", "arguments": {"city": city}} for city in ("Rome", "Bonn")]
+    tool = {"name": "add", "description": "", "parameters": SCHEMA}
+    for said in (asked, asked[:1], asked[0]):
+        turns = [("human", "Add."), ("function_call", json.dumps(said)), ("observation", "1"), ("gpt", "It is in.")]
+        row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+        made = convert({**row, "system": "Be brief.", "tools": json.dumps([tool])})
+        assert [message["role"] for message in made.messages] == ["system", "user", "assistant", "tool", "assistant"]
+        assert made.messages[0]["content"] == "Be brief."
+        listed = said if isinstance(said, list) else [said]
+        assert calls_of(made.messages[2]) == [(item["name"], item["arguments"]) for item in listed]
+
+
+def test_the_older_function_call_is_a_call() -> None:
+    made = {"role": "assistant", "content": "I look.", "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    assert calls({"messages": [{"role": "user", "content": "x"}, made]}) == [[("f", {"a": 1})]]
+
+
 def test_toolace_names_with_spaces_and_nested_values() -> None:
     row = json.loads(json.dumps(TOOLACE))
     assert calls(row)[0] == [
@@ -119,6 +138,11 @@ def test_arguments_as_text_and_as_object_are_the_same() -> None:
         ({**XLAM, "answers": '[{"name": "live_giveaways", "arguments": "[1]"}]'}, "not an object"),
         ({**GLAIVE, "chat": "hello"}, "does not start with"),
         ({"colour": "red"}, "no known format"),
+        (
+            {**HERMES, "conversations": [{"from": "narrator", "value": "x"}, *HERMES["conversations"]]},
+            "role 'narrator'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "holds image_url"),
         (["a", "list"], "not an object"),
     ],
 )

@@ -81,3 +81,23 @@ def test_two_processes_prepare_once(tmp_path: Path) -> None:
 def test_unigram_perplexity_of_uniform_tokens_is_their_number() -> None:
     tokens = np.tile(np.arange(50), 1000)
     assert unigram_perplexity(tokens, tokens) == pytest.approx(50, rel=1e-3)
+
+
+def test_a_prepared_folder_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("keepstep.data.corpus.sync_file", lambda path: synced.append(path.name))
+    really = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        assert sorted(synced) == ["a.npy", "b.npy"]
+        return really(self, target)
+
+    def build(folder: Path) -> None:
+        (folder / "inside").mkdir()
+        (folder / "a.npy").touch()
+        (folder / "inside" / "b.npy").touch()
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert (corpus.prepare_folder(tmp_path / "made", build) / "inside" / "b.npy").is_file()

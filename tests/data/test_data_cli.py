@@ -13,6 +13,7 @@ import pytest
 from keepstep.cli.main import main
 from keepstep.data.dedup import signature, similarity
 from keepstep.data.formats.mds import TokenShardWriter, write_index
+from keepstep.data.formats.megatron import MegatronWriter, token_dtype
 from keepstep.data.tokenize import load
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -71,6 +72,24 @@ def test_inspect_decodes_a_column_of_any_name(
     words = ["data", "inspect", str(tmp_path / "set"), "--column", "input_ids", "--tokenizer", str(tokenizer)]
     assert main(words) == 0
     assert "def hello" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["build", "train-tokenizer", "dedup", "chat", "pipeline", "merge"])
+def test_a_place_that_cannot_be_written_is_one_clear_line(
+    action: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n')
+    (tmp_path / "a file").touch()
+    source = tmp_path / "in.jsonl"
+    if action == "merge":
+        source = tmp_path / "pairs"
+        with MegatronWriter(source / "a", token_dtype(100)) as writer:
+            writer.add(np.arange(9))
+    words = ["data", action, str(source), "--out", str(tmp_path / "a file" / "out")]
+    assert main([*words, *(["--tokenizer", str(tokenizer)] if action in ("build", "pipeline") else [])]) == 4
+    said = capsys.readouterr().err
+    assert "a file" in said
+    assert "check the path, its rights and the room on its disk" in said
 
 
 @pytest.mark.parametrize("action", ["train-tokenizer", "dedup"])

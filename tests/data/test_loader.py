@@ -130,6 +130,23 @@ def test_closing_and_going_back_do_not_wait_for_a_store_that_is_away() -> None:
     feed.close()
 
 
+def test_whoever_waits_for_data_says_so_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.data.loader._WAITING_S", 0.01)
+    source = _Stuck(50, free=0)
+    feed = StepFeed(Loader(source, seed=0, shuffle=False), 0, 4, 4, 0, 1, prefetch=1)
+    said = 0
+
+    def waiting() -> None:
+        nonlocal said
+        said += 1
+        if said == 3:
+            source.let_go.set()
+
+    assert feed.next_step(waiting)[0].first_sample == 0
+    assert said >= 3
+    feed.close()
+
+
 def test_what_decides_the_order_is_told_in_words() -> None:
     def facts(*weights: float, rows: int = 50, seed: int = 1) -> dict[str, Any]:
         parts = [Loader(_Numbers(count), seed=seed, shuffle=True) for count in (40, rows)]

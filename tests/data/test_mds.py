@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +111,20 @@ def test_a_missing_shard_is_named_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"shard\.00000\.mds is missing") as caught:
         build_loaders(DataConfig(path=str(tmp_path)), 16, 1000, 1, tmp_path)
     assert "verify" in (caught.value.hint or "")
+
+
+def test_an_open_shard_takes_next_to_no_memory(tmp_path: Path) -> None:
+    writer = mds.TokenShardWriter(tmp_path, "shard", np.dtype(np.int32))
+    writer.add_rows(np.zeros((100_000, 8), np.int32))
+    writer.flush()
+    mds.write_index(tmp_path, writer.entries)
+    (entry,) = mds.parse_index((tmp_path / "index.json").read_bytes(), "index")
+    mds.TokenShard(tmp_path / entry.basename, entry, "tokens")
+    tracemalloc.start()
+    try:
+        shard = mds.TokenShard(tmp_path / entry.basename, entry, "tokens")
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert shard.table.shape == (100_000, 8)
+    assert held_bytes < 50_000

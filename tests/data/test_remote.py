@@ -427,6 +427,21 @@ def test_s3_gives_the_stream_of_the_disk_within_its_cache(name: str, data: Path,
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("s3")
+def test_inputs_on_s3_are_listed_with_their_sizes_and_versions(data: Path) -> None:
+    expected = [(path.name, path.stat().st_size) for path in sorted((data / "bin").glob("*.json*"))]
+    assert expected
+    for name in ("s3://bucket/bin", "s3://bucket/bin/*.json*"):
+        found = find_files([name])
+        assert [(file.path.rpartition("/")[2], file.size_bytes) for file in found] == expected
+        assert all(file.version for file in found)
+    (one,) = find_files(["s3://bucket/bin/dataset.json"])
+    assert one.path == "s3://bucket/bin/dataset.json"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("s3")
 def test_a_tokenizer_stays_when_files_push_each_other_out(data: Path, tokenizer: Path, tmp_path: Path) -> None:
     limit = 2 * max(path.stat().st_size for path in (data / "mds").glob("*.mds")) + 100
     config = DataConfig(path="s3://bucket/mds", valid_share=0.0, cache_limit=ByteSize(limit), shuffle_window=200)

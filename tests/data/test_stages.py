@@ -262,6 +262,14 @@ def test_too_few_files_to_join_may_be_joined_into_fewer(tmp_path: Path) -> None:
     assert joined(pipeline(tmp_path / "out", tmp_path / "raw", into=1)) == ["0"]
 
 
+def test_without_a_number_files_are_joined_into_as_many_as_there_are(tmp_path: Path) -> None:
+    for number in range(3):
+        write_rows(tmp_path / "raw" / f"{number}.jsonl", str(number))
+    work = pipeline(tmp_path / "out", tmp_path / "raw", into=0)
+    assert joined(work) == joined(work) == ["0", "1", "2"]
+    assert len(list(work.folder("concatenate").glob("*.jsonl"))) == 3
+
+
 def test_what_is_no_lines_of_json_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("a text\n")
     with pytest.raises(DataError, match="no lines of JSON"):

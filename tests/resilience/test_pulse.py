@@ -32,6 +32,28 @@ def test_a_process_is_overdue_after_the_time_it_named_itself() -> None:
     board.close()
 
 
+def test_one_that_waits_for_its_data_says_so_and_is_overdue_when_it_stops_saying_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("keepstep.resilience.pulse.time.monotonic", lambda: now[0])
+    board = Board(1)
+    pulse = Pulse(board.path, 0, ResilienceConfig(hang_s=10.0, start_timeout_s=1800.0))
+    for step in range(4):
+        pulse.stepped(step)
+    for _ in range(300):
+        now[0] += 1.0
+        pulse.waiting()
+        assert board.read(0).waits
+        assert not board.read(0).overdue
+    now[0] += 11.0
+    assert board.read(0).overdue
+    pulse.stepped(4)
+    assert not board.read(0).waits
+    assert pulse.limit_s == 10.0, "time spent on waiting says nothing about steps"
+    board.close()
+
+
 def test_slow_steps_are_no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("keepstep.resilience.pulse.time.monotonic", lambda: now[0])

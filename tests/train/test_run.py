@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +21,7 @@ from tiny_runs import TINY, losses, metrics, run_here, run_processes
 
 from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError, KeepstepError
+from keepstep.data.formats.mds import TokenShardWriter, write_index
 from keepstep.data.formats.megatron import MegatronWriter, token_dtype
 from keepstep.resilience.chaos import Fault, to_environment
 
@@ -77,6 +82,38 @@ def test_a_resumed_run_says_when_its_data_comes_in_another_order(
         run_here(tmp_path, blended(*weights), "data.path=", f"max_duration={2 * number}ba")
         said = capsys.readouterr().err
         assert ("weights [7, 3] then, [1, 1] now" in said) == is_other
+
+
+def test_a_wait_for_data_is_no_hang(tmp_path: Path) -> None:
+    """One of two processes waits for its data longer than a step may take, the other for it."""
+    writer = TokenShardWriter(tmp_path / "far", "shard", np.dtype(np.int32))
+    for _ in range(40):
+        writer.add_rows(np.arange(256).reshape(16, 16) % 128)
+        writer.flush()
+    write_index(tmp_path / "far", writer.entries)
+    asked = itertools.count(1)
+
+    class Slow(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Stay quiet."""
+
+        def do_GET(self) -> None:
+            if self.path.endswith(".mds") and next(asked) == 20:
+                time.sleep(6)
+            super().do_GET()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Slow, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        words = [f"data=http://127.0.0.1:{server.server_address[1]}/far", "data.valid_share=0.0", "data.prefetch=1"]
+        words += ["data.shuffle_window=16", "resilience.hang_s=3", "max_duration=60ba"]
+        done = run_processes(tmp_path, 2, *words)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    assert next(asked) > 20
+    assert "fault" not in done.stderr
 
 
 def test_sigterm_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep.cli import data_chat, data_look, data_stages
 from keepstep.cli.data_common import add_action, parse_share, print_build, size
-from keepstep.core.errors import EXIT_DATA, EXIT_DONE, UsageError
+from keepstep.core.errors import EXIT_DATA, EXIT_DONE, DataError, UsageError
 
 HAS_ACTIONS = True
 
@@ -27,8 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Call the action's function."""
-    code: int = args.call(args)
+    """Call the action's function; a disk or a path that does not do is the user's to mend."""
+    try:
+        code: int = args.call(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise DataError(
+            f"{where}{error.strerror or error}",
+            "check the path, its rights and the room on its disk, then start the same command again",
+        ) from error
     return code
 
 
@@ -170,7 +179,6 @@ def _add_merge(actions: Any) -> None:
 
 def merge(args: argparse.Namespace) -> int:
     """Write one pair and say how large it is."""
-    from keepstep.core.errors import DataError
     from keepstep.data.build.merge import merge as join
     from keepstep.data.build.plan import is_unfinished, unfinished_error
     from keepstep.data.formats.megatron import find_prefixes

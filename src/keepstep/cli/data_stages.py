@@ -22,7 +22,9 @@ def add_actions(actions: Any) -> None:
     parser.add_argument("--tokenizer", required=True, type=Path, help="a tokenizer.json")
     parser.add_argument("--eos", default="", help="text of the token after each document")
     parser.add_argument("--files", type=int, default=0, help="take this many files, evenly spread; default: all")
-    parser.add_argument("--into", type=int, default=0, help="files to concatenate into; default: 72, or fewer inputs")
+    parser.add_argument(
+        "--into", type=int, default=0, help="files to concatenate into; default: 72, or as many as there are"
+    )
     parser.add_argument("--stage", choices=("download", "extract", "concatenate", "tokenise"), help="one stage alone")
     parser.add_argument("--task", default="0/1", metavar="I/N", help="do only this share of each stage")
     parser.add_argument("--workers", type=int, default=0, help="default: one a core")
@@ -33,12 +35,11 @@ def add_actions(actions: Any) -> None:
 def pipeline(args: argparse.Namespace) -> int:
     """Run the stages in order."""
     from keepstep.data.hub import Pace
-    from keepstep.data.stages import SLIMPAJAMA, SLIMPAJAMA_FILES, STAGES, Pipeline
+    from keepstep.data.stages import SLIMPAJAMA, STAGES, Pipeline
 
     workers = args.workers or len(os.sched_getaffinity(0))
     inputs = tuple(SLIMPAJAMA if name == "slimpajama" else name for name in args.inputs)
-    into = args.into or (min(SLIMPAJAMA_FILES, args.files) if args.files else SLIMPAJAMA_FILES)
-    work = Pipeline(args.out, inputs, args.files, into, parse_share(args.task), workers, Pace(args.rate))
+    work = Pipeline(args.out, inputs, args.files, args.into, parse_share(args.task), workers, Pace(args.rate))
     for stage in (args.stage,) if args.stage else STAGES:
         print(f"stage {stage}", file=sys.stderr)
         if stage == "tokenise":

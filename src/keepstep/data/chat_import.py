@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from keepstep.data.chat_rows import BadRow, Conversation, call, canonical, parsed, parsed_list
+from keepstep.data.chat_rows import BadRow, Conversation, call, canonical, parsed, parsed_list, plain_role
 
 RowFormat = Literal["messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"]
 
@@ -132,18 +132,25 @@ def _split_objects(text: str) -> tuple[str, list[Any]]:
 def _from_hermes(row: Mapping[str, Any]) -> Conversation:
     tools = parsed_list(row.get("tools"), "tools")
     messages: list[dict[str, Any]] = []
-    for turn in _turns(row):
-        role, text = str(turn.get("from") or turn.get("role")), str(turn.get("value") or turn.get("content") or "")
+    apart = [{"from": "system", "value": row["system"]}] if row.get("system") else []
+    for turn in [*apart, *_turns(row)]:
+        named, text = str(turn.get("from") or turn.get("role")), str(turn.get("value") or turn.get("content") or "")
+        role = "call" if named == "function_call" else plain_role(named)
         if role == "system":
             listed = _TOOLS.search(text)
             if listed and not tools:
                 tools = _listed_tools(listed[1])
             if not listed and text.strip():
                 messages.append({"role": "system", "content": text.strip()})
-        elif role in ("tool", "function"):
+        elif role == "tool":
             answers = _TOOL_RESPONSE.findall(text) or [text.strip()]
             messages += [{"role": "tool", "content": answer} for answer in answers]
-        elif role in ("gpt", "assistant"):
+        elif role == "call":
+            # As LLaMA-Factory writes them: a turn of their own, one call or a list of them.
+            asked = [_object(item) for item in parsed_list(text, "a function_call's words")]
+            made = [call(item.get("name"), item.get("arguments")) for item in asked]
+            messages.append({"role": "assistant", "content": "", "tool_calls": made})
+        elif role == "assistant":
             calls = [_python_or_json(body) for body in _TOOL_CALL.findall(text)]
             made = [call(item.get("name"), item.get("arguments")) for item in calls]
             content = _TOOL_CALL.sub("", text).strip()
@@ -151,7 +158,7 @@ def _from_hermes(row: Mapping[str, Any]) -> Conversation:
                 raise BadRow("a <tool_call> does not end")
             messages.append({"role": "assistant", "content": content, "tool_calls": made})
         else:
-            messages.append({"role": "user", "content": text})
+            messages.append({"role": named, "content": text})
     return canonical(messages, tools)
 
 

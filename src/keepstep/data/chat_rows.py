@@ -159,17 +159,24 @@ def parsed_list(value: Any, what: str) -> list[Any]:
     return list(value)
 
 
+def plain_role(named: str) -> str:
+    """The role that others call by another name; a name that nobody knows stays what it is."""
+    return _ROLE_NAMES.get(named, named)
+
+
 def _message(value: Any, number: int) -> Message:
     if not isinstance(value, Mapping):
         raise BadRow(f"message {number} is {type(value).__name__}, not an object")
     named = str(value.get("role", ""))
-    role = _ROLE_NAMES.get(named, named)
+    role = plain_role(named)
     if role not in ROLES:
         raise BadRow(f"message {number} has the role {named!r}, which is none of {', '.join(ROLES)}")
     content = _text(value.get("content"), number)
     message: Message = {"role": role, "content": content}
     if role == "assistant":
-        found = [_call(item) for item in parsed_list(value.get("tool_calls"), "tool_calls")]
+        # function_call is what OpenAI had before tool_calls.
+        asked = value.get("tool_calls") or value.get("function_call")
+        found = [_call(item) for item in parsed_list(asked, "tool_calls")]
         if found:
             message["tool_calls"] = found
         elif not content:
@@ -196,11 +203,17 @@ def _text(content: Any, number: int) -> str:
             return content
         case list() if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
             return "".join(part["text"] for part in content)
+        case list() if seen := [part["type"] for part in content if isinstance(part, Mapping) and _is_media(part)]:
+            raise BadRow(f"message {number} holds {seen[0]}, and only text can be learnt")
         case Mapping() | list():
             # Tool results are often objects: their JSON is what a program would have sent.
             return json.dumps(content, ensure_ascii=False)
         case _:
             raise BadRow(f"message {number} has a content of type {type(content).__name__}")
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    return any(word in str(part.get("type", "")) for word in ("image", "audio", "video"))
 
 
 def _check_order(messages: Sequence[Message]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import DataError
-from keepstep.core.files import sync_folder, write_json
+from keepstep.core.files import sync_file, sync_folder, write_json
 from keepstep.core.units import format_bytes
 from keepstep.data import tokenize
 from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
@@ -125,6 +125,9 @@ def prepare_folder(folder: Path, build: Callable[[Path], None]) -> Path:
         try:
             build(aside)
             aside.chmod(0o755)
+            # On the disk first: after a power cut empty files would pass for what was prepared, for good.
+            for path in aside.rglob("*"):
+                (sync_folder if path.is_dir() else sync_file)(path)
             sync_folder(aside)
             _rename(aside, folder)
         finally:

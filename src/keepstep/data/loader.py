@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from keepstep.data.rows import NO_LOSS, Rows, RowSource, SyntheticRows, split_do
 
 _ORDER_BLOCK = 4096
 _CLOSE_WAIT_S = 1.0
+_WAITING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,9 @@ class StepFeed:
         self._prefetch = max(1, prefetch)
         self._start_reading()
 
-    def next_step(self) -> list[Batch]:
-        """This rank's micro batches of the next step."""
-        batches = [self._take() for _ in self._offsets]
+    def next_step(self, waiting: Callable[[], None] = lambda: None) -> list[Batch]:
+        """This rank's micro batches of the next step; calls `waiting` about each second that they are not here yet."""
+        batches = [self._take(waiting) for _ in self._offsets]
         self.position = step_start(self.position, self._global_batch, self._skipped) + self._global_batch
         return batches
 
@@ -216,10 +217,15 @@ class StepFeed:
         self._closed.set()
         self._thread.join(timeout=_CLOSE_WAIT_S)
 
-    def _take(self) -> Batch:
+    def _take(self, waiting: Callable[[], None]) -> Batch:
         if self._closed.is_set():
             raise RuntimeError("the feed is closed")
-        found = self._ready.get()
+        while True:
+            try:
+                found = self._ready.get(timeout=_WAITING_S)
+                break
+            except queue.Empty:
+                waiting()
         if isinstance(found, BaseException):
             # Keep it for a caller who tries again: the thread is gone and would never answer.
             self._ready.put(found)

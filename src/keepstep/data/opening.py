@@ -22,6 +22,7 @@ from keepstep.core.files import write_atomic
 from keepstep.data.build.plan import DATASET, STATE, is_unfinished, unfinished_error
 from keepstep.data.corpus import locked
 from keepstep.data.formats import mds
+from keepstep.data.formats.mapped import map_file
 from keepstep.data.formats.mds import TokenShard
 from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_prefixes, is_prefix
 from keepstep.data.gpt_order import GptRows
@@ -35,6 +36,8 @@ from keepstep.data.unpack import unpack
 
 _CACHED_OPEN_SHARDS = 8
 """Shards mapped at once: a mapped file keeps its disk space even after it left the cache."""
+_MOST_MAPPED = 1 << 14
+"""Shards of a larger set mapped at once: a process of Linux has some 65,000 mappings, for everything."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,8 @@ def _open_mds(folder: Path, config: DataConfig, cache_dir: Path) -> MdsSet:
             return _open_packed(folder / entry.zip_basename, entry, config.column, cache)
         return TokenShard(folder / entry.basename, entry, config.column)
 
-    store = MdsStore(str(folder), entries, open_shard, open_limit=_CACHED_OPEN_SHARDS if cache else 0)
+    most = _CACHED_OPEN_SHARDS if cache else _MOST_MAPPED if len(entries) > _MOST_MAPPED else 0
+    store = MdsStore(str(folder), entries, open_shard, open_limit=most)
     return MdsSet(store, _beside(folder))
 
 
@@ -319,7 +323,7 @@ class _Maps:
             if found is not None:
                 self._open.move_to_end(file.address)
                 return found
-        found = self.cache.open(file, lambda path: np.memmap(path, dtype=np.uint8, mode="r"))
+        found = self.cache.open(file, map_file)
         with self._lock:
             self._open[file.address] = found
             while len(self._open) > _CACHED_OPEN_SHARDS:

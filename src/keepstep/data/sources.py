@@ -151,6 +151,8 @@ def _list_remote(name: str) -> dict[str, dict[str, Any]]:
     else:
         facts = system.info(path)
         found = {path: facts} if facts["type"] == "file" else system.find(path, detail=True)
+        # As in a folder here: what is hidden is nobody's input.
+        found = {one: facts for one, facts in found.items() if "/." not in one.removeprefix(path)}
     # Pages of links tell no sizes.
     return {
         one: facts if facts.get("size") is not None else system.info(one)

@@ -63,7 +63,7 @@ class Pipeline:
     sample: int
     """Files to take, evenly spread over all; 0 takes every file."""
     into: int
-    """Files to concatenate into, exactly."""
+    """Files to concatenate into, exactly; 0 is as many as there are, but at most SlimPajama's 72."""
     share: Share
     workers: int
     pace: Pace
@@ -78,7 +78,7 @@ class Pipeline:
 
     def run(self, stage: Stage) -> bool:
         """Do our share of a stage; True when the stage as a whole is done."""
-        if stage == "concatenate" and (self.folder(stage) / PLAN).is_file():
+        if stage == "concatenate" and self.into and (self.folder(stage) / PLAN).is_file():
             self._settle(stage, {"into": self.into})
         if self.is_done(stage):
             if stage == "download" and (self.folder(stage) / PLAN).is_file():
@@ -100,7 +100,7 @@ class Pipeline:
                 return self._each(stage, {_unpacked_name(path.name): _extractor(path) for path in sources})
             case "concatenate":
                 groups = self._groups(self._outputs("extract"))
-                self._settle(stage, {"into": self.into})
+                self._settle(stage, {"into": len(groups)})
                 return self._each(stage, groups)
             case "tokenise":
                 raise AssertionError("tokenising is a build")
@@ -163,14 +163,13 @@ class Pipeline:
         return [path for path in sorted(self.folder(stage).iterdir()) if _is_output(path)]
 
     def _groups(self, sources: Sequence[Path]) -> dict[str, Callable[[Path], None]]:
-        if len(sources) < self.into:
-            raise DataError(
-                f"{len(sources)} files cannot become {self.into}", f"take more files, or --into {len(sources)}"
-            )
-        bounds = [len(sources) * number // self.into for number in range(self.into + 1)]
+        into = self.into or min(SLIMPAJAMA_FILES, len(sources))
+        if len(sources) < into:
+            raise DataError(f"{len(sources)} files cannot become {into}", f"take more files, or --into {len(sources)}")
+        bounds = [len(sources) * number // into for number in range(into + 1)]
         return {
             f"part-{number:05d}.jsonl": _concatenator(sources[bounds[number] : bounds[number + 1]])
-            for number in range(self.into)
+            for number in range(into)
         }
 
     def _each(self, stage: Stage, work: dict[str, Callable[[Path], None]]) -> bool:

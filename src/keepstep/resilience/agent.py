@@ -227,7 +227,8 @@ class _Agent:
     def _hang(self) -> Cause | None:
         beats = [self._board.read(place) for place in range(self._processes)]
         overdue = [beat for beat in beats if beat.overdue]
-        if not overdue:
+        # One that waits for its data says so all the time, and the silence of the others is theirs for it.
+        if not overdue or any(beat.waits and not beat.overdue for beat in beats):
             return None
         looks = look_at(self._workers, [self._stacks_file(place) for place in range(self._processes)])
         suspect = most_suspect(looks, beats)

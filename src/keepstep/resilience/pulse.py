@@ -17,8 +17,8 @@ from pathlib import Path
 
 from keepstep.config.schema import ResilienceConfig
 
-_FIELDS = 4
-_AT, _LIMIT, _STEP, _MARKS = range(_FIELDS)
+_FIELDS = 5
+_AT, _LIMIT, _STEP, _MARKS, _WAITS = range(_FIELDS)
 _ITEM_BYTES = 8
 SLOW_STEP_FACTOR = 3.0
 REMEMBERED_STEPS = 500
@@ -38,12 +38,12 @@ class Board:
     def clear(self, limit_s: float) -> None:
         """New processes are about to start, and may be silent for `limit_s`."""
         for slot in range(self._slots):
-            self._fields(slot)[:] = array("d", [time.monotonic(), limit_s, -1.0, 0.0])
+            self._fields(slot)[:] = array("d", [time.monotonic(), limit_s, -1.0, 0.0, 0.0])
 
     def read(self, slot: int) -> Beat:
         """The newest mark of a process."""
-        at, limit_s, step, marks = self._fields(slot)
-        return Beat(time.monotonic() - at, limit_s, int(step), int(marks))
+        at, limit_s, step, marks, waits = self._fields(slot)
+        return Beat(time.monotonic() - at, limit_s, int(step), int(marks), bool(waits))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -64,6 +64,8 @@ class Beat:
     step: int
     """Newest finished step; -1 before the first."""
     marks: int
+    waits: bool = False
+    """Whether it is waiting for its data, and the others for it."""
 
     @property
     def overdue(self) -> bool:
@@ -98,6 +100,11 @@ class Pulse:
         self._stepped_at = None
         self._mark(self._settings.start_timeout_s, None)
 
+    def waiting(self) -> None:
+        """The data of the next step is not here yet. To be said again and again: each time is a sign of life."""
+        self._stepped_at = None
+        self._mark(self.limit_s, None, waits=True)
+
     @property
     def limit_s(self) -> float:
         """How long a step may take before it counts as hanging."""
@@ -107,9 +114,10 @@ class Pulse:
         slowest = sorted(self._took_s)[math.ceil(0.99 * len(self._took_s)) - 1]
         return max(self._settings.hang_s, SLOW_STEP_FACTOR * slowest)
 
-    def _mark(self, limit_s: float, step: int | None) -> None:
+    def _mark(self, limit_s: float, step: int | None, *, waits: bool = False) -> None:
         if self._fields is None:
             return
+        self._fields[_WAITS] = float(waits)
         # The limit goes first: a longer one must be there before the time it is measured from.
         self._fields[_LIMIT] = limit_s
         self._fields[_AT] = time.monotonic()

@@ -124,7 +124,7 @@ class _Steps:
         """Start the next step and read the last one."""
         parts = self._parts
         started = time.perf_counter()
-        batches = parts.feed.next_step()
+        batches = parts.feed.next_step(parts.pulse.waiting)
         data_s = time.perf_counter() - started
         parts.recorder.meet(parts.clock.step + 1)
         self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))

@@ -31,14 +31,14 @@ _DEATHS_ALLOWED = 3
 _REPORT_EVERY_S = 0.2
 
 
-def load_encoder(folder: Path, loading: FastLoad | None = None) -> Encoder:
+def load_encoder(path: Path, loading: FastLoad | None = None) -> Encoder:
     """The build's tokenizer, both ways of it; what `loading` began is gone on with."""
     # The fast encoder loads beside the import of numpy and the load of the exact one.
-    loading = loading or FastLoad(folder / TOKENIZER)
+    loading = loading or FastLoad(path)
     import keepstep.data.build.task  # noqa: F401 - before the fork
     from keepstep.data.tokenize import Encoder
 
-    return Encoder(folder / TOKENIZER, fast=loading)
+    return Encoder(path, fast=loading)
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _work_on_tasks(
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     from keepstep.data.build.task import TaskRun
 
-    encoder = encoder or load_encoder(folder)
+    encoder = encoder or load_encoder(folder / TOKENIZER)
     report = _Reporter(connection)
     publishing: _Publishing | None = None
     try:

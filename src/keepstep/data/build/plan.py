@@ -150,7 +150,12 @@ def _difference(known: Any, wanted: Any, at: str = "") -> str:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a folder is a build that has begun and is not whole."""
-    return (folder / STATE / "plan.json").is_file() and not (folder / DATASET).is_file()
+    return has_plan(folder) and not (folder / DATASET).is_file()
+
+
+def has_plan(folder: Path) -> bool:
+    """Whether a build has begun in a folder."""
+    return (folder / STATE / "plan.json").is_file()
 
 
 def unfinished_error(where: str) -> DataError:

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.core.files import write_atomic, write_json
 from keepstep.data.build.crew import Crew, load_encoder
-from keepstep.data.build.plan import DATASET, REJECTS, STATE, Plan, open_tasks, read_marker, settle_plan
+from keepstep.data.build.plan import (
+    DATASET,
+    REJECTS,
+    STATE,
+    TOKENIZER,
+    Plan,
+    has_plan,
+    open_tasks,
+    read_marker,
+    settle_plan,
+)
 from keepstep.data.build.progress import Progress
 from keepstep.data.fast import FastLoad
 
@@ -46,12 +56,13 @@ def build(
     `loading` is the fast encoder of the same tokenizer, where the caller began to load it earlier.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    encoder = None if has_plan(folder) else _checked_encoder(plan, tokenizer, loading)
     plan = settle_plan(folder, plan, tokenizer)
     mine = list(range(share.number, len(plan.tasks), share.of))
     left = open_tasks(folder, mine)
     progress = Progress(_task_bytes(plan), left)
     if left:
-        encoder = load_encoder(folder, loading)
+        encoder = encoder or load_encoder(folder / TOKENIZER, loading)
         count = min(workers, len(left))
         if count <= 1:
             _alone(folder, plan, left, encoder, progress)
@@ -59,6 +70,15 @@ def build(
             Crew(folder, plan, left, encoder, progress).run(count)
     progress.end()
     return finish(folder, plan)
+
+
+def _checked_encoder(plan: Plan, tokenizer: Path, loading: FastLoad | None) -> Encoder:
+    """The tokenizer of a build that is about to begin: once its plan is written, another one needs another folder."""
+    encoder = load_encoder(tokenizer, loading)
+    for text in (plan.options.bos, plan.options.eos):
+        if text:
+            encoder.special(text)
+    return encoder
 
 
 def _task_bytes(plan: Plan) -> list[int]:

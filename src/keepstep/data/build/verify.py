@@ -77,7 +77,10 @@ def _what_differs(path: Path, expected: dict[str, Any]) -> str:
         found = json.loads(path.read_bytes())
     except ValueError:
         found = None
-    alike = isinstance(found, dict) and all(found.get(key) == value for key, value in expected.items())
+    # An earlier keepstep may have written less; the lists of files are what counts.
+    alike = isinstance(found, dict) and all(
+        found.get(key) == value for key, value in expected.items() if key in found or isinstance(value, list)
+    )
     return "" if alike else "says something else than the tasks do"
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_atomic
+from keepstep.data.formats.mapped import map_file
 
 SIZE_LIMIT = 1 << 26
 INDEX = "index.json"
@@ -253,16 +254,17 @@ class TokenShard:
             raise DataError(f"{path} is missing", "copy the shard again, or run keepstep data verify") from error
         if size_bytes != entry.bytes:
             raise self._damaged(f"is {size_bytes:,} bytes long, its index says {entry.bytes:,}")
-        self._raw: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        self._raw = map_file(path)
         self._column, self._dtype, self._shaped = _find_column(entry, column, path)
         self._sizes = entry.column_sizes
         head = 4 + 4 * (entry.samples + 1)
         if size_bytes < head or int(self._raw[:4].view("<u4")[0]) != entry.samples:
             raise self._damaged(f"does not hold the {entry.samples:,} samples its index says")
-        self._offsets = self._raw[4:head].view("<u4").astype(np.int64)
-        if self._offsets[0] < head or self._offsets[-1] > size_bytes or np.any(np.diff(self._offsets) < 0):
+        # A view of the file: copies of thousands of open shards would fill gigabytes in each process.
+        self._offsets = self._raw[4:head].view("<u4")
+        sizes = np.diff(self._offsets.astype(np.int64))
+        if self._offsets[0] < head or self._offsets[-1] > size_bytes or np.any(sizes < 0):
             raise self._damaged("has sample offsets outside the file")
-        sizes = np.diff(self._offsets)
         alike = len(sizes) > 0 and len(self._sizes) == 1 and bool(np.all(sizes == sizes[0]))
         self.width = len(self.tokens(0)) if alike else 0
         """Tokens of every sample when all are equal and alone in their shard, else 0."""
@@ -276,7 +278,7 @@ class TokenShard:
     def table(self) -> NDArray[Any]:
         """A shard of equal samples as one view of the file, one sample a row; their sizes were checked, so the first
         one's head speaks for all."""
-        step = int(self._offsets[1] - self._offsets[0])
+        step = self.sample_bytes
         start = int(self._offsets[1]) - self.width * self._dtype.itemsize
         shape, strides = (len(self._offsets) - 1, self.width), (step, self._dtype.itemsize)
         return np.ndarray(shape, self._dtype, self._raw.data, start, strides)

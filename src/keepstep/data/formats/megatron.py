@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import sync_folder
+from keepstep.data.formats.mapped import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -157,19 +158,14 @@ class MegatronReader:
             raise _damaged(stream, f"holds {size_bytes} bytes, not a whole number of {self.dtype.name} tokens")
         self.token_count = size_bytes // self.dtype.itemsize
         self._remote = remote
-        raw = np.memmap(index, dtype=np.uint8, mode="r") if sequences else np.zeros(HEADER.size + 8, np.uint8)
+        raw = map_file(index) if sequences else np.zeros(HEADER.size + 8, np.uint8)
         cuts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences])
         self.lengths: NDArray[np.int32] = raw[cuts[0] : cuts[1]].view("<i4")
         self._pointers: NDArray[np.int64] = raw[cuts[1] : cuts[2]].view("<i8")
         self._documents: NDArray[np.int64] = raw[cuts[2] : cuts[2] + 8 * documents].view("<i8")
         self._local: NDArray[Any] | None = None
         if not remote:
-            # A plain array over the mapping: the memmap class makes every slice several times slower.
-            self._local = (
-                np.memmap(stream, dtype=self.dtype, mode="r").view(np.ndarray)
-                if size_bytes
-                else np.empty(0, self.dtype)
-            )
+            self._local = map_file(stream).view(self.dtype)
         self.sequences = sequences
         self.documents = documents - 1
         self._check_ends(index, stream)

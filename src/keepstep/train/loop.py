@@ -23,7 +23,7 @@ from keepstep.train.profile import Profiler
 from keepstep.train.readback import Readback
 from keepstep.train.record import Recorder, StepFacts
 from keepstep.train.schedule import lr_share
-from keepstep.train.step import GRAD_NORM, LOSS, STOP, TrainStep
+from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TrainStep
 
 
 @dataclass
@@ -117,6 +117,8 @@ class _Steps:
         self._facts: list[StepFacts] = []
         self._good = True
         """Whether the newest step that was read can be trusted."""
+        self._untold_s = 0.0
+        """Seconds of this process that no step has told the others of yet."""
         self.stop = False
         """Whether any process was asked to stop, as far as steps have been read."""
 
@@ -127,7 +129,8 @@ class _Steps:
         batches = parts.feed.next_step()
         data_s = time.perf_counter() - started
         parts.recorder.meet(parts.clock.step + 1)
-        self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))
+        numbers = parts.step.run(batches, share, parts.stop.requested, parts.before_update, self._untold_s)
+        self._pending.push(numbers)
         parts.clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
         newest = parts.clock.step
@@ -135,7 +138,7 @@ class _Steps:
             self._take()
         if parts.clock.step == newest:
             parts.remember(newest)
-        parts.clock.elapsed_s += time.perf_counter() - started
+        self._untold_s = time.perf_counter() - started
         parts.profiler.step()
         parts.pulse.stepped(parts.clock.step)
 
@@ -169,6 +172,9 @@ class _Steps:
         facts = self._facts.pop(0)
         count = parts.clock.pace.samples_per_step
         reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], facts.samples - count, count)
+        # Of one process and read by all at the same step: with clocks of their own, one would save on the hour while
+        # another still trains, and both would wait for each other for good.
+        parts.clock.elapsed_s += numbers[SPENT_S]
         verdict = parts.guard.judge(reading)
         self._good = verdict.what == "good"
         if self._good:
@@ -201,7 +207,8 @@ class _Steps:
             return False
         # A step that is under way stands on the bad one.
         while len(self._pending):
-            self._pending.pop()
+            numbers, _ = self._pending.pop()
+            self._parts.clock.elapsed_s += numbers[SPENT_S]
         self._facts.clear()
         self._pending.restart()
         return True

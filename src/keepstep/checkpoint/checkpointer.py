@@ -14,7 +14,7 @@ import torch
 from keepstep.checkpoint import commit
 from keepstep.checkpoint.background import WriterProcess
 from keepstep.checkpoint.commit import Attempt
-from keepstep.checkpoint.finding import Finder, LoadedStep
+from keepstep.checkpoint.finding import BEGAN_AT, Finder, LoadedStep
 from keepstep.checkpoint.hashing import best_algorithm
 from keepstep.checkpoint.layout import RANK_KEY, Holding, holding, settle_owners, split_state
 from keepstep.checkpoint.manifest import Marker, StepFolder
@@ -168,7 +168,8 @@ class Checkpointer:
         assert writer is not None
         memory = {(held.name, held.box): held.local for held in holdings}
         rules = Rules(self._config.keep, self._config.keep_every, self._config.keep_best)
-        publication = Publication(plain, dict(metadata), rules, self._config.parity) if self.rank == 0 else None
+        facts = {**metadata, BEGAN_AT: self._config.resume_from} if self._config.resume_from else dict(metadata)
+        publication = Publication(plain, facts, rules, self._config.parity) if self.rank == 0 else None
         job = Job(
             place=self._place,
             attempt=attempt,
@@ -286,8 +287,16 @@ class Checkpointer:
     # ---------------------------------------------------------------- loading
 
     def find(self) -> StepFolder | None:
-        """The newest committed step, or the one that `resume_from` names; None when there is none."""
+        """The newest committed step; the one that `resume_from` names until there is one that came after it.
+
+        None when there is none. Without `autoresume` always the one that `resume_from` names.
+        """
         return self._finder.find()
+
+    @property
+    def begins(self) -> bool:
+        """Whether what was found or loaded last is the step that `resume_from` names, and not one of the run's own."""
+        return self._finder.begins
 
     def load(self, where: StepFolder, into: dict[str, Any], strict: bool = True) -> dict[str, Any]:
         """Fill the tensors of `into` in place and return the plain values; CheckpointError names what is damaged.

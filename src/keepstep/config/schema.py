@@ -327,7 +327,8 @@ class CheckpointConfig:
     autoresume: bool = True
     """Start the same command again and it goes on from the newest whole checkpoint."""
     resume_from: str = ""
-    """Go on from this step folder instead (another run's, for example)."""
+    """Begin from this step folder (another run's, for example). Started again, the run goes on from its own steps since
+    then; with `autoresume: false` it begins here each time."""
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
     asynchronous: bool = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import StopRequested
@@ -56,6 +55,8 @@ class LoopParts:
     """Faults to suffer on purpose."""
     enough: Callable[[], bool] = lambda: False
     """Asked after an evaluation: whether going on is of no use."""
+    saved_step: int = -1
+    """The checkpoint that the run goes on from: there is no need to save that step again."""
 
 
 def run_loop(parts: LoopParts, config: RunConfig) -> None:
@@ -65,7 +66,7 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     evaluate_due = Interval(config.evaluate.interval, clock)
     share_at = _schedule(config, clock)
     steps = _Steps(parts)
-    saved_step = evaluated_step = -1
+    saved_step, evaluated_step = parts.saved_step, -1
     parts.remember(clock.step)
     # The last steps may prove bad when they are read, and take the clock back.
     while not (clock.reached(config.max_duration) and steps.drain()):
@@ -75,9 +76,10 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
         # Numbers first: a state is kept together with its loss, and a broken one not at all.
         if parts.keep_due() and steps.settle():
             parts.keep()
-        # What comes due at a step that is not good waits for one that is; a step done again is not saved again.
+        # What comes due at a step that is not good waits for one that is; a step done again is not saved again. Whether
+        # to stop is asked once the step is read: that may be what tells of it, and then the save has to be waited for.
         if (save_due.due() or steps.stop) and clock.step > saved_step:
-            if steps.pause_for(partial(parts.save, steps.stop)):
+            if steps.pause_for(lambda: parts.save(steps.stop)):
                 saved_step = clock.step
             else:
                 save_due.again()

@@ -112,6 +112,7 @@ class _Run:
         self.checkpointer = self.saver.checkpointer
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
         self.skipped = SkippedSamples(folder.skipped)
+        self.saved_step = -1
         self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
 
@@ -158,6 +159,7 @@ class _Run:
             guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
             recheck=self.recheck,
             enough=lambda: self.best.enough,
+            saved_step=self.saved_step,
         )
         rewind = None
         if self.config.guard.rolls_back and not self.keeper.active:
@@ -277,7 +279,9 @@ class _Run:
 
     def _resume_from_disk(self) -> bool:
         settings = self.config.checkpoint
-        weights_only = settings.skip_optimizer and bool(settings.resume_from)
+        self.checkpointer.find()
+        begins = self.checkpointer.begins
+        weights_only = settings.skip_optimizer and begins
         into = self.state.tensors()
         if weights_only:
             into = {"model": into["model"]}
@@ -290,14 +294,22 @@ class _Run:
         else:
             self.state.adopt(loaded.values["numbers"], into)
             self._resumed(loaded.where.name, loaded.values.get("tail", []))
+        if not begins:
+            self.saved_step = loaded.step
+            if settings.resume_from:
+                note = f"the run began at {settings.resume_from}; checkpoint.autoresume=false would begin there again"
+                self.recorder.note(note)
         return True
 
     def _resume_from_memory(self) -> bool:
         """Go on from what the agent's memory holds, where that is newer than every checkpoint."""
         step = self.keeper.newest()
         newest = self.checkpointer.find()
-        if step is None or (newest is not None and newest.step > step):
+        # Steps elsewhere count for nothing here: this memory is newer than where the run began.
+        if step is None or (newest is not None and not self.checkpointer.begins and newest.step > step):
             return False
+        if newest is not None and not self.checkpointer.begins:
+            self.saved_step = newest.step
         values = self.keeper.restore(step)
         self._resumed("memory", values["tail"])
         return True

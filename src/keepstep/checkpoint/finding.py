@@ -18,6 +18,7 @@ from keepstep.checkpoint.together import Together
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
 
+LOOK_REMEDY = "see that the place exists and can be reached, and that this user or these credentials may read it"
 BEGAN_AT = "resume_from"
 """In a step's metadata: the step that its run began from, where `resume_from` named one."""
 
@@ -202,6 +203,9 @@ class Finder:
                 steps = look()
             except CheckpointError as error:
                 failure = (error.message, error.hint)
+            except OSError as error:
+                place = self._config.resume_from if look == self._named_step else self._store.locate()
+                failure = (f"checkpoints in {place} cannot be looked at: {error}", LOOK_REMEDY)
         steps, failure = self._together.share((steps, failure))
         if failure is not None:
             raise CheckpointError(*failure)

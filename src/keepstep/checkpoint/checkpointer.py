@@ -68,6 +68,8 @@ class Checkpointer:
         self._writer: WriterProcess | None = None
         self._plan: _Plan | None = None
         self._sequence: int | None = None
+        self._unfinished: list[str] | None = None
+        """Folders of saves that failed, to be cleared away; None before the first save, when any may lie there."""
         self._flying: Attempt | None = None
         self._report: dict[str, Any] | None = None
         self._together = Together()
@@ -151,6 +153,7 @@ class Checkpointer:
             holdings = _gathered(holdings, tensors, self.rank)
         layout = [(held.name, held.dtype, held.shape, held.box) for held in holdings]
         known = self._plan is not None and self._plan.layout == layout
+        self._tidy()
         proposals = self._together.gather((known, self._propose(step) if self.rank == 0 else None))
         if not all(same for same, _ in proposals):
             owned = settle_owners(holdings, self.rank, self.world_size, self._together.group)
@@ -206,11 +209,25 @@ class Checkpointer:
     def _new_attempt(self, step: int) -> Attempt:
         if self._sequence is None:
             self._sequence = max((found.marker.sequence for found in commit.committed_steps(self._store)), default=0)
-            for name in commit.leftovers(self._store):
-                self._store.remove_folder(name)
         self._sequence += 1
         folder = commit.free_folder(self._store, step)
         return Attempt(step, self._sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
+
+    def _tidy(self) -> None:
+        """Clear away what jobs that were killed, and saves of this one that failed, have left half written.
+
+        One process for each disk does so, while nobody writes: else the room is gone for every save to come.
+        """
+        first, failed, self._unfinished = self._unfinished is None, self._unfinished or [], []
+        if first and self._nearby is not None:
+            self._nearby.share_descriptions()
+        if not (self._nearby.leads if self._nearby is not None else self.rank == 0):
+            return
+        try:
+            for name in commit.leftovers(self._store) if first else failed:
+                commit.remove_leftover(self._store, name)
+        except (OSError, CheckpointError) as error:
+            self._warn("checkpoint_retention", f"what was never committed could not be removed: {error}")
 
     def _check_space(self, free_bytes: int | None) -> None:
         copies = 2 if self._config.parity or self._nearby is not None else 1
@@ -265,6 +282,8 @@ class Checkpointer:
         if reports[0]["kind"] == "committed":
             self._last = (attempt.step, reports[0]["marker"]["time"])
             return None
+        assert self._unfinished is not None
+        self._unfinished.append(attempt.folder)
         failed = [report["message"] for report in reports if report["kind"] == "failed"]
         return str(failed[0])
 

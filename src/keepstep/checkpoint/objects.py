@@ -122,7 +122,7 @@ class ObjectStore:
         except (OSError, KeepstepError):
             raise
         except Exception as error:
-            raise StoreError(f"{self._url} cannot be used: {error or type(error).__name__}") from error
+            raise StoreError(f"{self._url} cannot be used: {str(error) or type(error).__name__}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

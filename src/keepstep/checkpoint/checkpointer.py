@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -150,7 +151,7 @@ class Checkpointer:
         rank_values = plain.pop(RANK_KEY, {})
         holdings = [holding(name, tensor, self.rank, self.world_size) for name, tensor in tensors.items()]
         if self._config.format == "full":
-            holdings = _gathered(holdings, tensors, self.rank)
+            holdings = _gathered(holdings, tensors, self._together)
         layout = [(held.name, held.dtype, held.shape, held.box) for held in holdings]
         known = self._plan is not None and self._plan.layout == layout
         self._tidy()
@@ -344,15 +345,22 @@ class Checkpointer:
         self._event("warning", {"reason": reason, "message": message, **facts})
 
 
-def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], rank: int) -> list[Holding]:
-    """For `format: full`: every tensor whole on rank 0, nothing elsewhere but what belongs to a process alone."""
+def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], together: Together) -> list[Holding]:
+    """For `format: full`: every tensor whole on the first process that has it, and what belongs to each alone.
+
+    That is rank 0 for all of them, but for the later stages of a pipeline: rank 0 has no part of those.
+    """
+    names = [held.name for held in holdings if not held.name.startswith(f"{RANK_KEY}.")]
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    alike = len(set(together.gather(digest))) == 1
+    held_by = [set(names)] if alike else [set(others) for others in together.gather(names)]
     whole: list[Holding] = []
     for held, tensor in zip(holdings, tensors.values(), strict=True):
         if held.name.startswith(f"{RANK_KEY}."):
             whole.append(held)
             continue
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if rank == 0:
+        if together.rank == next(rank for rank, held_there in enumerate(held_by) if held.name in held_there):
             # Host memory, one tensor at a time: the whole model need not fit on one device.
             whole.append(holding(held.name, full.detach().cpu(), 0, 1))
     return whole

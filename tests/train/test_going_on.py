@@ -85,3 +85,29 @@ def test_a_stop_that_is_read_with_the_step_of_a_save_waits_for_that_save(
     with pytest.raises(StopRequested, match="after step 2, saved"):
         run_here(tmp_path, "checkpoint.interval=1ba", "max_duration=4ba")
     assert durable == [False, True]
+
+
+def validated(root: Path, name: str) -> dict[int, float]:
+    return {line["step"]: line["valid_loss"] for line in metrics(root, name) if "valid_loss" in line}
+
+
+def test_patience_is_the_same_for_a_run_that_was_stopped(tmp_path: Path) -> None:
+    """Started again every few minutes, a run must not wait for ever for what it was to wait for three times."""
+    words = ["schedule.name=constant", "optimizer.lr=1e-9", "evaluate.interval=2ba", "evaluate.patience=3"]
+    words += ["evaluate.at_end=false", "checkpoint.interval=2ba"]
+    run_here(tmp_path, *words, "name=whole", "max_duration=40ba")
+    last = max(validated(tmp_path, "whole"))
+    assert last < 40
+    for stop in range(2, last + 4, 2):
+        run_here(tmp_path, *words, "name=cut", f"max_duration={stop}ba")
+    assert validated(tmp_path, "cut") == validated(tmp_path, "whole")
+    run_here(tmp_path, *words, "name=cut", "max_duration=40ba")
+    assert max(line["step"] for line in metrics(tmp_path, "cut")) == last, "it has seen enough, and stays so"
+
+
+def test_best_weights_that_cannot_be_kept_do_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best").write_text("in the way")
+    run_here(tmp_path, "evaluate.keep_best=true", "evaluate.interval=3ba")
+    assert len(losses(tmp_path)) == 6
+    assert [event["reason"] for event in events(tmp_path, "run", "warning")] == ["best_failed"] * 2

@@ -90,6 +90,11 @@ class Interval:
         passed, self._last = count > self._last, count
         return passed
 
+    def falls_on_this_step(self) -> bool:
+        """Whether the step just done is one of those it comes due at; never of times, which steps do not tell."""
+        steps = self._clock.pace.steps(self._every) if self._every.value else None
+        return steps is not None and self._clock.step > 0 and self._clock.step % max(1, steps) == 0
+
     def again(self) -> None:
         """What was due could not be done: be due again at the next chance."""
         self._last -= 1

@@ -54,7 +54,7 @@ class LoopParts:
     chaos: Chaos | None = None
     """Faults to suffer on purpose."""
     enough: Callable[[], bool] = lambda: False
-    """Asked after an evaluation: whether going on is of no use."""
+    """Whether evaluations say that going on is of no use."""
     saved_step: int = -1
     """The checkpoint that the run goes on from: there is no need to save that step again."""
 
@@ -68,8 +68,11 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     steps = _Steps(parts)
     saved_step, evaluated_step = parts.saved_step, -1
     parts.remember(clock.step)
+    # A step is saved before it is evaluated: going on from it begins with what may not have been done.
+    if evaluate_due.falls_on_this_step() and steps.pause_for(parts.evaluate):
+        evaluated_step = clock.step
     # The last steps may prove bad when they are read, and take the clock back.
-    while not (clock.reached(config.max_duration) and steps.drain()):
+    while not (parts.enough() or (clock.reached(config.max_duration) and steps.drain())):
         steps.advance(share_at(clock.step))
         if parts.chaos is not None:
             parts.chaos.after_step(clock.step)
@@ -91,10 +94,11 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
                 continue
             evaluated_step = clock.step
             if parts.enough():
-                parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
-                break
+                continue
         if config.guard.recheck_interval and clock.step % config.guard.recheck_interval == 0:
             steps.pause_for(parts.recheck)
+    if parts.enough():
+        parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
     if config.checkpoint.at_end and saved_step != clock.step:
         parts.save(True)
     if config.evaluate.at_end and evaluated_step != clock.step:

@@ -19,6 +19,7 @@ from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
+from keepstep.core.errors import CheckpointError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -180,6 +181,7 @@ class _Run:
             feed.close()
             self.keeper.close()
             self.checkpointer.close()
+            self.best.close()
             outcome = "stop" if stop.requested and outcome != "finish" else outcome
             if outcome != "fault" or not self.world.ranks.supervised:
                 # An agent tells of faults itself: it knows those of processes that can say nothing any more.
@@ -192,12 +194,16 @@ class _Run:
             self.saver.check_grace(self.clock.step, self.stop, self.config.resilience.grace_s)
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
-        state = {**self.state.tensors(), "numbers": self.state.numbers(), "tail": list(self.recorder.tail)}
+        state = {**self.state.tensors(), **self._values()}
         self.saver.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)}, durable)
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
-        self.keeper.keep(self.clock.step, {"numbers": self.state.numbers(), "tail": list(self.recorder.tail)})
+        self.keeper.keep(self.clock.step, self._values())
+
+    def _values(self) -> dict[str, Any]:
+        """What goes with the tensors of a state."""
+        return {"numbers": self.state.numbers(), "tail": list(self.recorder.tail), "best": self.best.state()}
 
     def _before_update(self) -> None:
         """Weights are about to change: whoever copies them must have them first."""
@@ -255,7 +261,14 @@ class _Run:
             return
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
-        if self.best.offer(self.clock.step, result.loss, self.state.weights):
+        try:
+            kept = self.best.offer(self.clock.step, result.loss, self.state.weights)
+        except CheckpointError as error:
+            # A full disk, say. The run is worth more than this copy, and its own saves go on.
+            self.recorder.event("warning", step=self.clock.step, reason="best_failed", message=error.message)
+            self.recorder.note(f"warning: the best weights so far are not kept: {error.message}")
+            return
+        if kept:
             self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
     def _may_resume(self) -> bool:
@@ -293,7 +306,7 @@ class _Run:
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
         else:
             self.state.adopt(loaded.values["numbers"], into)
-            self._resumed(loaded.where.name, loaded.values.get("tail", []))
+            self._resumed(loaded.where.name, loaded.values)
         if not begins:
             self.saved_step = loaded.step
             if settings.resume_from:
@@ -311,13 +324,16 @@ class _Run:
         if newest is not None and not self.checkpointer.begins:
             self.saved_step = newest.step
         values = self.keeper.restore(step)
-        self._resumed("memory", values["tail"])
+        self._resumed("memory", values)
         return True
 
-    def _resumed(self, source: str, tail: list[dict[str, Any]]) -> None:
+    def _resumed(self, source: str, values: dict[str, Any]) -> None:
         if self.world.is_first:
             recorded = read_last_step(self.folder.metrics)
-            self.recorder.complete([line for line in tail if line["step"] <= self.clock.step], recorded)
+            tail = [line for line in values.get("tail", []) if line["step"] <= self.clock.step]
+            self.recorder.complete(tail, recorded)
+        if "best" in values:
+            self.best.restore(values["best"])
         self.recorder.event("resume", step=self.clock.step, folder=source)
         self.recorder.note(f"resumed at step {self.clock.step} from {source}")
 

@@ -111,3 +111,14 @@ def test_best_weights_that_cannot_be_kept_do_not_end_the_run(tmp_path: Path) -> 
     run_here(tmp_path, "evaluate.keep_best=true", "evaluate.interval=3ba")
     assert len(losses(tmp_path)) == 6
     assert [event["reason"] for event in events(tmp_path, "run", "warning")] == ["best_failed"] * 2
+
+
+def test_a_run_that_goes_on_with_larger_batches_still_sees_all_it_was_to_see(tmp_path: Path) -> None:
+    words = ["max_duration=128sp", "checkpoint.interval=8ba"]
+    run_here(tmp_path, *words, "checkpoint.at_end=false", "schedule.name=linear")
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*16"):
+        folder.rename(tmp_path / folder.name)
+    run_here(tmp_path, *words, "global_batch=16", "schedule.name=linear")
+    last = [line for line in metrics(tmp_path) if "loss" in line][-1]
+    assert (last["step"], last["samples"]) == (12, 128)
+    assert last["lr"] < 0.3e-2, "near the end of its schedule"

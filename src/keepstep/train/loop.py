@@ -73,7 +73,7 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
         evaluated_step = clock.step
     # The last steps may prove bad when they are read, and take the clock back.
     while not (parts.enough() or (clock.reached(config.max_duration) and steps.drain())):
-        steps.advance(share_at(clock.step))
+        steps.advance(share_at(clock.steps_towards(config.max_duration)))
         if parts.chaos is not None:
             parts.chaos.after_step(clock.step)
         # Numbers first: a state is kept together with its loss, and a broken one not at all.

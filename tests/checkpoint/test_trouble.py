@@ -76,6 +76,30 @@ def test_gc_spares_a_step_that_is_committed_while_it_works(tmp_path: Path, monke
     assert [step.step for step in commit.committed_steps(store)] == [2]
 
 
+def test_a_reader_whose_step_is_retired_under_it_takes_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `keep: 1` a live run removes a step right after the next commit, wherever a reader stands just then."""
+    store = LocalStore(tmp_path)
+    write_step(store, 1, example_state(1))
+    real = commit.read_manifest
+
+    def overtaken(*words: Any) -> Any:
+        if store.names() == ["latest", "step_00000001"]:
+            write_step(store, 2, example_state(2))
+            retention.remove_step(store, "step_00000001")
+        return real(*words)
+
+    monkeypatch.setattr(commit, "read_manifest", overtaken)
+    events: Events = []
+    into = zeroed(example_state(2))
+    loaded = Checkpointer(tmp_path, CheckpointConfig(), lambda *event: events.append(event)).load_newest(into)
+    assert loaded is not None
+    assert loaded.step == 2
+    assert same_tensors(example_state(2), into)
+    assert events == [], "nothing is damaged"
+
+
 class BrokenLibrary:
     """A store's library whose errors are its own, as botocore's are."""
 

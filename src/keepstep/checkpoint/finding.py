@@ -79,7 +79,10 @@ class Finder:
         """
         elsewhere = frozenset().union(*self._together.gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
-        for where in self._candidates():
+        tried: set[StepFolder] = set()
+        # Looked for anew after each that fails: a run that is under way may have retired it, and has a newer one then.
+        while (where := next((step for step in self._candidates() if step not in tried), None)) is not None:
+            tried.add(where)
             loaded, problem = self._try_load(where, into, strict, elsewhere)
             if isinstance(problem, StateMismatchError):
                 # Nothing is damaged: the run is not the one that saved this. Older steps would not fit either.
@@ -89,7 +92,8 @@ class Finder:
             if loaded is not None:
                 return loaded
             assert problem is not None
-            self._warn("checkpoint_damaged", problem.message, step=where.step)
+            if self._is_there(where):
+                self._warn("checkpoint_damaged", problem.message, step=where.step)
         if problem is not None:
             raise CheckpointError(
                 f"no checkpoint in {self._store.locate()} can be loaded; the last problem: {problem.message}",
@@ -114,6 +118,15 @@ class Finder:
             kind, message, hint = failures[0]
             return None, kind(message, hint)
         return loaded, None
+
+    def _is_there(self, where: StepFolder) -> bool:
+        """Whether a step has not been removed since it was found."""
+        try:
+            return commit.read_step(self._source(), where.name) == where
+        except FileNotFoundError:
+            return False
+        except (OSError, CheckpointError):
+            return True
 
     def _mended(self, where: StepFolder) -> bool:
         """Rebuild a damaged step from its parity or its replicas; whether that is worth another try."""

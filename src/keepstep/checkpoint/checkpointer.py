@@ -17,7 +17,7 @@ from keepstep.checkpoint.background import WriterProcess
 from keepstep.checkpoint.commit import Attempt
 from keepstep.checkpoint.finding import BEGAN_AT, Finder, LoadedStep
 from keepstep.checkpoint.hashing import best_algorithm
-from keepstep.checkpoint.layout import RANK_KEY, Holding, holding, settle_owners, split_state
+from keepstep.checkpoint.layout import RANK_KEY, Holding, check_plain, holding, settle_owners, split_state
 from keepstep.checkpoint.manifest import Marker, StepFolder
 from keepstep.checkpoint.nearby import Nearby
 from keepstep.checkpoint.retention import Rules
@@ -148,6 +148,7 @@ class Checkpointer:
     def _start(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
         self._settle(before=step)
         tensors, plain = split_state(state)
+        check_plain(metadata, "metadata")
         rank_values = plain.pop(RANK_KEY, {})
         holdings = [holding(name, tensor, self.rank, self.world_size) for name, tensor in tensors.items()]
         if self._config.format == "full":

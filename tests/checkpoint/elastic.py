@@ -100,7 +100,7 @@ def gathered(tensors: dict[str, Any], world: int, layout: str) -> dict[str, torc
 
 def save_all(world: int, rank: int, root: Path) -> None:
     for layout in layouts_for(world):
-        for form in ("sharded", "full") if layout != "stages" else ("sharded",):
+        for form in ("sharded", "full"):
             folder = root / f"{world}-{layout}-{form}"
             checkpointer = Checkpointer(folder, CheckpointConfig(format=form))  # type: ignore[arg-type]
             state = {"model": build(layout, world, rank, zero=False), "rank": {"random": torch.full((3,), rank)}}

@@ -100,6 +100,20 @@ def main() -> int:
         for path in data_files(root, 0, "rank"):
             path.unlink()
         run_world(2, root, load)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        run_world(4, root, save)
+        # The first node is new, and the other one has the half of a save that was killed.
+        shutil.rmtree(root / "node0")
+        (root / "node1" / "step_00000007").mkdir()
+        (root / "node1" / "step_00000007" / "rank00002-0123abcd.safetensors").write_bytes(bytes(1000))
+        run_world(4, root, save)
+        for node in (0, 1):
+            folders = sorted(path.name for path in (root / f"node{node}").glob("step_*"))
+            assert folders == ["step_00000002", "step_00000003"], folders
+            assert len(data_files(root, node, "rank")) == 4, "of the new save alone"
+        shutil.rmtree(root / "node0")
+        run_world(4, root, load)
     print(json.dumps({"nodes": 2, "lost": 0}))
     return 0
 

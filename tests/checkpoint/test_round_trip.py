@@ -128,3 +128,14 @@ def test_data_files_are_plain_safetensors_that_any_tool_opens(checkpointer: Chec
 def test_a_value_that_json_cannot_give_back_is_refused_by_name(checkpointer: Checkpointer) -> None:
     with pytest.raises(CheckpointError, match=r"progress\.when"):
         checkpointer.save(1, {"progress": {"when": object()}}, {})
+    with pytest.raises(CheckpointError, match=r"metadata\.loss is a Tensor"):
+        checkpointer.save(1, example_state(1), {"loss": torch.tensor(2.1)})
+    checkpointer.save(1, example_state(1), {"loss": 2.1})
+
+
+def test_another_optimizers_state_is_told_from_another_model(checkpointer: Checkpointer) -> None:
+    checkpointer.save(1, {"model": example_state(1)["model"], "optimizer": {"m": torch.zeros(2)}}, {})
+    with pytest.raises(CheckpointError, match=r"optimizer\.m") as caught:
+        checkpointer.load_newest(zeroed(example_state(1)))
+    assert caught.value.hint
+    assert "checkpoint.skip_optimizer=true" in caught.value.hint

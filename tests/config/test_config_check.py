@@ -66,6 +66,8 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["precision=fp32", "compute.attention=cudnn"], "precision=bf16"),
         (["model.positions=alibi", "precision=bf16", "compute.attention=flash"], "takes no bias"),
         (["model=llama-1b", "model.sliding_window=64", "precision=bf16", "compute.attention=flash"], "takes no mask"),
+        (["max_duration=2h"], "max_duration is 7200s, but it is a time, and nobody knows its steps beforehand"),
+        (["schedule.warmup=5min"], "schedule.warmup is 300s, but it must be in steps, samples, tokens or epochs"),
         (["checkpoint.skip_optimizer=true"], "only means something with checkpoint.resume_from"),
     ],
 )
@@ -73,6 +75,10 @@ def test_broken_rules_are_named_with_values_that_work(words: list[str], expected
     found = report(*words)
     assert expected in found
     assert found.count("error:") == 1
+
+
+def test_a_run_may_end_by_the_clock_where_its_learning_rate_has_no_end_to_reach() -> None:
+    assert load_config(None, ["max_duration=2h", "schedule.name=constant"]).config.max_duration.value == 7200
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *ALIASES])

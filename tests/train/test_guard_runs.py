@@ -15,6 +15,7 @@ from keepstep.core.errors import DivergedError
 from keepstep.data.loader import step_start
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.recheck import odd_ranks
+from keepstep.train.rewind import read_skipped
 from keepstep.train.step import TrainStep
 
 MODES = [["precision=fp32"], ["precision=bf16"], ["optimizer=muon"], ["reproducible=elastic"]]
@@ -162,3 +163,16 @@ def test_no_skipped_factor_changes_an_optimizer() -> None:
     optimizers.step(1.0, torch.tensor(torch.nan))
     assert all(torch.equal(a, b) for a, b in zip(before, weight.parameters(), strict=True))
     assert {float(slots["step"]) for slots in optimizers.state().values()} == {0.0}
+
+
+@pytest.mark.slow
+def test_a_file_of_samples_written_by_hand_needs_no_end_of_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "skipped.jsonl").write_text('{"first_sample": 0, "count": 8}')
+    poison(monkeypatch, 2)
+    run_here(tmp_path, "guard.nan=rollback")
+    monkeypatch.undo()
+    assert read_skipped(tmp_path / "run" / "skipped.jsonl") == [(0, 8), (16, 8)]
+    run_here(tmp_path, "guard.nan=rollback", "max_duration=8ba")

@@ -56,6 +56,19 @@ def test_a_resumed_interval_is_not_due_for_what_was_done_before() -> None:
     assert not interval.due()
 
 
+@pytest.mark.parametrize("duration", ["64sp", "256tok", "1ep"])
+def test_data_that_a_run_is_to_see_does_not_depend_on_a_batch_size_that_changed_on_the_way(duration: str) -> None:
+    to_see = Duration.parse(duration)
+    # Eight steps of four samples are done, and the run goes on with eight samples a step.
+    clock = Clock(Pace(samples_per_step=8, tokens_per_sample=4, samples_per_epoch=64), step=8, samples=32)
+    assert not clock.reached(to_see)
+    assert clock.steps_towards(to_see) == 4, "half of what is now eight steps"
+    for _ in range(4):
+        clock.advance(0.1)
+    assert clock.reached(to_see)
+    assert clock.reached(Duration.parse("12ba"))
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "two_stage", "wsd", "constant"])
 def test_every_schedule_rises_to_the_peak_and_ends_where_it_says(name: str) -> None:
     config = ScheduleConfig(name=name, final=0.1)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -23,10 +24,18 @@ def _server() -> ForkServerContext:
     return context
 
 
-def run_world(root: Path, processes: int, *overrides: str, flip_weight_on: int = -1, poison_on: int = -1) -> list[int]:
+def run_world(
+    root: Path,
+    processes: int,
+    *overrides: str,
+    flip_weight_on: int = -1,
+    poison_on: int = -1,
+    ticks_s: Sequence[float] = (),
+) -> list[int]:
     """Train in this many processes; their exit codes, and what they said in `said_RANK.txt` of the folder.
 
-    At the third step one rank may flip a bit of a weight, or have a NaN in its gradient.
+    At the third step one rank may flip a bit of a weight, or have a NaN in its gradient. With `ticks_s` each rank has a
+    clock of its own that goes on by this much whenever the loop looks at it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,6 +45,7 @@ def run_world(root: Path, processes: int, *overrides: str, flip_weight_on: int =
         _server().Process(
             target=_train,
             args=(words, rank, processes, port, root / f"said_{rank}.txt", flip_weight_on == rank, poison_on == rank),
+            kwargs={"tick_s": ticks_s[rank] if ticks_s else 0.0},
         )
         for rank in range(processes)
     ]
@@ -50,7 +60,9 @@ def run_world(root: Path, processes: int, *overrides: str, flip_weight_on: int =
     return [-1 if code is None else code for code in codes]
 
 
-def _train(words: list[str], rank: int, processes: int, port: int, said: Path, flip: bool, poison: bool) -> None:
+def _train(
+    words: list[str], rank: int, processes: int, port: int, said: Path, flip: bool, poison: bool, *, tick_s: float
+) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
@@ -63,11 +75,23 @@ def _train(words: list[str], rank: int, processes: int, port: int, said: Path, f
 
     if flip or poison:
         _disturb(flip)
+    if tick_s:
+        _tick(tick_s)
     try:
         train(load_config(None, words).config)
     except KeepstepError as error:
         print("\n".join(error.lines()), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+
+
+def _tick(tick_s: float) -> None:
+    from itertools import count
+    from types import SimpleNamespace
+
+    from keepstep.train import loop
+
+    looks = count(1)
+    loop.time = SimpleNamespace(perf_counter=lambda: next(looks) * tick_s)  # type: ignore[attr-defined]
 
 
 def _disturb(flip: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -14,9 +15,9 @@ import torch
 from keepstep.checkpoint import commit
 from keepstep.checkpoint.background import WriterProcess
 from keepstep.checkpoint.commit import Attempt
-from keepstep.checkpoint.finding import Finder, LoadedStep
+from keepstep.checkpoint.finding import BEGAN_AT, Finder, LoadedStep
 from keepstep.checkpoint.hashing import best_algorithm
-from keepstep.checkpoint.layout import RANK_KEY, Holding, holding, settle_owners, split_state
+from keepstep.checkpoint.layout import RANK_KEY, Holding, check_plain, holding, settle_owners, split_state
 from keepstep.checkpoint.manifest import Marker, StepFolder
 from keepstep.checkpoint.nearby import Nearby
 from keepstep.checkpoint.retention import Rules
@@ -68,6 +69,8 @@ class Checkpointer:
         self._writer: WriterProcess | None = None
         self._plan: _Plan | None = None
         self._sequence: int | None = None
+        self._unfinished: list[str] | None = None
+        """Folders of saves that failed, to be cleared away; None before the first save, when any may lie there."""
         self._flying: Attempt | None = None
         self._report: dict[str, Any] | None = None
         self._together = Together()
@@ -145,12 +148,14 @@ class Checkpointer:
     def _start(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
         self._settle(before=step)
         tensors, plain = split_state(state)
+        check_plain(metadata, "metadata")
         rank_values = plain.pop(RANK_KEY, {})
         holdings = [holding(name, tensor, self.rank, self.world_size) for name, tensor in tensors.items()]
         if self._config.format == "full":
-            holdings = _gathered(holdings, tensors, self.rank)
+            holdings = _gathered(holdings, tensors, self._together)
         layout = [(held.name, held.dtype, held.shape, held.box) for held in holdings]
         known = self._plan is not None and self._plan.layout == layout
+        self._tidy()
         proposals = self._together.gather((known, self._propose(step) if self.rank == 0 else None))
         if not all(same for same, _ in proposals):
             owned = settle_owners(holdings, self.rank, self.world_size, self._together.group)
@@ -168,7 +173,8 @@ class Checkpointer:
         assert writer is not None
         memory = {(held.name, held.box): held.local for held in holdings}
         rules = Rules(self._config.keep, self._config.keep_every, self._config.keep_best)
-        publication = Publication(plain, dict(metadata), rules, self._config.parity) if self.rank == 0 else None
+        facts = {**metadata, BEGAN_AT: self._config.resume_from} if self._config.resume_from else dict(metadata)
+        publication = Publication(plain, facts, rules, self._config.parity) if self.rank == 0 else None
         job = Job(
             place=self._place,
             attempt=attempt,
@@ -205,11 +211,25 @@ class Checkpointer:
     def _new_attempt(self, step: int) -> Attempt:
         if self._sequence is None:
             self._sequence = max((found.marker.sequence for found in commit.committed_steps(self._store)), default=0)
-            for name in commit.leftovers(self._store):
-                self._store.remove_folder(name)
         self._sequence += 1
         folder = commit.free_folder(self._store, step)
         return Attempt(step, self._sequence, folder, secrets.token_hex(4), self.world_size, best_algorithm())
+
+    def _tidy(self) -> None:
+        """Clear away what jobs that were killed, and saves of this one that failed, have left half written.
+
+        One process for each disk does so, while nobody writes: else the room is gone for every save to come.
+        """
+        first, failed, self._unfinished = self._unfinished is None, self._unfinished or [], []
+        if first and self._nearby is not None:
+            self._nearby.share_descriptions()
+        if not (self._nearby.leads if self._nearby is not None else self.rank == 0):
+            return
+        try:
+            for name in commit.leftovers(self._store) if first else failed:
+                commit.remove_leftover(self._store, name)
+        except (OSError, CheckpointError) as error:
+            self._warn("checkpoint_retention", f"what was never committed could not be removed: {error}")
 
     def _check_space(self, free_bytes: int | None) -> None:
         copies = 2 if self._config.parity or self._nearby is not None else 1
@@ -264,6 +284,8 @@ class Checkpointer:
         if reports[0]["kind"] == "committed":
             self._last = (attempt.step, reports[0]["marker"]["time"])
             return None
+        assert self._unfinished is not None
+        self._unfinished.append(attempt.folder)
         failed = [report["message"] for report in reports if report["kind"] == "failed"]
         return str(failed[0])
 
@@ -286,8 +308,16 @@ class Checkpointer:
     # ---------------------------------------------------------------- loading
 
     def find(self) -> StepFolder | None:
-        """The newest committed step, or the one that `resume_from` names; None when there is none."""
+        """The newest committed step; the one that `resume_from` names until there is one that came after it.
+
+        None when there is none. Without `autoresume` always the one that `resume_from` names.
+        """
         return self._finder.find()
+
+    @property
+    def begins(self) -> bool:
+        """Whether what was found or loaded last is the step that `resume_from` names, and not one of the run's own."""
+        return self._finder.begins
 
     def load(self, where: StepFolder, into: dict[str, Any], strict: bool = True) -> dict[str, Any]:
         """Fill the tensors of `into` in place and return the plain values; CheckpointError names what is damaged.
@@ -316,15 +346,22 @@ class Checkpointer:
         self._event("warning", {"reason": reason, "message": message, **facts})
 
 
-def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], rank: int) -> list[Holding]:
-    """For `format: full`: every tensor whole on rank 0, nothing elsewhere but what belongs to a process alone."""
+def _gathered(holdings: list[Holding], tensors: Mapping[str, torch.Tensor], together: Together) -> list[Holding]:
+    """For `format: full`: every tensor whole on the first process that has it, and what belongs to each alone.
+
+    That is rank 0 for all of them, but for the later stages of a pipeline: rank 0 has no part of those.
+    """
+    names = [held.name for held in holdings if not held.name.startswith(f"{RANK_KEY}.")]
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    alike = len(set(together.gather(digest))) == 1
+    held_by = [set(names)] if alike else [set(others) for others in together.gather(names)]
     whole: list[Holding] = []
     for held, tensor in zip(holdings, tensors.values(), strict=True):
         if held.name.startswith(f"{RANK_KEY}."):
             whole.append(held)
             continue
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if rank == 0:
+        if together.rank == next(rank for rank, held_there in enumerate(held_by) if held.name in held_there):
             # Host memory, one tensor at a time: the whole model need not fit on one device.
             whole.append(holding(held.name, full.detach().cpu(), 0, 1))
     return whole

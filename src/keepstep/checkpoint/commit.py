@@ -242,10 +242,17 @@ def compose(
     return manifest
 
 
-def publish(store: Store, attempt: Attempt, manifest: Manifest, elsewhere: bool = False) -> StepFolder:
+def publish(
+    store: Store,
+    attempt: Attempt,
+    manifest: Manifest,
+    elsewhere: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> StepFolder:
     """Make the step exist: manifest, marker (only if there is none), `latest`; then drop the part files.
 
     `elsewhere` says that other ranks' files may lie on other nodes, where they were written before their parts came.
+    With the marker the step exists: what goes wrong after it is no failure of the save, and goes to `note`.
     """
     here = set(store.names(attempt.folder))
     for file in manifest.files:
@@ -271,18 +278,39 @@ def publish(store: Store, attempt: Attempt, manifest: Manifest, elsewhere: bool 
         manifest_hash=hasher(attempt.algorithm)(content),
         data_bytes=manifest.data_bytes,
     )
-    try:
-        store.create(f"{attempt.folder}/{MARKER}", encode_marker(marker))
-    except FileExistsError as error:
-        raise CheckpointError(
-            f"{store.locate(attempt.folder)} was committed by another writer in the meantime"
-        ) from error
+    _mark(store, attempt.folder, encode_marker(marker))
     failpoints.reach("after_marker")
-    store.replace(LATEST, f"{attempt.folder}\n".encode())
-    failpoints.reach("after_latest")
-    for rank in range(attempt.world_size):
-        store.remove(f"{attempt.folder}/{attempt.part_name(rank)}")
+    try:
+        store.replace(LATEST, f"{attempt.folder}\n".encode())
+        failpoints.reach("after_latest")
+        for rank in range(attempt.world_size):
+            store.remove(f"{attempt.folder}/{attempt.part_name(rank)}")
+    except (OSError, CheckpointError) as error:
+        note(f"the step is committed, but not all was tidied up after it: {error}")
     return StepFolder(attempt.folder, marker)
+
+
+def _mark(store: Store, folder: str, content: bytes) -> None:
+    """Put the marker, the first and only one."""
+    name = f"{folder}/{MARKER}"
+    try:
+        store.create(name, content)
+    except OSError as error:
+        # The answer may have been lost on its way, and asking again finds our own marker: what counts is what is there.
+        try:
+            present = store.read(name)
+        except OSError:
+            raise error from None
+        if present != content:
+            raise CheckpointError(f"{store.locate(folder)} was committed by another writer in the meantime") from error
+
+
+def remove_leftover(store: Store, name: str) -> bool:
+    """Delete a step that was never committed; False, and nothing deleted, where it has been in the meantime."""
+    if MARKER in store.names(name):
+        return False
+    store.remove_folder(name)
+    return True
 
 
 def leftovers(store: Store) -> Iterator[str]:

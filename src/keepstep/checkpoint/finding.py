@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from keepstep.checkpoint import commit, parity
@@ -16,6 +17,10 @@ from keepstep.checkpoint.store import Store, open_store
 from keepstep.checkpoint.together import Together
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
+
+LOOK_REMEDY = "see that the place exists and can be reached, and that this user or these credentials may read it"
+BEGAN_AT = "resume_from"
+"""In a step's metadata: the step that its run began from, where `resume_from` named one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Finder:
         self._together = together
         self._nearby = nearby
         self._warn = warn
+        self.begins = False
+        """Whether the steps found last are the one that `resume_from` names, and not the run's own."""
 
     def find(self) -> StepFolder | None:
         """The newest committed step, or the one that `resume_from` names; None when there is none."""
@@ -72,7 +79,10 @@ class Finder:
         """
         elsewhere = frozenset().union(*self._together.gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
-        for where in self._candidates():
+        tried: set[StepFolder] = set()
+        # Looked for anew after each that fails: a run that is under way may have retired it, and has a newer one then.
+        while (where := next((step for step in self._candidates() if step not in tried), None)) is not None:
+            tried.add(where)
             loaded, problem = self._try_load(where, into, strict, elsewhere)
             if isinstance(problem, StateMismatchError):
                 # Nothing is damaged: the run is not the one that saved this. Older steps would not fit either.
@@ -82,7 +92,8 @@ class Finder:
             if loaded is not None:
                 return loaded
             assert problem is not None
-            self._warn("checkpoint_damaged", problem.message, step=where.step)
+            if self._is_there(where):
+                self._warn("checkpoint_damaged", problem.message, step=where.step)
         if problem is not None:
             raise CheckpointError(
                 f"no checkpoint in {self._store.locate()} can be loaded; the last problem: {problem.message}",
@@ -96,7 +107,7 @@ class Finder:
         """Load on every rank; when one fails, all have failed."""
         loaded, own = None, None
         try:
-            if self._nearby is not None and self._store_of(where) is self._store:
+            if self._nearby is not None and not self.begins:
                 self._nearby.bring(where, into)
             loaded = self._load(where, into, strict, elsewhere)
         except CheckpointError as error:
@@ -108,9 +119,18 @@ class Finder:
             return None, kind(message, hint)
         return loaded, None
 
+    def _is_there(self, where: StepFolder) -> bool:
+        """Whether a step has not been removed since it was found."""
+        try:
+            return commit.read_step(self._source(), where.name) == where
+        except FileNotFoundError:
+            return False
+        except (OSError, CheckpointError):
+            return True
+
     def _mended(self, where: StepFolder) -> bool:
         """Rebuild a damaged step from its parity or its replicas; whether that is worth another try."""
-        if self._nearby is not None and self._store_of(where) is self._store:
+        if self._nearby is not None and not self.begins:
             dropped = self._nearby.drop_damaged(where)
             if dropped:
                 self._warn("checkpoint_repaired", f"{where.name}: fetching {', '.join(dropped)} anew", step=where.step)
@@ -118,7 +138,7 @@ class Finder:
         rebuilt: list[str] = []
         if self._together.rank == 0:
             try:
-                _, rebuilt = parity.mend(self._store_of(where), where)
+                _, rebuilt = parity.mend(self._source(), where)
             except (OSError, CheckpointError):
                 rebuilt = []
         rebuilt = self._together.share(rebuilt)
@@ -131,7 +151,7 @@ class Finder:
     def _load(
         self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str] = frozenset()
     ) -> LoadedStep:
-        store = self._store_of(where)
+        store = self._source()
         with reading(store, where.name):
             manifest = commit.read_manifest(store, where)
             threads = self._together.threads(share=1)
@@ -153,41 +173,74 @@ class Finder:
         parent, _, name = self._config.resume_from.rstrip("/").rpartition("/")
         return (parent or ".", name) if name else None
 
-    def _store_of(self, where: StepFolder) -> Store:
+    def _source(self) -> Store:
         place = self._resume_place()
-        if place is not None and place[1] == where.name:
-            return open_store(place[0])
-        return self._store
+        return open_store(place[0]) if self.begins and place is not None else self._store
 
     def _candidates(self) -> list[StepFolder]:
-        """The steps to try, best first; rank 0 looks, and what it sees or fails with holds for all."""
-        if self._nearby is not None and self._resume_place() is None:
-            return self._nearby.steps()
+        """The steps to try, best first. Once a run has steps of its own it goes on from those, wherever it began."""
+        place = self._resume_place()
+        own = self._own_steps() if place is None or self._config.autoresume else []
+        if place is not None:
+            own = self._begun_there(own)
+        self.begins = place is not None and not own
+        return self._on_first_rank(self._named_step) if self.begins else own
+
+    def _own_steps(self) -> list[StepFolder]:
+        return self._nearby.steps() if self._nearby is not None else self._on_first_rank(self._look)
+
+    def _begun_there(self, steps: list[StepFolder]) -> list[StepFolder]:
+        """The newest of the run's own steps, as far as they were saved after it began from `resume_from`."""
+        looks = self._nearby.leads if self._nearby is not None else self._together.rank == 0
+        known: dict[str, bool] = {}
+        for step in steps if looks else ():
+            try:
+                began_at = commit.read_manifest(self._store, step).metadata.get(BEGAN_AT)
+            except CheckpointError:
+                # Damaged, or on another node; loading says which.
+                continue
+            known[step.name] = began_at == self._config.resume_from
+            if not known[step.name]:
+                break
+        for others in self._together.gather(known):
+            known |= others
+        names = list(takewhile(lambda name: known.get(name, True), (step.name for step in steps)))
+        return steps[: len(names)] if any(known.get(name) for name in names) else []
+
+    def _on_first_rank(self, look: Callable[[], list[StepFolder]]) -> list[StepFolder]:
+        """Rank 0 looks, and what it sees or fails with holds for all."""
         steps: list[StepFolder] = []
-        failure: str | None = None
+        failure: tuple[str, str | None] | None = None
         if self._together.rank == 0:
             try:
-                steps = self._look()
+                steps = look()
             except CheckpointError as error:
-                failure = error.message
+                failure = (error.message, error.hint)
+            except OSError as error:
+                place = self._config.resume_from if look == self._named_step else self._store.locate()
+                failure = (f"checkpoints in {place} cannot be looked at: {error}", LOOK_REMEDY)
         steps, failure = self._together.share((steps, failure))
         if failure is not None:
-            raise CheckpointError(failure)
+            raise CheckpointError(*failure)
         return steps
 
     def _look(self) -> list[StepFolder]:
+        damages: list[CheckpointError] = []
+        steps = commit.committed_steps(self._store, damages.append)
+        for error in damages:
+            self._warn("checkpoint_damaged", error.message)
+        # With `resume_from` there is another step to begin from, which somebody named on purpose.
+        if damages and not steps and self._resume_place() is None:
+            raise damages[0]
+        return steps
+
+    def _named_step(self) -> list[StepFolder]:
         place = self._resume_place()
-        if place is None:
-            damages: list[CheckpointError] = []
-            steps = commit.committed_steps(self._store, damages.append)
-            for error in damages:
-                self._warn("checkpoint_damaged", error.message)
-            if damages and not steps:
-                raise damages[0]
-            return steps
+        assert place is not None
         try:
             return [commit.read_step(open_store(place[0]), place[1])]
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"checkpoint.resume_from is {self._config.resume_from}, and there is no committed step"
+                f"checkpoint.resume_from is {self._config.resume_from}, and there is no committed step",
+                "keepstep ckpt ls RUN lists the steps of a run",
             ) from error

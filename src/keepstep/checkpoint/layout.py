@@ -81,7 +81,7 @@ def check_plain(value: Any, name: str) -> None:
             check_plain(item, f"{name}.{key}")
     else:
         raise CheckpointError(
-            f"state value {name} is a {type(value).__name__}", "use tensors, text, numbers, lists and dicts of them"
+            f"value {name} is a {type(value).__name__}", "use tensors, text, numbers, lists and dicts of them"
         )
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -100,6 +101,11 @@ class Nearby:
             receives = self._nodes[self._rank] in nodes and self.leads
             self._copy(where, manifest, index, sources[0], receives)
 
+    def share_descriptions(self) -> None:
+        """Have the markers of all nodes on each: a node without one would take the step for never committed."""
+        for step in self.steps():
+            self._bring_description(step)
+
     def drop_damaged(self, where: StepFolder) -> list[str]:
         """Delete copies on this node that do not match their hashes, so that the next `bring` fetches good ones."""
         dropped: list[str] = []
@@ -135,7 +141,9 @@ class Nearby:
         for name in (where.marker.manifest, MARKER):
             content = next((files[name] for files in everyone if name in files), None)
             if content is not None and name not in names and self.leads:
-                self._store.create(f"{where.name}/{name}", content)
+                # Whoever needs it and finds none says so, to all processes at once.
+                with suppress(OSError):
+                    self._store.create(f"{where.name}/{name}", content)
         self._gather(None)
 
     def _copy(self, where: StepFolder, manifest: Manifest, index: int, source: int, receives: bool) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, KeepstepError
 
 PART_BYTES = 64 * 1024 * 1024
 _URL = re.compile(r"^([a-z][a-z0-9]+):/+(.*)$")
@@ -25,6 +25,10 @@ def parse_url(place: str) -> tuple[str, str] | None:
     """(protocol, path) of an object store's address, or None for a local path. Forgives a slash that `Path` ate."""
     match = _URL.match(place)
     return (match[1], match[2]) if match else None
+
+
+class StoreError(OSError):
+    """An object store could not be asked: no connection, no credentials. Its libraries have errors of their own."""
 
 
 class ObjectStore:
@@ -45,54 +49,61 @@ class ObjectStore:
         """Names directly inside `folder`, sorted; empty when there is no such folder."""
         path = self._path(folder)
         try:
-            found = self._files.ls(path, detail=False, refresh=True)
+            with self._asking():
+                found = self._files.ls(path, detail=False, refresh=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted({name.rstrip("/").rpartition("/")[2] for name in found if name.rstrip("/") != path.rstrip("/")})
 
     def size(self, name: str) -> int:
         """Bytes of a file; FileNotFoundError when absent."""
-        return int(self._files.info(self._path(name), refresh=True)["size"])
+        with self._asking():
+            return int(self._files.info(self._path(name), refresh=True)["size"])
 
     def read(self, name: str) -> bytes:
         """All of a small file."""
-        content: bytes = self._files.cat_file(self._path(name))
+        with self._asking():
+            content: bytes = self._files.cat_file(self._path(name))
         return content
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset`; returns the bytes read, fewer only at the end of the file."""
-        content = self._files.cat_file(self._path(name), start=offset, end=offset + len(buffer))
+        with self._asking():
+            content = self._files.cat_file(self._path(name), start=offset, end=offset + len(buffer))
         buffer[: len(content)] = content
         return len(content)
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> None:
         """Upload a new object in parts; it appears whole when the last part is in."""
-        with self._files.open(self._path(name), "wb", block_size=PART_BYTES) as file:
+        with self._asking(), self._files.open(self._path(name), "wb", block_size=PART_BYTES) as file:
             for piece in pieces:
                 for start in range(0, len(piece), PART_BYTES):
                     file.write(piece[start : start + PART_BYTES])
 
     def create(self, name: str, content: bytes) -> None:
         """Put a small object only if there is none of that name; else FileExistsError."""
-        self._files.pipe_file(self._path(name), content, **self._if_absent)
+        with self._asking():
+            self._files.pipe_file(self._path(name), content, **self._if_absent)
 
     def replace(self, name: str, content: bytes) -> None:
         """Put a small object, over an older one if need be."""
-        self._files.pipe_file(self._path(name), content)
+        with self._asking():
+            self._files.pipe_file(self._path(name), content)
 
     def move(self, name: str, target: str) -> None:
         """Copy over the target, then delete."""
-        self._files.cp_file(self._path(name), self._path(target))
-        self._files.rm_file(self._path(name))
+        with self._asking():
+            self._files.cp_file(self._path(name), self._path(target))
+            self._files.rm_file(self._path(name))
 
     def remove(self, name: str) -> None:
         """Delete a file; one that is gone already is fine."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._asking():
             self._files.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
         """Delete everything below a prefix; nothing there is fine."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._asking():
             self._files.rm(self._path(name), recursive=True)
 
     def free_bytes(self) -> int | None:
@@ -102,6 +113,16 @@ class ObjectStore:
     def locate(self, name: str = "") -> str:
         """The name as a person would write it."""
         return f"{self._url}/{name}" if name else self._url
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Turn whatever a store's library raises into an OSError, which everybody here is ready for."""
+        try:
+            yield
+        except (OSError, KeepstepError):
+            raise
+        except Exception as error:
+            raise StoreError(f"{self._url} cannot be used: {str(error) or type(error).__name__}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -47,14 +47,14 @@ def match_names(
     if unread and strict:
         raise StateMismatchError(
             f"{where} holds the tensor {unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
-            + ", which this run has no place for", "is this the checkpoint of another model?",
+            + ", which this run has no place for", _mismatch_hint(unread[0]),
         )  # fmt: skip
     missing = sorted(set(wanted) - set(manifest.tensors))
     if missing and strict:
         raise StateMismatchError(
             f"{where} does not hold the tensor {missing[0]}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            "is this the checkpoint of another model?",
+            _mismatch_hint(missing[0]),
         )
     for name, held in wanted.items():
         entry = manifest.tensors.get(name)
@@ -63,6 +63,15 @@ def match_names(
                 f"{where}: tensor {name} is {entry.dtype} {list(entry.shape)}, "
                 f"this run needs {held.dtype} {list(held.shape)}"
             )
+
+
+def _mismatch_hint(name: str) -> str:
+    if not name.startswith("optimizer."):
+        return "is this the checkpoint of another model?"
+    return (
+        "it has another optimizer's state, or none; "
+        "checkpoint.resume_from with checkpoint.skip_optimizer=true takes its weights alone"
+    )
 
 
 def restore(

@@ -120,8 +120,10 @@ def reading(store: Store, folder: str) -> Iterator[None]:
     name = f"{folder}/{READING}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     written = False
     with suppress(OSError):
-        store.create(name, json.dumps({"time": time.time()}).encode())
-        written = True
+        # In a folder that is gone already a note would only be the rest of a step that nobody clears away.
+        if MARKER in store.names(folder):
+            store.create(name, json.dumps({"time": time.time()}).encode())
+            written = True
     try:
         yield
     finally:

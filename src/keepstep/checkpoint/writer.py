@@ -109,8 +109,8 @@ def _publish(
     manifest = commit.compose(job.attempt, parts, publication.values, publication.metadata)
     if publication.parity:
         manifest = parity.add(store, job.attempt.folder, job.attempt.token, manifest)
-    committed = commit.publish(store, job.attempt, manifest, elsewhere=job.peers is not None)
     notes: list[str] = []
+    committed = commit.publish(store, job.attempt, manifest, job.peers is not None, notes.append)
     try:
         retired = retention.apply(store, publication.rules, notes.append, elsewhere=job.peers is not None)
         if job.peers is not None:
@@ -124,7 +124,9 @@ def _publish(
 def _give_up(store: Store, job: Job, message: str) -> None:
     """Free the space and tell the committing rank not to wait; the disk may be the very thing that failed."""
     try:
-        store.remove(f"{job.attempt.folder}/{job.attempt.file_name(job.rank)}")
+        # A step that has its marker exists, whatever went wrong after that: its files are not ours to take back.
+        if MARKER not in store.names(job.attempt.folder):
+            store.remove(f"{job.attempt.folder}/{job.attempt.file_name(job.rank)}")
         commit.announce(store, job.attempt, job.rank, {"error": message}, job.peers)
     except (OSError, CheckpointError):
         pass

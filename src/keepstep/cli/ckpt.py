@@ -81,7 +81,13 @@ def run(args: argparse.Namespace) -> int:
             f"keepstep ckpt {args.action} takes {wanted} place{'s' * (wanted > 1)}, not {len(args.places)}",
             f"keepstep ckpt {args.action} {_ACTIONS[args.action].partition(':')[0]}",
         )
-    return actions[args.action](args)
+    try:
+        return actions[args.action](args)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        hint = "see that the place can be reached, and that this user or these credentials may use it"
+        raise CheckpointError(f"keepstep ckpt {args.action}: {error}", hint) from error
 
 
 def _open(place: str) -> tuple[Store, str | None]:
@@ -285,13 +291,13 @@ def _gc(args: argparse.Namespace) -> int:
     store, _ = _open(args.places[0])
     rules = retention.Rules(args.keep, args.keep_every, args.keep_best)
     notes: list[str] = []
-    unfinished = list(commit.leftovers(store))
     if args.yes:
         removed = retention.apply(store, rules, notes.append)
-        for name in unfinished:
-            store.remove_folder(name)
+        # Looked for now and not before: deleting takes a while, and a run that is under way commits in the meantime.
+        unfinished = [name for name in commit.leftovers(store) if commit.remove_leftover(store, name)]
     else:
         removed = retention.removable(store, rules, notes.append)
+        unfinished = list(commit.leftovers(store))
     answer = {"removed" if args.yes else "would_remove": [*removed, *unfinished], "notes": notes}
     word = "removed" if args.yes else "would remove"
     lines = [f"{word} {name}" for name in removed] + [f"{word} {name}, never committed" for name in unfinished]

@@ -280,10 +280,25 @@ def _reading_is_counted_in_rows(config: RunConfig) -> Found:
     return "must be in steps, samples or tokens", "chat.read_first=200ba"
 
 
+def _decay_knows_its_end(config: RunConfig) -> Found:
+    if config.max_duration.unit != "s" or config.schedule.name == "constant":
+        return None
+    rule = f"is a time, and nobody knows its steps beforehand: schedule.name {config.schedule.name} needs to know them"
+    return rule, "schedule.name=constant, or max_duration in steps (100ba), samples, tokens or epochs"
+
+
+def _warmup_is_counted_in_steps(config: RunConfig) -> Found:
+    if config.schedule.warmup.unit != "s":
+        return None
+    return "must be in steps, samples, tokens or epochs", "schedule.warmup=100ba"
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("name",), _name_is_a_folder),
     (("lora.targets",), _adapters_have_a_place),
     (("chat.read_first",), _reading_is_counted_in_rows),
+    (("max_duration", "schedule.name"), _decay_knows_its_end),
+    (("schedule.warmup",), _warmup_is_counted_in_steps),
     (("model.hidden", "model.heads", "model.head_dim"), _heads_divide_hidden),
     (("model.kv_heads", "model.heads"), _kv_heads_divide_heads),
     (("model.positions", "model.hidden", "model.heads", "model.head_dim"), _rotary_halves_heads),

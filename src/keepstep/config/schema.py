@@ -229,7 +229,7 @@ class ScheduleConfig:
     """Shape after warmup. two_stage goes linearly to `stage_lr` at `stage_at`, then linearly to the end; wsd stays at
     the peak, then decays."""
     warmup: Duration = Duration(100, "ba")
-    """Linear rise from zero."""
+    """Linear rise from zero. In steps, tokens, samples or epochs."""
     final: float = 0.1
     """Learning rate at the end, as a share of the peak."""
     stage_at: float = 0.5
@@ -327,7 +327,8 @@ class CheckpointConfig:
     autoresume: bool = True
     """Start the same command again and it goes on from the newest whole checkpoint."""
     resume_from: str = ""
-    """Go on from this step folder instead (another run's, for example)."""
+    """Begin from this step folder (another run's, for example). Started again, the run goes on from its own steps since
+    then; with `autoresume: false` it begins here each time."""
     skip_optimizer: bool = False
     """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
     asynchronous: bool = True
@@ -441,7 +442,7 @@ class RunConfig:
     seed: int = 17
     """Weights, data order and dropout follow from it."""
     max_duration: Duration = Duration(1000, "ba")
-    """When the run ends."""
+    """When the run ends. Wall-clock time needs `schedule.name: constant`."""
     global_batch: int = 256
     """Rows in one optimizer step over all processes. Accumulation follows from it."""
     microbatch: int = 8

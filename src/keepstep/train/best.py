@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ class BestWeights:
     def __init__(self, folder: Path, config: EvaluateConfig) -> None:
         self._config = config
         self._checkpointer = Checkpointer(folder, CheckpointConfig(keep=1)) if config.keep_best else None
-        self._lowest = math.inf
+        self._lowest = self._kept = math.inf
         self._without = 0
         if self._checkpointer is not None:
             kept = self._checkpointer.find()
             if kept is not None:
                 # A resumed run goes on from the best it had.
-                self._lowest = float(self._checkpointer.load(kept, {})["loss"])
+                self._lowest = self._kept = float(self._checkpointer.load(kept, {})["loss"])
 
     @property
     def enough(self) -> bool:
@@ -31,12 +31,23 @@ class BestWeights:
         return 0 < self._config.patience <= self._without
 
     def offer(self, step: int, loss: float, weights: Callable[[], dict[str, Any]]) -> bool:
-        """Keep these weights if none were better; True when they were kept. Collective."""
-        if not loss < self._lowest:
-            self._without += 1
-            return False
-        self._lowest, self._without = loss, 0
-        if self._checkpointer is None:
+        """Keep these weights if none were better; True when they were. Collective; CheckpointError if it fails."""
+        self._lowest, self._without = (loss, 0) if loss < self._lowest else (self._lowest, self._without + 1)
+        if self._checkpointer is None or not loss < self._kept:
             return False
         self._checkpointer.save(step, {"model": weights(), "loss": loss}, {})
+        self._kept = loss
         return True
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint: how long it is since validation improved."""
+        return {"lowest": self._lowest, "without": self._without}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's values. Weights that were kept after it stay the best until there are better."""
+        self._lowest, self._without = float(state["lowest"]), int(state["without"])
+
+    def close(self) -> None:
+        """Let go of the memory that saves go through."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()

@@ -55,7 +55,14 @@ class Clock:
     def reached(self, duration: Duration) -> bool:
         """Whether the run is at or past `duration`."""
         steps = self.pace.steps(duration)
-        return self.elapsed_s >= duration.value if steps is None else self.step >= steps
+        return self.elapsed_s >= duration.value if steps is None else self.steps_towards(duration) >= steps
+
+    def steps_towards(self, duration: Duration) -> int:
+        """How many of the steps of `duration` are behind us; of data, as many as steps of this size would have taken.
+
+        These are the steps done, unless a resumed run changed its batch size or samples were left out.
+        """
+        return self.step if duration.unit in ("ba", "s") else self.samples // self.pace.samples_per_step
 
     def state(self) -> dict[str, Any]:
         """Plain numbers for a checkpoint."""
@@ -89,6 +96,11 @@ class Interval:
         count = self._count()
         passed, self._last = count > self._last, count
         return passed
+
+    def falls_on_this_step(self) -> bool:
+        """Whether the step just done is one of those it comes due at; never of times, which steps do not tell."""
+        steps = self._clock.pace.steps(self._every) if self._every.value else None
+        return steps is not None and self._clock.step > 0 and self._clock.step % max(1, steps) == 0
 
     def again(self) -> None:
         """What was due could not be done: be due again at the next chance."""

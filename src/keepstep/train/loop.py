@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import StopRequested
@@ -23,7 +22,7 @@ from keepstep.train.profile import Profiler
 from keepstep.train.readback import Readback
 from keepstep.train.record import Recorder, StepFacts
 from keepstep.train.schedule import lr_share
-from keepstep.train.step import GRAD_NORM, LOSS, STOP, TrainStep
+from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TrainStep
 
 
 @dataclass
@@ -55,7 +54,9 @@ class LoopParts:
     chaos: Chaos | None = None
     """Faults to suffer on purpose."""
     enough: Callable[[], bool] = lambda: False
-    """Asked after an evaluation: whether going on is of no use."""
+    """Whether evaluations say that going on is of no use."""
+    saved_step: int = -1
+    """The checkpoint that the run goes on from: there is no need to save that step again."""
 
 
 def run_loop(parts: LoopParts, config: RunConfig) -> None:
@@ -65,19 +66,23 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     evaluate_due = Interval(config.evaluate.interval, clock)
     share_at = _schedule(config, clock)
     steps = _Steps(parts)
-    saved_step = evaluated_step = -1
+    saved_step, evaluated_step = parts.saved_step, -1
     parts.remember(clock.step)
+    # A step is saved before it is evaluated: going on from it begins with what may not have been done.
+    if evaluate_due.falls_on_this_step() and steps.pause_for(parts.evaluate):
+        evaluated_step = clock.step
     # The last steps may prove bad when they are read, and take the clock back.
-    while not (clock.reached(config.max_duration) and steps.drain()):
-        steps.advance(share_at(clock.step))
+    while not (parts.enough() or (clock.reached(config.max_duration) and steps.drain())):
+        steps.advance(share_at(clock.steps_towards(config.max_duration)))
         if parts.chaos is not None:
             parts.chaos.after_step(clock.step)
         # Numbers first: a state is kept together with its loss, and a broken one not at all.
         if parts.keep_due() and steps.settle():
             parts.keep()
-        # What comes due at a step that is not good waits for one that is; a step done again is not saved again.
+        # What comes due at a step that is not good waits for one that is; a step done again is not saved again. Whether
+        # to stop is asked once the step is read: that may be what tells of it, and then the save has to be waited for.
         if (save_due.due() or steps.stop) and clock.step > saved_step:
-            if steps.pause_for(partial(parts.save, steps.stop)):
+            if steps.pause_for(lambda: parts.save(steps.stop)):
                 saved_step = clock.step
             else:
                 save_due.again()
@@ -89,10 +94,11 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
                 continue
             evaluated_step = clock.step
             if parts.enough():
-                parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
-                break
+                continue
         if config.guard.recheck_interval and clock.step % config.guard.recheck_interval == 0:
             steps.pause_for(parts.recheck)
+    if parts.enough():
+        parts.recorder.note(f"step {clock.step}: validation no longer improves, stopping early")
     if config.checkpoint.at_end and saved_step != clock.step:
         parts.save(True)
     if config.evaluate.at_end and evaluated_step != clock.step:
@@ -117,6 +123,8 @@ class _Steps:
         self._facts: list[StepFacts] = []
         self._good = True
         """Whether the newest step that was read can be trusted."""
+        self._untold_s = 0.0
+        """Seconds of this process that no step has told the others of yet."""
         self.stop = False
         """Whether any process was asked to stop, as far as steps have been read."""
 
@@ -127,7 +135,8 @@ class _Steps:
         batches = parts.feed.next_step(parts.pulse.waiting)
         data_s = time.perf_counter() - started
         parts.recorder.meet(parts.clock.step + 1)
-        self._pending.push(parts.step.run(batches, share, parts.stop.requested, parts.before_update))
+        numbers = parts.step.run(batches, share, parts.stop.requested, parts.before_update, self._untold_s)
+        self._pending.push(numbers)
         parts.clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
         newest = parts.clock.step
@@ -135,7 +144,7 @@ class _Steps:
             self._take()
         if parts.clock.step == newest:
             parts.remember(newest)
-        parts.clock.elapsed_s += time.perf_counter() - started
+        self._untold_s = time.perf_counter() - started
         parts.profiler.step()
         parts.pulse.stepped(parts.clock.step)
 
@@ -169,6 +178,9 @@ class _Steps:
         facts = self._facts.pop(0)
         count = parts.clock.pace.samples_per_step
         reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], facts.samples - count, count)
+        # Of one process and read by all at the same step: with clocks of their own, one would save on the hour while
+        # another still trains, and both would wait for each other for good.
+        parts.clock.elapsed_s += numbers[SPENT_S]
         verdict = parts.guard.judge(reading)
         self._good = verdict.what == "good"
         if self._good:
@@ -201,7 +213,8 @@ class _Steps:
             return False
         # A step that is under way stands on the bad one.
         while len(self._pending):
-            self._pending.pop()
+            numbers, _ = self._pending.pop()
+            self._parts.clock.elapsed_s += numbers[SPENT_S]
         self._facts.clear()
         self._pending.restart()
         return True

@@ -89,7 +89,10 @@ class SkippedSamples:
         """Leave these out from now on; on disk when this returns."""
         self.ranges.append((first_sample, count))
         if self._is_first:
+            written = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
             with self._path.open("a", encoding="utf-8") as file:
+                # Whoever wrote the file by hand may have left its last line without an end.
+                file.write("\n" if written and not written.endswith("\n") else "")
                 file.write(json.dumps({"first_sample": first_sample, "count": count, "step": step}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
+from keepstep.core.errors import CheckpointError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -113,6 +114,7 @@ class _Run:
         self.checkpointer = self.saver.checkpointer
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
         self.skipped = SkippedSamples(folder.skipped)
+        self.saved_step = -1
         self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
 
@@ -159,6 +161,7 @@ class _Run:
             guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
             recheck=self.recheck,
             enough=lambda: self.best.enough,
+            saved_step=self.saved_step,
         )
         rewind = None
         if self.config.guard.rolls_back and not self.keeper.active:
@@ -179,6 +182,7 @@ class _Run:
             feed.close()
             self.keeper.close()
             self.checkpointer.close()
+            self.best.close()
             outcome = "stop" if stop.requested and outcome != "finish" else outcome
             if outcome != "fault" or not self.world.ranks.supervised:
                 # An agent tells of faults itself: it knows those of processes that can say nothing any more.
@@ -191,16 +195,21 @@ class _Run:
             self.saver.check_grace(self.clock.step, self.stop, self.config.resilience.grace_s)
         metadata: dict[str, Any] = {"keepstep": __version__, "torch": torch.__version__}
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
-        state = {**self.state.tensors(), "numbers": self._numbers(), "tail": list(self.recorder.tail)}
+        state = {**self.state.tensors(), **self._values()}
         self.saver.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)}, durable)
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
-        self.keeper.keep(self.clock.step, {"numbers": self._numbers(), "tail": list(self.recorder.tail)})
+        self.keeper.keep(self.clock.step, self._values())
 
-    def _numbers(self) -> dict[str, Any]:
-        """Plain values of the state, and what the data position among them counts."""
-        return {**self.state.numbers(), "order": self.loaders.train.order_facts}
+    def _values(self) -> dict[str, Any]:
+        """What goes with the tensors of a state."""
+        return {
+            "numbers": self.state.numbers(),
+            "tail": list(self.recorder.tail),
+            "best": self.best.state(),
+            "order": self.loaders.train.order_facts,
+        }
 
     def _before_update(self) -> None:
         """Weights are about to change: whoever copies them must have them first."""
@@ -258,7 +267,14 @@ class _Run:
             return
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
-        if self.best.offer(self.clock.step, result.loss, self.state.weights):
+        try:
+            kept = self.best.offer(self.clock.step, result.loss, self.state.weights)
+        except CheckpointError as error:
+            # A full disk, say. The run is worth more than this copy, and its own saves go on.
+            self.recorder.event("warning", step=self.clock.step, reason="best_failed", message=error.message)
+            self.recorder.note(f"warning: the best weights so far are not kept: {error.message}")
+            return
+        if kept:
             self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
 
     def _may_resume(self) -> bool:
@@ -282,7 +298,9 @@ class _Run:
 
     def _resume_from_disk(self) -> bool:
         settings = self.config.checkpoint
-        weights_only = settings.skip_optimizer and bool(settings.resume_from)
+        self.checkpointer.find()
+        begins = self.checkpointer.begins
+        weights_only = settings.skip_optimizer and begins
         into = self.state.tensors()
         if weights_only:
             into = {"model": into["model"]}
@@ -295,14 +313,22 @@ class _Run:
         else:
             self.state.adopt(loaded.values["numbers"], into)
             self._resumed(loaded.where.name, loaded.values)
+        if not begins:
+            self.saved_step = loaded.step
+            if settings.resume_from:
+                note = f"the run began at {settings.resume_from}; checkpoint.autoresume=false would begin there again"
+                self.recorder.note(note)
         return True
 
     def _resume_from_memory(self) -> bool:
         """Go on from what the agent's memory holds, where that is newer than every checkpoint."""
         step = self.keeper.newest()
         newest = self.checkpointer.find()
-        if step is None or (newest is not None and newest.step > step):
+        # Steps elsewhere count for nothing here: this memory is newer than where the run began.
+        if step is None or (newest is not None and not self.checkpointer.begins and newest.step > step):
             return False
+        if newest is not None and not self.checkpointer.begins:
+            self.saved_step = newest.step
         values = self.keeper.restore(step)
         self._resumed("memory", values)
         return True
@@ -310,11 +336,13 @@ class _Run:
     def _resumed(self, source: str, values: Mapping[str, Any]) -> None:
         if self.world.is_first:
             recorded = read_last_step(self.folder.metrics)
-            tail = values.get("tail", [])
-            self.recorder.complete([line for line in tail if line["step"] <= self.clock.step], recorded)
+            tail = [line for line in values.get("tail", []) if line["step"] <= self.clock.step]
+            self.recorder.complete(tail, recorded)
+        if "best" in values:
+            self.best.restore(values["best"])
         self.recorder.event("resume", step=self.clock.step, folder=source)
         self.recorder.note(f"resumed at step {self.clock.step} from {source}")
-        before, now = values["numbers"].get("order"), self.loaders.train.order_facts
+        before, now = values.get("order"), self.loaders.train.order_facts
         if before is not None and before != now:
             self.recorder.note(
                 f"notice: the order of the data changed ({changed_order(before, now)}): sample {self.clock.samples:,} "

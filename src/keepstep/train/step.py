@@ -24,8 +24,13 @@ from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
 
-LOSS, GRAD_NORM, STOP = range(3)
+LOSS, GRAD_NORM, STOP, SPENT_S = range(4)
 """Places in the vector that `TrainStep.run` returns."""
+
+
+def own_seconds(spent_s: float) -> float:
+    """What this process adds to the sum of seconds: the first one's clock is everybody's."""
+    return spent_s if dist.get_rank() == 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,12 @@ class TrainStep:
         lr_share: float,
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
+        spent_s: float = 0.0,
     ) -> Tensor:
         """Learn from this process's micro batches. `before_update` runs once weights are about to change.
 
         Nothing changes where loss or gradient norm are not finite. The result holds the mean loss over the whole global
-        batch, the gradient norm before clipping, and whether any process asked to stop.
+        batch, the gradient norm before clipping, whether any process asked to stop, and the first one's `spent_s`.
         """
         layout, counted = self._settings.grid.layout, self._settings.grid.counts_loss
         parts = [self._own_part(batch) for batch in batches]
@@ -92,11 +98,12 @@ class TrainStep:
         # total the global mean.
         weight = self._poisoned(layout.replicate * layout.weight_shards * self._scaler.scale / total_targets)
         loss = self._learn(parts, weight) * float(counted)
-        numbers = torch.stack([loss / total_targets, torch.full_like(loss, float(stop))])
+        told = [torch.full_like(loss, value) for value in (float(stop), own_seconds(spent_s))]
+        numbers = torch.stack([loss / total_targets, *told])
         dist.all_reduce(numbers)
         before_update()
         norm = self._update(lr_share, numbers[0])
-        return torch.stack([numbers[0], norm, numbers[1]])
+        return torch.stack([numbers[0], norm, *numbers[1:]])
 
     def _learn(self, parts: Sequence[Batch], weight: Tensor) -> Tensor:
         """Leave the gradients of the weighed loss of all micro batches; returns the plain sum of losses."""

@@ -23,7 +23,7 @@ from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
 from keepstep.resilience.scratch import remove_with, scratch_folder, server_folder
-from keepstep.resilience.signals import STOP_SIGNALS
+from keepstep.resilience.signals import heeded_signals
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
 POLL_S = 0.25
@@ -280,7 +280,7 @@ class _Agent:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        numbers = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+        numbers = (*heeded_signals(), signal.SIGQUIT)
         before = {number: signal.signal(number, self._heard) for number in numbers}
         # A signal ends the wait for processes at once.
         self._waker, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -17,6 +17,7 @@ from tiny_runs import TINY, losses
 
 from keepstep.core.errors import EXIT_STOPPED
 from keepstep.launch.rehearsal import session_members
+from keepstep.resilience.chaos import Fault, to_environment
 
 pytestmark = pytest.mark.slow
 
@@ -77,4 +78,21 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(tmp_path: Path, restarts
             [sys.executable, "-m", "keepstep", "train", *words], stdout=full, stderr=full, env=ENVIRONMENT, timeout=300
         )
     assert done.returncode == 0
+    assert len(losses(tmp_path)) == 6
+
+
+def test_a_full_disk_under_the_run_s_folder_does_not_keep_a_killed_process_from_going_on(tmp_path: Path) -> None:
+    folder, marks = tmp_path / "run", tmp_path / "marks"
+    folder.mkdir()
+    marks.mkdir()
+    (folder / "events.jsonl").symlink_to("/dev/full")
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep", "train", *TINY, f"runs_dir={tmp_path}", "--procs", "1"],
+        env={**ENVIRONMENT, **to_environment([Fault("kill", 3)], marks)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fault is not written down" in done.stderr
     assert len(losses(tmp_path)) == 6

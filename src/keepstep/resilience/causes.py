@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,7 +84,9 @@ def write_cause(error: BaseException, rank: int) -> None:
     code = error.exit_code if isinstance(error, KeepstepError) else 1
     cause = Cause(classify(error), f"{type(error).__name__}: {message}"[:2000], rank, socket.gethostname(), code)
     lines = traceback.format_exception(error)
-    Path(path).write_text(json.dumps({"cause": asdict(cause), "traceback": "".join(lines)[-8000:]}))
+    # Where even this cannot be written, the exit code still tells something; another error would tell less.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"cause": asdict(cause), "traceback": "".join(lines)[-8000:]}))
 
 
 def read_cause(path: Path, rank: int, exit_code: int) -> Cause:

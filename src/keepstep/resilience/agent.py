@@ -246,6 +246,8 @@ class _Agent:
 
     def _goes_on(self, cause: Cause) -> bool:
         """Tell of a fault and judge whether another attempt makes sense."""
+        if cause.kind == "taken":
+            return False
         furthest = self._furthest_step()
         self._fruitless = 0 if furthest > self._furthest else self._fruitless + 1
         self._furthest = max(self._furthest, furthest)

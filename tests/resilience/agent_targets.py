@@ -108,3 +108,27 @@ def finds_no_room(words: list[str]) -> int:
     _count(Path(words[0]))
     write_cause(OSError(errno.ENOSPC, "no space left on device"), 0)
     return 1
+
+
+def loses_its_scratch_folder(words: list[str]) -> int:
+    """A cleaner of temporary files comes by, then a crash; after the restart there must be a place again."""
+    import shutil
+
+    store = Path(os.environ["KEEPSTEP_STORE_FILE"])
+    if _count(Path(words[0])) == 0:
+        shutil.rmtree(store.parent)
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.touch()
+    return 0
+
+
+def hangs_and_will_not_stop(words: list[str]) -> int:
+    from keepstep.resilience import workers
+
+    workers.ORPHAN_S = 0.5
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mark = Path(words[0]) / "pid.new"
+    mark.write_text(str(os.getpid()))
+    mark.rename(mark.with_name("pid"))
+    while True:
+        time.sleep(60)

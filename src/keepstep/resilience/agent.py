@@ -155,6 +155,8 @@ class _Agent:
                 self._tell("restart", **facts)
         self._world_size, self._first_rank = world_size, meeting.node_rank * self._processes
         self._board.clear(self._settings.start_timeout_s)
+        # Whatever cleans up temporary files takes those that nobody has touched for days.
+        self._scratch.mkdir(parents=True, exist_ok=True)
         for place in range(self._processes):
             self._cause_file(place).unlink(missing_ok=True)
         self._workers.start([self._environment(meeting, place) for place in range(self._processes)])

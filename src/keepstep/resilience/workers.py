@@ -26,6 +26,8 @@ STACKS_FILE = "KEEPSTEP_STACKS_FILE"
 """Environment variable: where a process writes its stacks when the agent asks for them."""
 STACKS_SIGNAL = signal.SIGUSR2
 _WARM = "keepstep.resilience.warm"
+ORPHAN_S = 540.0
+"""Between the end of the agent and that of a process that does not stop: a step and a save must fit."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,6 @@ def _stop_with_agent() -> None:
     assert agent is not None
     connection.wait([agent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_S)
+    # It hangs, and the agent that would have noticed is gone: its GPU and its helpers must not be held for ever.
+    os.killpg(os.getpgrp(), signal.SIGKILL)

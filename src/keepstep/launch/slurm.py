@@ -118,7 +118,8 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
     # The run's folder and the folder that relative paths start from are inside what they are outside.
     own = [str(path) for path in (job.working_dir, absolute(job.folder))]
     mounts = [*profile.mounts, *(f"{path}:{path}" for path in dict.fromkeys(own))]
-    options = ["--no-container-mount-home", "--container-name=keepstep", f"--container-workdir={job.working_dir}"]
+    # No --container-name: what has a name stays on the node, and the next job of that name gets it, whatever its image.
+    options = ["--no-container-mount-home", f"--container-workdir={job.working_dir}"]
     options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
 

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.observe.folder import JsonLines, RunFolder, find_run, find_runs, number, read_from, split_kinds
+from keepstep.observe.folder import (
+    JsonLines,
+    RunFolder,
+    find_run,
+    find_runs,
+    number,
+    read_from,
+    read_last_step,
+    split_kinds,
+)
 
 
 def test_what_is_appended_is_read_back_while_the_writer_is_still_open(tmp_path: Path) -> None:
@@ -118,3 +127,12 @@ def test_a_run_is_found_by_name_or_path_and_a_typo_is_answered_with_the_nearest(
     with pytest.raises(UsageError) as caught:
         find_run("lama", tmp_path)
     assert caught.value.hint == "did you mean llama?"
+
+
+def test_the_newest_step_of_a_run_that_went_back_is_where_it_is_now(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    assert read_last_step(metrics.path) == -1
+    for step in (99, 100, 51):
+        metrics.append({"step": step, "loss": 1.0})
+    metrics.append({"step": 51, "valid_loss": 1.0})
+    assert read_last_step(metrics.path) == 51

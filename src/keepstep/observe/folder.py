@@ -193,7 +193,8 @@ def read_last_step(path: Path) -> int:
             lines = parse_lines(file.read().rpartition(b"\n")[0])
     except FileNotFoundError:
         return -1
-    return max((int(line["step"]) for line in lines[-3:] if isinstance(line.get("step"), int)), default=-1)
+    # The last line, not the largest step: a run that went back to a checkpoint has larger ones before it.
+    return next((int(line["step"]) for line in reversed(lines) if isinstance(line.get("step"), int)), -1)
 
 
 def parse_lines(data: bytes) -> list[Record]:

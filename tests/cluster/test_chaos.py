@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.cli.chaos import same_threads
+from keepstep.config.load import load_config
+
 pytestmark = pytest.mark.slow
 
 TINY = [
@@ -52,3 +55,10 @@ def test_two_hosts_lose_their_network_and_one_of_them(tmp_path: Path) -> None:
     (events,) = tmp_path.glob("chaos-*/lost-host/events.jsonl")
     resumed = [line for line in map(json.loads, events.read_text().splitlines()) if line["kind"] == "resume"]
     assert resumed[0]["folder"] == "memory", "the new host's state comes from the memory of the other one"
+
+
+def test_every_run_of_a_rehearsal_computes_with_the_same_threads() -> None:
+    # Left to themselves, two hosts of one process each would take twice the threads of one host with two.
+    cores = len(os.sched_getaffinity(0))
+    assert same_threads(load_config(None, ["data=synthetic"]).config, 2) == [f"compute.threads={max(1, cores // 2)}"]
+    assert same_threads(load_config(None, ["data=synthetic", "compute.threads=3"]).config, 2) == []

@@ -82,3 +82,18 @@ def test_doctor_answers_as_json_and_fails_with_3_on_a_broken_configuration(tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 3
     assert {"name": "config", "status": "fail"}.items() <= json.loads(done.stdout)[-2].items()
+
+
+def test_a_driver_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    code = (
+        "from keepstep.launch import machine; machine.DRIVER_S = 0.2; "
+        "print([(check.status, check.value) for check in machine.driver_checks()])"
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("[('fail', 'nvidia-smi does not answer")

@@ -38,7 +38,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def phases(folder: Path, *found: str) -> None:
-    (folder / "pods.json").write_text(json.dumps({"items": [{"status": {"phase": phase}} for phase in found]}))
+    pods = [{"metadata": {"name": f"pod-{n}"}, "status": {"phase": phase}} for n, phase in enumerate(found)]
+    (folder / "pods.json").write_text(json.dumps({"items": pods}))
 
 
 def asked(folder: Path) -> list[str]:
@@ -118,3 +119,20 @@ def test_an_image_without_a_tag_is_refused() -> None:
     for image in ("keepstep", "registry:5000/keepstep", ":0.1"):
         with pytest.raises(UsageError, match="must be repository:tag"):
             kubernetes.chart_values(job, KubernetesProfile(image=image))
+
+
+def test_a_run_whose_drained_pods_were_replaced_has_not_failed(programs: Path) -> None:
+    submitted(programs)
+
+    def pod(node: int, name: str, minute: int, phase: str) -> dict[str, object]:
+        labels = {"batch.kubernetes.io/job-completion-index": str(node)}
+        made = f"2026-11-15T16:{minute:02}:00Z"
+        return {"metadata": {"name": name, "labels": labels, "creationTimestamp": made}, "status": {"phase": phase}}
+
+    drained = [pod(0, "x", 1, "Failed"), pod(1, "y", 1, "Failed")]
+    for phase, state in (("Pending", "waiting"), ("Running", "running"), ("Succeeded", "finished")):
+        replaced = [pod(1, "a", 9, phase), *drained, pod(0, "b", 9, phase)]
+        (programs / "pods.json").write_text(json.dumps({"items": replaced}))
+        assert kubernetes.state(load_record(Path("runs"), "my-run")) == state
+    (programs / "pods.json").write_text(json.dumps({"items": [*drained, pod(0, "b", 9, "Failed")]}))
+    assert kubernetes.state(load_record(Path("runs"), "my-run")) == "failed"

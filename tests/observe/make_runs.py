@@ -65,7 +65,7 @@ class Writer:
         self.events.append({"time": self.now, "kind": kind, "step": self.step, "rank": 0, **facts})
 
     def start(self) -> None:
-        self.event("start", ranks=self.ranks, total_steps=self.steps)
+        self.event("start", world_size=self.ranks, total_steps=self.steps)
         self.now += 12
 
     def line(self) -> Record:
@@ -142,7 +142,7 @@ class Writer:
     def recover(self, lost: int = 30, down_s: float = 40, ranks: int = 0) -> None:
         """The run comes back `lost` steps earlier."""
         if ranks:
-            self.event("resize", before=self.ranks, ranks=ranks)
+            self.event("resize", before=self.ranks, world_size=ranks)
             self.ranks = ranks
         self.event("restart", attempt=1)
         self.now += down_s

@@ -1,12 +1,23 @@
 import json
 import math
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.observe.folder import JsonLines, RunFolder, find_run, find_runs, number, read_from, split_kinds
+from keepstep.observe.folder import (
+    JsonLines,
+    RunFolder,
+    find_run,
+    find_runs,
+    number,
+    read_from,
+    read_last_step,
+    split_kinds,
+)
 
 
 def test_what_is_appended_is_read_back_while_the_writer_is_still_open(tmp_path: Path) -> None:
@@ -22,6 +33,41 @@ def test_a_torn_last_line_is_skipped_and_does_not_spoil_the_next(tmp_path: Path)
     assert JsonLines(path).read() == [{"step": 1}]
     JsonLines(path).append({"step": 3})
     assert JsonLines(path).read() == [{"step": 1}, {"step": 3}]
+
+
+def test_half_a_line_of_another_writer_spoils_none_of_one_that_has_the_file_open(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    agent = JsonLines(path)
+    agent.append({"kind": "restart"})
+    with path.open("a") as killed:
+        killed.write('{"kind": "checkpo')
+    agent.append({"kind": "fault"})
+    assert JsonLines(path).read() == [{"kind": "restart"}, {"kind": "fault"}]
+
+
+def test_a_full_disk_leaks_no_descriptor_and_the_first_line_after_it_is_whole(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.append({"step": 1})
+    room = (tmp_path / "metrics.jsonl").stat().st_size + 5
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        for _ in range(5):
+            with pytest.raises(OSError, match=r"fitted|too large"):
+                lines.append({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+    lines.append({"step": 3})
+    assert lines.read() == [{"step": 1}, {"step": 3}]
+
+
+def test_a_file_name_that_is_no_utf_8_can_be_told(tmp_path: Path) -> None:
+    told = {"what": f"no file {os.fsdecode(b'caf' + bytes([0xE9]))}"}
+    lines = JsonLines(tmp_path / "events.jsonl")
+    lines.append(told)
+    assert lines.read() == [told]
 
 
 def test_damaged_lines_in_the_middle_are_skipped(tmp_path: Path) -> None:
@@ -81,3 +127,12 @@ def test_a_run_is_found_by_name_or_path_and_a_typo_is_answered_with_the_nearest(
     with pytest.raises(UsageError) as caught:
         find_run("lama", tmp_path)
     assert caught.value.hint == "did you mean llama?"
+
+
+def test_the_newest_step_of_a_run_that_went_back_is_where_it_is_now(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    assert read_last_step(metrics.path) == -1
+    for step in (99, 100, 51):
+        metrics.append({"step": step, "loss": 1.0})
+    metrics.append({"step": 51, "valid_loss": 1.0})
+    assert read_last_step(metrics.path) == 51

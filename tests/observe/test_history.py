@@ -56,6 +56,26 @@ def test_a_replaced_run_is_a_new_history(tmp_path: Path) -> None:
     assert seen.train.column("loss").tolist() == [7.0]
 
 
+def test_a_run_made_anew_is_a_new_history_before_its_first_step_and_in_a_file_of_the_same_number(
+    tmp_path: Path,
+) -> None:
+    history = History(RunFolder(tmp_path))
+    events, metrics = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"
+    events.write_text('{"time": 1.0, "kind": "start"}\n{"time": 2.0, "kind": "finish"}\n')
+    metrics.write_text('{"time": 1.5, "step": 1, "loss": 1.0}\n')
+    history.refresh()
+    metrics.unlink()
+    events.write_text('{"time": 3.0, "kind": "start"}\n')
+    history.refresh()
+    assert (len(history.train), [event["time"] for event in history.events]) == (0, [3.0])
+    metrics.write_text('{"time": 3.5, "step": 1, "loss": 3.0}\n')
+    history.refresh()
+    # Written in place: the number of a deleted file goes to the next one that is made.
+    metrics.write_text("".join(f'{{"time": 4.5, "step": {step}, "loss": 4.0}}\n' for step in (1, 2, 3)))
+    history.refresh()
+    assert history.train.column("loss").tolist() == [4.0, 4.0, 4.0]
+
+
 def test_the_cache_gives_the_same_history_and_then_follows_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from make_runs import Writer, write_long
 
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.observe.access import Access, new_token
+from keepstep.observe.columns import Columns, FloatArray
 from keepstep.observe.folder import JsonLines, RunFolder
 from keepstep.observe.server import PageServer
 
@@ -200,6 +202,43 @@ def test_with_a_token_only_those_who_know_it_get_in(runs: Path) -> None:
     finally:
         made.shutdown()
         made.server_close()
+
+
+@pytest.mark.parametrize("token", ["", TOKEN], ids=["loopback", "token"])
+def test_a_link_cannot_write_headers_or_a_page_of_its_own(runs: Path, token: str) -> None:
+    made = PageServer(runs, Access(token=token))
+    made.start()
+    try:
+        link = "/%5Cevil.example/?token=x%0d%0aX-Evil:%20yes%0d%0a%0d%0a<script>alert(1)</script>"
+        status, headers, body = get(made, link, Cookie=f"keepstep_token={token}")
+        assert (status, headers["Location"], body) == (303, "/", b"")
+        assert "X-Evil" not in headers
+        assert "script" not in headers.get("Set-Cookie", "")
+        assert get(made, "/", Host="[nonsense")[0] in (400, 403)
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
+def test_visitors_of_a_run_that_grows_do_not_disturb_each_other(
+    server: PageServer, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = Columns.column
+    others: list[threading.Thread] = []
+
+    def column_while_another_looks(table: Columns, name: str) -> FloatArray:
+        # In the middle of a sum over several columns.
+        if name == "comm_s" and not others:
+            JsonLines(runs / "one" / "metrics.jsonl").append({"step": 301, "loss": 1.0, "time": 1.0})
+            others.append(threading.Thread(target=server._histories["one"].refresh))
+            others[0].start()
+            others[0].join(0.3)
+        return column(table, name)
+
+    monkeypatch.setattr(Columns, "column", column_while_another_looks)
+    assert ask(server, "/api/view?run=one")["series"]["one"]["loss"]["steps"][-1] == 300
+    others[0].join()
+    assert ask(server, "/api/view?run=one")["series"]["one"]["loss"]["steps"][-1] == 301
 
 
 def test_a_taken_port_is_told_in_two_lines(server: PageServer, runs: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from make_runs import Writer
 
+from keepstep.observe import report
 from keepstep.observe.history import open_history
 from keepstep.observe.verdict import find_straggler, judge
 
@@ -127,3 +128,14 @@ def test_total_steps_come_from_the_newest_source_that_knows(tmp_path: Path) -> N
     assert judge(open_history(made.folder), 0.0).total_steps == 77, "from max_duration"
     made.event("start", total_steps=99)
     assert judge(open_history(made.folder), 0.0).total_steps == 99
+
+
+def test_a_run_on_which_a_machine_computed_other_bits_can_be_looked_at(writer: Writer) -> None:
+    writer.take(100)
+    # As keepstep.train.recheck tells it: `ranks` are those that differed.
+    writer.event("fault", reason="corruption", ranks=[3], hosts=["n3"], message="rank 3 on n3 computed other bits")
+    verdict = judge(open_history(writer.folder), writer.now + 1)
+    assert (verdict.ranks, verdict.reasons) == (8, ["rank 3 on n3 computed other bits"])
+    assert "8 to 6 ranks" not in report.markdown(open_history(writer.folder), writer.now)
+    writer.recover(ranks=6)
+    assert "8 to 6 ranks" in report.markdown(open_history(writer.folder), writer.now)

@@ -78,3 +78,57 @@ def stops_on_request(words: list[str]) -> int:
         while not flag.requested:
             time.sleep(0.01)
     return 75
+
+
+def goes_on_without_the_unfit(words: list[str]) -> int:
+    """Node 1 finds its hardware broken; node 0 loses its peer, and ends well once it is alone."""
+    from keepstep.core.errors import HardwareError
+
+    left = Path(words[0]) / "left"
+    if os.environ["WORLD_SIZE"] == "1":
+        return 0
+    if words[1] == "1":
+        write_cause(HardwareError("a GPU has fallen off the bus"), int(os.environ["RANK"]))
+        left.touch()
+        return HardwareError.exit_code
+    while not left.exists():
+        time.sleep(0.01)
+    write_cause(RuntimeError("Connection closed by peer"), int(os.environ["RANK"]))
+    return 1
+
+
+def announces(words: list[str]) -> int:
+    _count(Path(words[0]))
+    return 0
+
+
+def finds_no_room(words: list[str]) -> int:
+    import errno
+
+    _count(Path(words[0]))
+    write_cause(OSError(errno.ENOSPC, "no space left on device"), 0)
+    return 1
+
+
+def loses_its_scratch_folder(words: list[str]) -> int:
+    """A cleaner of temporary files comes by, then a crash; after the restart there must be a place again."""
+    import shutil
+
+    store = Path(os.environ["KEEPSTEP_STORE_FILE"])
+    if _count(Path(words[0])) == 0:
+        shutil.rmtree(store.parent)
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.touch()
+    return 0
+
+
+def hangs_and_will_not_stop(words: list[str]) -> int:
+    from keepstep.resilience import workers
+
+    workers.ORPHAN_S = 0.5
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mark = Path(words[0]) / "pid.new"
+    mark.write_text(str(os.getpid()))
+    mark.rename(mark.with_name("pid"))
+    while True:
+        time.sleep(60)

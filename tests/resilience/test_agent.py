@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import pytest
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core.errors import EXIT_STOPPED
+from keepstep.resilience import scratch
 from keepstep.resilience.agent import run_processes
 from keepstep.resilience.workers import Task
 
@@ -89,3 +95,49 @@ def test_a_stop_request_reaches_every_process_and_the_code_comes_back(tmp_path: 
     code, events = run(agent_targets.stops_on_request, tmp_path)
     assert code == EXIT_STOPPED
     assert not events
+
+
+def test_a_cleaner_of_temporary_files_does_not_keep_a_run_from_restarting(tmp_path: Path) -> None:
+    code, events = run(agent_targets.loses_its_scratch_folder, tmp_path, 1)
+    assert code == 0
+    assert [event["kind"] for event in events] == ["fault", "restart"]
+
+
+def test_agents_that_start_at_the_same_moment_leave_each_other_s_folders_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, swept = fcntl.flock, []
+
+    def lock_after_another_has_swept(file: object, how: int) -> None:
+        if how == fcntl.LOCK_EX and not swept:
+            swept.append(1)
+            scratch._sweep(Path(tempfile.gettempdir()))
+        real(file, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_another_has_swept)
+    with scratch.scratch_folder() as folder:
+        (folder / "cause-0.json").write_text("{}")
+
+
+def test_a_process_that_hangs_when_its_agent_is_killed_does_not_stay_for_ever(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("agent_node.py"))
+    agent = subprocess.Popen([sys.executable, script, "0", "0", "1", "hangs_and_will_not_stop", str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker = int((tmp_path / "pid").read_text())
+    agent.kill()
+    agent.wait()
+    try:
+        while is_running(worker):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -137,6 +137,25 @@ def test_sigterm_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path) -> 
     assert len(losses(tmp_path, "stopped")) == last + 3
 
 
+def test_a_run_started_again_at_once_waits_for_the_last_save_of_a_killed_launcher_s_processes(tmp_path: Path) -> None:
+    words = [*TINY, f"runs_dir={tmp_path}", "max_duration=100000ba", "checkpoint.interval=100000ba", "--procs", "1"]
+    command = [sys.executable, "-m", "keepstep", "train", *words]
+    # Its only save, the one on request, takes longer than the next launcher needs to come up.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KEEPSTEP_FAILPOINT": "before_data:sleep=12"}
+    killed = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    written, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < deadline and not (written.exists() and written.read_text().count("\n") > 3):
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    again = run_processes(tmp_path, 1, "max_duration=1ba", "checkpoint.interval=100000ba")
+    assert again.returncode == 0, again.stderr
+    reached = max(line["step"] for line in metrics(tmp_path) if "loss" in line)
+    assert f"resumed at step {reached}" in again.stderr
+    steps = [line["step"] for line in metrics(tmp_path) if "loss" in line]
+    assert steps == list(range(1, reached + 1)), "no step was done twice"
+
+
 @pytest.mark.parametrize(
     "setting",
     ["compute.recompute=selective", "compute.recompute=full", "compute.loss_chunks=4", "microbatch=4",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepstep.config.load import load_config, split_words
+from keepstep.config.schema import RunConfig
 from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from keepstep.core.files import write_json
 
@@ -43,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 12:
         raise UsageError(f"--steps is {args.steps}, but a rehearsal needs at least 12")
     folder = Path(config.runs_dir) / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
-    stage = Stage(args.words, folder.absolute(), args.steps, args.procs, args.timeout)
+    words = [*args.words, *same_threads(config, args.procs)]
+    stage = Stage(words, folder.absolute(), args.steps, args.procs, args.timeout)
     if args.list:
         for kind in all_plays(stage):
             print(kind)
@@ -59,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
         _print_table(outcomes)
         print(f"{'passed' if passed else 'FAILED'}: logs and runs are in {folder}")
     return EXIT_DONE if passed else EXIT_FAILED
+
+
+def same_threads(config: RunConfig, processes: int) -> list[str]:
+    """Sums of two threads are not those of one: all runs of a rehearsal, two hosts included, get the same number."""
+    if config.compute.threads:
+        return []
+    return [f"compute.threads={max(1, len(os.sched_getaffinity(0)) // processes)}"]
 
 
 def _one_by_one(args: argparse.Namespace, stage: Any) -> list[Outcome]:

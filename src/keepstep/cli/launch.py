@@ -56,13 +56,17 @@ def _node(args: argparse.Namespace) -> int:
     from keepstep.cli.processes import start_processes
     from keepstep.core.nodes import group_from_environment
     from keepstep.launch.foundry import translate
+    from keepstep.launch.job import stop_mark
 
     if not args.words:
         raise UsageError("nothing to run", "keepstep launch node --nodes 2 -- train run.yaml")
     group = group_from_environment(args.nodes, args.max_restarts, os.environ)
     words = [*args.words, *translate(args.foundry_update)]
-    code = start_processes(words, args.processes, group, _run_config(words, args.max_restarts))
     folder = os.environ.get("KEEPSTEP_JOB_FOLDER")
+    if folder is not None and stop_mark(Path(folder)).exists():
+        print("stopped on request before it began", file=sys.stderr)
+        return _leave_word(Path(folder), EXIT_STOPPED)
+    code = start_processes(words, args.processes, group, _run_config(words, args.max_restarts))
     return code if folder is None else _leave_word(Path(folder), code)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from keepstep import __version__
 from keepstep.core.errors import EXIT_FAILED, KeepstepError
+from keepstep.core.output import unbreakable_output
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("keepstep.cli.demo", "from raw text to a trained model on this machine, offline, in minutes"),
@@ -42,6 +43,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("keepstep.cli.launch", "what schedulers start on a node; profiles and environments"),
     "models": ("keepstep.cli.models", "list model presets with their sizes"),
 }
+
+_RUNS = ("train", "finetune", "demo", "launch")
+"""Verbs that run for days: their work must outlive the terminal they were started from."""
 
 
 def _overview() -> str:
@@ -89,6 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"keepstep {__version__}")
         return 0
+    if words[0] in _RUNS:
+        with unbreakable_output():
+            return _run_and_report(words)
+    return _run_and_report(words)
+
+
+def _run_and_report(words: Sequence[str]) -> int:
     try:
         if words[0] not in VERBS:
             raise _unknown(words[0])

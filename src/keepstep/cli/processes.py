@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,11 @@ def start_processes(
     events = JsonLines(folder.events)
 
     def tell(kind: str, **facts: Any) -> None:
-        events.append({"time": time.time(), "kind": kind, **facts})
+        try:
+            events.append({"time": time.time(), "kind": kind, **facts})
+        except OSError as error:
+            # A full disk is often the very fault that is to be told: the restart matters more than a line about it.
+            print(f"warning: {kind} is not written down: {folder.events}: {error}", file=sys.stderr, flush=True)
         told = facts.get("what") or ", ".join(f"{name} {value}" for name, value in facts.items())
         logger.log(logging.ERROR if kind == "fault" else logging.INFO, "%s: %s", kind, told)
 

@@ -39,6 +39,10 @@ class UsageError(KeepstepError):
     exit_code = EXIT_CONFIG
 
 
+class RunTakenError(UsageError):
+    """Another process trains in the run's folder."""
+
+
 class ConfigError(KeepstepError):
     """All that is wrong with a configuration, reported at once."""
 

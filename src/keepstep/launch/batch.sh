@@ -12,7 +12,6 @@ export KEEPSTEP_PORT=$port
 # A process left over from the last attempt must not join this one.
 export KEEPSTEP_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 rm -f "$KEEPSTEP_JOB_FOLDER/failed-nodes" "$KEEPSTEP_JOB_FOLDER/saved"
-[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || rm -f "$KEEPSTEP_JOB_FOLDER/stop"
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} on ${#nodes[@]} node(s) $SLURM_JOB_NODELIST, meeting at $KEEPSTEP_HEAD:$port"
 
 srun --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${KEEPSTEP_SRUN[@]}" \
@@ -26,15 +25,20 @@ echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $
 
 # Cancelled or already requeued by Slurm: nothing is left to decide here.
 [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" = RUNNING ] || exit "$code"
-if [ "$code" -eq 75 ] && [ ! -e "$KEEPSTEP_JOB_FOLDER/stop" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
+# Somebody wanted it to stop: whatever came of that, nothing starts by itself again.
+[ ! -e "$KEEPSTEP_JOB_FOLDER/stop" ] || exit "$code"
+if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
   echo "keepstep: saved; requeued"
   scontrol requeue "$SLURM_JOB_ID"
 elif [ "$code" -eq 5 ] && [ -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] && [ "${KEEPSTEP_TRY:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
   failed=$(sort -u "$KEEPSTEP_JOB_FOLDER/failed-nodes" | paste -sd, -)
   # Where every node complains the nodes are not the cause, and without them the job could never start.
   if [ "$(sort -u "$KEEPSTEP_JOB_FOLDER/failed-nodes" | wc -l)" -lt "${#nodes[@]}" ]; then
-    excluded=$failed${KEEPSTEP_EXCLUDED:+,$KEEPSTEP_EXCLUDED}
-    if next=$(KEEPSTEP_TRY=$((${KEEPSTEP_TRY:-0} + 1)) KEEPSTEP_EXCLUDED=$excluded \
+    # sbatch's option replaces the script's, so what this job does without must be named again.
+    before=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    [ "$before" != '(null)' ] || before=
+    excluded=$failed${before:+,$before}
+    if next=$(KEEPSTEP_TRY=$((${KEEPSTEP_TRY:-0} + 1)) \
       env -u SLURM_RESTART_COUNT sbatch --parsable --exclude="$excluded" "$KEEPSTEP_JOB_FOLDER/job.sbatch"); then
       echo "keepstep: hardware failed on $failed; job ${next%%;*} goes on without them"
       [ ! -e "$KEEPSTEP_JOB_FOLDER/job.json" ] || sed -i "s/\"job_id\": \"[0-9]*\"/\"job_id\": \"${next%%;*}\"/" "$KEEPSTEP_JOB_FOLDER/job.json"

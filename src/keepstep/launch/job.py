@@ -85,6 +85,11 @@ def record_path(folder: Path) -> Path:
     return folder / "job" / "job.json"
 
 
+def stop_mark(job_folder: Path) -> Path:
+    """A file that says that somebody wanted the job to stop, until it is submitted again."""
+    return job_folder / "stop"
+
+
 def load_record(runs_dir: Path, name: str) -> JobRecord:
     """The record of a submitted run."""
     path = record_path(runs_dir / name)

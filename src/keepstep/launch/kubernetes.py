@@ -135,13 +135,22 @@ def state(record: JobRecord) -> str:
         installed = _run([_helm(), "list", "-q", "--filter", f"^{record.job_id}$", *_scope(record, "--kube-context")])
     except HardwareError:
         return "unreachable"
-    phases = {pod["status"].get("phase", "Pending") for pod in pods}
+    phases = {pod["status"].get("phase", "Pending") for pod in _newest_of_each_node(pods)}
     if not phases:
         return "waiting" if installed.strip() else "stopped"
     for phase, word in (("Running", "running"), ("Pending", "waiting"), ("Failed", "failed")):
         if phase in phases:
             return word
     return "finished"
+
+
+def _newest_of_each_node(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A pod that stopped and was replaced stays there as failed; only its replacement says how the run stands."""
+    newest: dict[str, dict[str, Any]] = {}
+    for pod in sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", "")):
+        labels = pod["metadata"].get("labels", {})
+        newest[labels.get("batch.kubernetes.io/job-completion-index", pod["metadata"]["name"])] = pod
+    return list(newest.values())
 
 
 def logs_command(record: JobRecord, follow: bool) -> list[str]:

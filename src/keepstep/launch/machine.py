@@ -19,6 +19,8 @@ from keepstep.core.units import format_bytes
 from keepstep.launch.health import Check, Status
 
 GIB = 1024**3
+DRIVER_S = 60.0
+"""Without persistence mode the driver takes seconds for each GPU; a broken GPU takes for ever."""
 
 
 def machine_checks(runs_dir: Path, gpus: int) -> Iterator[Check]:
@@ -53,11 +55,19 @@ def driver_checks() -> Iterator[Check]:
         "index,name,driver_version,clocks.max.sm,clocks.applications.graphics,ecc.errors.uncorrected.volatile.total"
     )
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        yield Check("driver", "fail", done.stderr.strip() or done.stdout.strip(), "see dmesg; reload the driver")
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        answer, complaint = asked.communicate(timeout=DRIVER_S)
+    except subprocess.TimeoutExpired:
+        # Not waited for: what hangs inside the driver does not even die.
+        asked.kill()
+        told = f"nvidia-smi does not answer within {DRIVER_S:.0f} s"
+        yield Check("driver", "fail", told, "a GPU hangs: see dmesg; reset it or restart the machine")
         return
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    if asked.returncode:
+        yield Check("driver", "fail", complaint.strip() or answer.strip(), "see dmesg; reload the driver")
+        return
+    rows = [[word.strip() for word in line.split(",")] for line in answer.splitlines() if line.strip()]
     yield Check("driver", "pass", f"{rows[0][2]}, {len(rows)} × {rows[0][1]}" if rows else "no GPU")
     clocks = {row[4] for row in rows}
     if len(clocks) > 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
 from keepstep.launch.environments import variables_for
-from keepstep.launch.job import Job, JobRecord, absolute, now, record_path
+from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark
 from keepstep.launch.profiles import SlurmProfile
 from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
 
@@ -118,7 +118,8 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
     # The run's folder and the folder that relative paths start from are inside what they are outside.
     own = [str(path) for path in (job.working_dir, absolute(job.folder))]
     mounts = [*profile.mounts, *(f"{path}:{path}" for path in dict.fromkeys(own))]
-    options = ["--no-container-mount-home", "--container-name=keepstep", f"--container-workdir={job.working_dir}"]
+    # No --container-name: what has a name stays on the node, and the next job of that name gets it, whatever its image.
+    options = ["--no-container-mount-home", f"--container-workdir={job.working_dir}"]
     options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
 
@@ -147,22 +148,39 @@ def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
     """Submit the same script again, without the nodes named; returns the new job id."""
     current = state(record)
+    if current == "unreachable":
+        raise unreachable(record)
     if current not in ("", "finished", "failed", "stopped"):
         raise UsageError(f"run {record.name} is {current} as job {record.job_id}", "keepstep stop it first")
-    return _sbatch(Path(record.script), [f"--exclude={','.join(exclude)}"] if exclude else [])
+    # sbatch's option replaces the script's, so nodes that are never to be used must be named again.
+    left_out = [*exclude, *_excluded(Path(record.script))] if exclude else []
+    return _sbatch(Path(record.script), [f"--exclude={','.join(dict.fromkeys(left_out))}"] if left_out else [])
+
+
+def _excluded(script: Path) -> list[str]:
+    """Nodes that a script does without."""
+    found = re.search(r'^#SBATCH --exclude="?([^"\n]*)', script.read_text(), re.MULTILINE)
+    return [found[1]] if found else []
 
 
 def stop(record: JobRecord, at_once: bool) -> None:
     """Ask the run to save and stop; `at_once` cancels it without a save."""
-    # The batch shell requeues a saved run unless this file says that somebody wanted it to stop.
-    (Path(record.script).parent / "stop").touch()
+    current = state(record)
+    if current in ("", "finished", "failed", "stopped"):
+        raise UsageError(f"run {record.name} does not run: {current or 'Slurm has forgotten it'}", "keepstep jobs")
+    # Left first: a node that starts only now sees it, one that runs gets the signal, and nothing is requeued.
+    stop_mark(Path(record.script).parent).touch()
     waiting = _ask(["squeue", "-h", "-j", record.job_id, "-o", "%T"]) in ("PENDING", "REQUEUED", "CONFIGURING")
     _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
 
 
 def state(record: JobRecord) -> str:
-    """waiting, running, ending, finished, stopped, failed, or empty where Slurm has forgotten the job."""
-    known = _ask(["scontrol", "-o", "show", "job", record.job_id])
+    """waiting, running, ending, finished, stopped, failed, unreachable, or empty where Slurm has forgotten the job."""
+    try:
+        known = _run(["scontrol", "-o", "show", "job", record.job_id])
+    except HardwareError as error:
+        # A controller that is busy or away has forgotten nothing.
+        return "" if "Invalid job id" in error.message else "unreachable"
     words = dict(re.findall(r"(?:^|\s)(JobState|ExitCode)=(\S+)", known))
     match words.get("JobState", ""):
         case "":
@@ -190,6 +208,7 @@ def idle_nodes(profile: SlurmProfile) -> list[str]:
 
 
 def _sbatch(script: Path, options: Sequence[str] = ()) -> str:
+    stop_mark(script.parent).unlink(missing_ok=True)
     return _run(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
 
 
@@ -208,6 +227,14 @@ def _run(command: Sequence[str]) -> str:
         raise _no_slurm(command[0]) from None
     except subprocess.CalledProcessError as error:
         raise HardwareError(f"{command[0]} failed: {error.stderr.strip()}", "sinfo shows the cluster's state") from None
+
+
+def unreachable(record: JobRecord) -> HardwareError:
+    """For a job that may still run: a second one in its folder must not start."""
+    return HardwareError(
+        f"{record.system} cannot be asked whether run {record.name} still runs as {record.job_id}",
+        "try again when the scheduler answers",
+    )
 
 
 def _no_slurm(program: str) -> UsageError:

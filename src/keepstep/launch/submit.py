@@ -85,10 +85,13 @@ def render(job: Job, profile: Profile) -> str:
 def submit(job: Job, profile: Profile, target: Target) -> JobRecord:
     """Hand the job to its scheduler."""
     for record in all_records(absolute(job.folder).parent):
-        if record.name == job.name and state(record) in ("waiting", "running", "ending"):
-            raise UsageError(
-                f"run {job.name} is {state(record)} as {record.job_id}", "keepstep stop it, or name= another"
-            )
+        if record.name != job.name:
+            continue
+        word = state(record)
+        if word == "unreachable":
+            raise slurm.unreachable(record)
+        if word in ("waiting", "running", "ending"):
+            raise UsageError(f"run {job.name} is {word} as {record.job_id}", "keepstep stop it, or name= another")
     if isinstance(profile, SlurmProfile):
         return slurm.submit(job, profile, target.profile)
     return kubernetes.submit(job, profile, target.profile)

@@ -83,13 +83,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Check, answer, send."""
-        parts = urlsplit(self.path)
-        query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
-        if not self.server.access.admits(self.headers.get("Host", ""), self._offered(query)):
+        try:
+            parts = urlsplit(self.path)
+            query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+            admitted = self.server.access.admits(self.headers.get("Host", ""), self._offered(query))
+        except ValueError:
+            self._send(Answer(b"this is not an address\n", status=HTTPStatus.BAD_REQUEST))
+            return
+        if not admitted:
             self._send(Answer(b"a token is needed: open the link that keepstep printed\n", status=HTTPStatus.FORBIDDEN))
             return
         if "token" in query and not parts.path.startswith("/api"):
-            self._keep_token(parts.path, query["token"])
+            self._keep_token()
             return
         try:
             answer = self.server.answer(parts.path, query)
@@ -113,12 +118,13 @@ class Handler(BaseHTTPRequestHandler):
             cookie = None
         return [*offered, cookie.value] if cookie else offered
 
-    def _keep_token(self, path: str, token: str) -> None:
+    def _keep_token(self) -> None:
         """Move the token from the address, where it is copied and logged, into a cookie."""
         self.send_response(HTTPStatus.SEE_OTHER)
-        self.send_header("Set-Cookie", f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/")
-        # Never "//elsewhere": that would send the visitor to another site.
-        self.send_header("Location", "/" + path.lstrip("/"))
+        # Nothing that the request said goes into a header: a link could write headers, and a page, of its own there.
+        if self.server.access.token:
+            self.send_header("Set-Cookie", f"{COOKIE}={self.server.access.token}; HttpOnly; SameSite=Strict; Path=/")
+        self.send_header("Location", "/")
         self.send_header("Content-Length", "0")
         self.end_headers()
 

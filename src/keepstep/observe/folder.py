@@ -143,21 +143,19 @@ class JsonLines:
         """Add one line."""
         if self._descriptor is None:
             self._descriptor = self._open()
-        line = json.dumps(_plain(record), separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(_plain(record), separators=(",", ":"), ensure_ascii=False)
+        # Half a surrogate pair, which stands for a byte of a file name that is no UTF-8, becomes JSON's own escape.
+        line = text.encode(errors="backslashreplace") + b"\n"
+        if not _ends_with_a_line(self._descriptor):
+            # A writer that was killed, or found the disk full, left half a line: start ours on a fresh one.
+            line = b"\n" + line
         written = os.write(self._descriptor, line)
         if written != len(line):
-            # A full disk can take half a line: end it, so that the next one is not glued to it.
-            self.close()
             raise OSError(f"only {written} of {len(line)} bytes fitted into {self.path}")
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(descriptor).st_size
-        # A process that was killed inside a write leaves half a line; start ours on a fresh one.
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.write(descriptor, b"\n")
-        return descriptor
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def read(self) -> list[Record]:
         """All whole lines; one that is torn or damaged is skipped."""
@@ -168,6 +166,11 @@ class JsonLines:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _ends_with_a_line(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    return not size or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 def read_from(path: Path, offset: int = 0, limit_bytes: int = -1) -> tuple[list[Record], int]:
@@ -190,7 +193,8 @@ def read_last_step(path: Path) -> int:
             lines = parse_lines(file.read().rpartition(b"\n")[0])
     except FileNotFoundError:
         return -1
-    return max((int(line["step"]) for line in lines[-3:] if isinstance(line.get("step"), int)), default=-1)
+    # The last line, not the largest step: a run that went back to a checkpoint has larger ones before it.
+    return next((int(line["step"]) for line in reversed(lines) if isinstance(line.get("step"), int)), -1)
 
 
 def parse_lines(data: bytes) -> list[Record]:

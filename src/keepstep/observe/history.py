@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ _GLANCE_BYTES = 2**18
 
 
 class History:
-    """What a run has written so far. `refresh()` reads only what is new; safe to share between threads."""
+    """What a run has written so far. `refresh()` reads only what is new; threads that share one hold it to look."""
 
     def __init__(self, folder: RunFolder, cache_dir: Path | None = None) -> None:
         self.folder = folder
@@ -40,7 +41,7 @@ class History:
         self.sources: dict[str, Any] = {}
         self._offsets = {"metrics": 0, "events": 0}
         self._remembered: dict[Any, tuple[int, Any]] = {}
-        self._identity: tuple[int, int] | None = None
+        self._first_lines = {"metrics": b"", "events": b""}
 
     def refresh(self) -> bool:
         """Read what was appended since; True when there was anything."""
@@ -57,6 +58,12 @@ class History:
             if self._cache_dir and read_bytes > cache.WORTH_BYTES:
                 cache.store(self, cache.place(self.folder, self._cache_dir), self._offsets["metrics"])
             return self.version != before
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While this lasts nothing new is read, so that all columns are of the same length."""
+        with self._lock:
+            yield
 
     def keep_columns(self) -> None:
         """Write the columns beside the metrics: what a run does for its viewers every so often."""
@@ -79,17 +86,20 @@ class History:
             self._offsets["metrics"] = max(0, self.folder.metrics.stat().st_size - limit_bytes)
 
     def _start_over_if_replaced(self) -> None:
-        """A folder that was deleted and made anew, or a file cut short, is another history."""
-        try:
-            status = self.folder.metrics.stat()
-        except OSError:
-            return
-        identity = (status.st_dev, status.st_ino)
-        if self._identity not in (None, identity) or status.st_size < self._offsets["metrics"]:
+        """A folder that was deleted and made anew, or a file cut short, is another history.
+
+        The first lines tell, as they carry a time: file numbers are given to new files again.
+        """
+        paths = {"metrics": self.folder.metrics, "events": self.folder.events}
+        first_lines = {name: _first_line(path) for name, path in paths.items()}
+        if any(
+            first_lines[name] != (self._first_lines[name] or first_lines[name]) or _size(path) < self._offsets[name]
+            for name, path in paths.items()
+        ):
             version = self.version
             self._reset()
             self.version = version + 1
-        self._identity = identity
+        self._first_lines = first_lines
 
     def _read_metrics(self) -> int:
         start = self._offsets["metrics"]
@@ -142,6 +152,23 @@ class History:
             return self.folder.config.read_text(errors="replace")
         except OSError:
             return ""
+
+
+def _first_line(path: Path) -> bytes:
+    """Empty where there is no whole line yet."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+    except FileNotFoundError:
+        return b""
+    return line if line.endswith(b"\n") else b""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _of_kind(lines: Sequence[Record], valid: bool) -> list[Record]:

@@ -93,7 +93,7 @@ def _faults(history: History) -> Table:
             continue
         about = describe(event) if kind in ("fault", "guard", "warning") else ""
         if kind == "resize":
-            about = f"{event.get('before', '?')} to {event.get('ranks', '?')} ranks"
+            about = f"{event.get('before', '?')} to {event.get('world_size', '?')} ranks"
         rows.append((clock(number(event.get("time"))), str(kind), str(event.get("step") or "–"), about))
     return Table("What happened", ("time", "what", "step", ""), rows)
 

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -82,6 +83,14 @@ class PageServer(AccessServer):
         if names[0] not in folders:
             return not_found("run")
         histories = {name: self._history(folders[name]) for name in dict.fromkeys(names) if name in folders}
+        with ExitStack() as stack:
+            # Another visitor's look must not add rows amid this one. Always in order, lest two wait for each other.
+            for name in sorted(histories):
+                stack.enter_context(histories[name].held())
+            return self._view_of(histories, query)
+
+    def _view_of(self, histories: dict[str, History], query: dict[str, str]) -> Answer:
+        chosen = next(iter(histories))
         pieces = int(_bounded(query.get("points"), 600, 10, _MAX_PIECES))
         weight = _bounded(query.get("smooth"), 0.9, 0.0, 0.9999)
         first = _bounded(query.get("from"), -math.inf, -math.inf, math.inf)
@@ -95,7 +104,7 @@ class PageServer(AccessServer):
             curves = {
                 name: series(
                     history,
-                    wanted + (split if name == names[0] else []),
+                    wanted + (split if name == chosen else []),
                     pieces=pieces,
                     weight=weight,
                     first=first,
@@ -104,7 +113,7 @@ class PageServer(AccessServer):
                 for name, history in histories.items()
             }
         now = time.time()
-        run = jsonable(overview(histories[names[0]], now))
+        run = jsonable(overview(histories[chosen], now))
         # Curves are finite already: sent without a second look at each of their many numbers.
         return _text({"now": now, "version": version, "run": run, "series": curves})
 

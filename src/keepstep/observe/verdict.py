@@ -236,7 +236,9 @@ def _started_ranks(events: Sequence[Record]) -> int:
 
 
 def _told_ranks(event: Record) -> int:
-    return int(number(event.get("ranks") or event.get("world_size") or 0))
+    """How many train, where an event tells it; a fault may name the `ranks` it was found on instead."""
+    told = event.get("world_size") or event.get("ranks")
+    return told if isinstance(told, int) else 0
 
 
 def _count(events: Sequence[Record], kind: str) -> int:

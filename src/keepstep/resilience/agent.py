@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import ResilienceConfig
-from keepstep.core.errors import EXIT_FAILED, EXIT_STOPPED, HardwareError, KeepstepError
+from keepstep.core.errors import EXIT_FAILED, EXIT_HARDWARE, EXIT_STOPPED, KeepstepError, StopRequested
 from keepstep.core.nodes import NodeGroup
 from keepstep.core.ranks import MEMORY_FILES, PULSE_FILE
 from keepstep.resilience.causes import CAUSE_FILE, Cause, first_cause, read_cause
@@ -23,7 +23,7 @@ from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
 from keepstep.resilience.scratch import remove_with, scratch_folder, server_folder
-from keepstep.resilience.signals import STOP_SIGNALS
+from keepstep.resilience.signals import heeded_signals
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
 POLL_S = 0.25
@@ -91,6 +91,7 @@ class _Agent:
         # Owned by the agent: what a process has put there is there when the process is gone.
         self._memory = [[os.memfd_create("keepstep-state") for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
         self._signals: list[int] = []
+        self._waiting = False
         self._waker = -1
         self._world_size = 0
         self._first_rank = 0
@@ -100,16 +101,19 @@ class _Agent:
 
     def run(self) -> int:
         """Attempt after attempt until the run is over."""
-        code = EXIT_FAILED
+        # Until told otherwise the nodes could not meet, which is nobody's last word.
+        code = EXIT_HARDWARE
         with self._listening():
             try:
                 code = self._attempt_until_over()
-            except HardwareError as error:
-                self._say(error)
-                code = error.exit_code
+            except _WaitEndedError:
+                message = "stopped on request between two attempts: nothing new was there to save"
+                self._say(StopRequested(message, "start the same command to go on from the last checkpoint"))
+                code = EXIT_STOPPED
             finally:
                 self._workers.kill()
-                self._meetings.close(done=code == 0)
+                # A node that is unfit, or asked to leave, is no reason to end the run of the others.
+                self._meetings.close(done=code not in (EXIT_HARDWARE, EXIT_STOPPED))
                 self._board.close()
                 for handle in chain(*self._memory):
                     os.close(handle)
@@ -117,7 +121,8 @@ class _Agent:
 
     def _attempt_until_over(self) -> int:
         while True:
-            meeting = self._meetings.next(lambda: bool(self._signals))
+            with self._ended_by_a_signal():
+                meeting = self._meetings.next()
             self._start(meeting)
             ending = self._watch()
             code = self._exit_code(ending)
@@ -127,7 +132,8 @@ class _Agent:
                 return code
             if ending.cause is not None and ending.cause.kind in ("storage", "data"):
                 # Time may mend these.
-                time.sleep(min(LONGEST_BACKOFF_S, 0.5 * 2**self._fruitless))
+                with self._ended_by_a_signal():
+                    time.sleep(min(LONGEST_BACKOFF_S, 0.5 * 2**self._fruitless))
 
     def _exit_code(self, ending: _Ending) -> int | None:
         """The run's exit code if it is over; None if it goes on."""
@@ -149,6 +155,8 @@ class _Agent:
                 self._tell("restart", **facts)
         self._world_size, self._first_rank = world_size, meeting.node_rank * self._processes
         self._board.clear(self._settings.start_timeout_s)
+        # Whatever cleans up temporary files takes those that nobody has touched for days.
+        self._scratch.mkdir(parents=True, exist_ok=True)
         for place in range(self._processes):
             self._cause_file(place).unlink(missing_ok=True)
         self._workers.start([self._environment(meeting, place) for place in range(self._processes)])
@@ -241,6 +249,8 @@ class _Agent:
 
     def _goes_on(self, cause: Cause) -> bool:
         """Tell of a fault and judge whether another attempt makes sense."""
+        if cause.kind == "taken":
+            return False
         furthest = self._furthest_step()
         self._fruitless = 0 if furthest > self._furthest else self._fruitless + 1
         self._furthest = max(self._furthest, furthest)
@@ -281,7 +291,7 @@ class _Agent:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        numbers = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+        numbers = (*heeded_signals(), signal.SIGQUIT)
         before = {number: signal.signal(number, self._heard) for number in numbers}
         # A signal ends the wait for processes at once.
         self._waker, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -297,6 +307,24 @@ class _Agent:
 
     def _heard(self, number: int, _frame: object) -> None:
         self._signals.append(number)
+        if self._waiting:
+            self._waiting = False
+            raise _WaitEndedError
+
+    @contextmanager
+    def _ended_by_a_signal(self) -> Iterator[None]:
+        """A wait between two attempts: no process runs that could follow a request to stop, so it ends here at once."""
+        self._waiting = True
+        try:
+            if self._signals:
+                raise _WaitEndedError
+            yield
+        finally:
+            self._waiting = False
+
+
+class _WaitEndedError(BaseException):
+    """A signal during a wait. Not an Exception: what catches those inside the wait must let this pass."""
 
 
 _UNKNOWN = Cause("crash", "the attempt ended without a word")

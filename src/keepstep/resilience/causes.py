@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,15 +20,17 @@ from keepstep.core.errors import (
     DataError,
     HardwareError,
     KeepstepError,
+    RunTakenError,
     UsageError,
 )
 
 CAUSE_FILE = "KEEPSTEP_CAUSE_FILE"
 """Environment variable: where a process writes down why it fails, for its node's agent."""
 
-Kind = Literal["crash", "oom", "hang", "peer", "storage", "data", "hardware", "config", "refused"]
+Kind = Literal["crash", "oom", "hang", "peer", "storage", "data", "hardware", "config", "refused", "taken"]
 """peer: another process vanished, so this one could not go on. refused: the run itself gave up, a restart is no use.
-hardware: this machine is not fit for the run; whoever placed it here must choose another."""
+hardware: this machine is not fit for the run; whoever placed it here must choose another. taken: the folder is another
+run's, whose files nothing must be told to."""
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "gloo", "nccl", "broken pipe", "socket")
@@ -46,12 +49,14 @@ class Cause:
     @property
     def restartable(self) -> bool:
         """Whether another attempt may go better."""
-        return self.kind not in ("config", "refused", "hardware")
+        return self.kind not in ("config", "refused", "hardware", "taken")
 
 
 def classify(error: BaseException) -> Kind:
     """What kind of trouble an exception is."""
     match error:
+        case RunTakenError():
+            return "taken"
         case ConfigError() | UsageError():
             return "config"
         case DataError():
@@ -83,7 +88,9 @@ def write_cause(error: BaseException, rank: int) -> None:
     code = error.exit_code if isinstance(error, KeepstepError) else 1
     cause = Cause(classify(error), f"{type(error).__name__}: {message}"[:2000], rank, socket.gethostname(), code)
     lines = traceback.format_exception(error)
-    Path(path).write_text(json.dumps({"cause": asdict(cause), "traceback": "".join(lines)[-8000:]}))
+    # Where even this cannot be written, the exit code still tells something; another error would tell less.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"cause": asdict(cause), "traceback": "".join(lines)[-8000:]}))
 
 
 def read_cause(path: Path, rank: int, exit_code: int) -> Cause:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ KEEP_ALIVE_S = 2
 KEEP_ALIVE_MISSED = 3
 """A node that misses this many signs of life is taken to be gone."""
 RETRY_S = 1.0
+REACH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Meeting:
 class Meetings(Protocol):
     """Brings the nodes together again and again."""
 
-    def next(self, interrupted: Callable[[], bool]) -> Meeting:
-        """The nodes of the next attempt; returns when enough are there."""
+    def next(self) -> Meeting:
+        """The nodes of the next attempt; returns when enough are there. A signal handler may end it by an error."""
 
     def others_wait(self) -> bool:
         """Whether a node waits to take part, so that this attempt should end."""
@@ -57,7 +58,7 @@ class Alone:
         self._scratch = scratch
         self._attempts = 0
 
-    def next(self, interrupted: Callable[[], bool]) -> Meeting:  # noqa: ARG002
+    def next(self) -> Meeting:
         """At once."""
         self._attempts += 1
         return Meeting(0, 1, {STORE_FILE: str(self._scratch / f"store-{self._attempts}")})
@@ -81,12 +82,14 @@ class Elastic:
         self._group = group
         self._handler: Any = None
 
-    def next(self, interrupted: Callable[[], bool]) -> Meeting:
+    def next(self) -> Meeting:
         """Waits up to the group's limit; a lost connection to the meeting point is tried again until then."""
         deadline = time.monotonic() + self._group.join_timeout_s
         while True:
             try:
                 if self._handler is None:
+                    if self._group.is_host is False:
+                        _reach(self._group.endpoint)
                     self._handler = self._connect()
                 info = self._handler.next_rendezvous()
                 store = info.bootstrap_store_info
@@ -97,7 +100,7 @@ class Elastic:
                 self._handler = None
                 if type(error).__name__ == "RendezvousClosedError":
                     raise HardwareError("the other nodes have ended the run", "see their messages") from error
-                if time.monotonic() > deadline or interrupted():
+                if time.monotonic() > deadline:
                     raise HardwareError(
                         f"the nodes could not meet at {self._group.endpoint}: {error}",
                         "check that this address can be reached from every node",
@@ -114,15 +117,13 @@ class Elastic:
 
     def close(self, done: bool) -> None:
         """Close the rendezvous when the run is over, else only leave it."""
-        if self._handler is None:
+        # Dropped, it sends no more signs of life. Torch's own way to leave closes it, and then nobody could meet again.
+        handler, self._handler = self._handler, None
+        if handler is None or not done:
             return
-        try:
-            if done:
-                self._handler.set_closed()
-            self._handler.shutdown()
-        except Exception:
-            # The store's host may have left first.
-            pass
+        # The store's host may have left first.
+        with suppress(Exception):
+            handler.shutdown()
 
     def _connect(self) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -149,6 +150,12 @@ class Elastic:
                 **settings,
             )
         )
+
+
+def _reach(endpoint: str) -> None:
+    """Raise where nobody listens at the meeting point: torch would wait there for a minute, deaf to signals."""
+    host, _, port = endpoint.rpartition(":")
+    socket.create_connection((host, int(port)), REACH_S).close()
 
 
 def own_address(endpoint: str) -> str | None:

@@ -24,11 +24,15 @@ _LONGEST_FOLDER = 60
 def scratch_folder() -> Iterator[Path]:
     """A new folder that is this agent's own: it holds a lock in it for as long as it lives."""
     _sweep(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with (folder / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
+    while True:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            with (folder / _LOCK).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                # Another agent that starts right now may have taken it for a dead one's before it was locked.
+                if (folder / _LOCK).exists():
+                    yield folder
+                    return
 
 
 def server_folder() -> Path:

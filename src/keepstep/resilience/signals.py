@@ -8,8 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What schedulers, people and Slurm's early warning send."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""What schedulers, people, Slurm's early warning and a terminal that goes away send."""
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """The stop signals that count here: a run under `nohup` is told to outlive its terminal."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignores_hangup)
 
 
 class StopFlag:
@@ -43,7 +49,7 @@ class StopFlag:
 def stop_on_signals() -> Iterator[StopFlag]:
     """Listen for stop signals for the length of a run, then give the old handlers back."""
     flag = StopFlag()
-    before = {number: signal.signal(number, flag._handle) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, flag._handle) for number in heeded_signals()}
     try:
         yield flag
     finally:

@@ -10,5 +10,5 @@ import signal
 
 from keepstep.resilience.signals import STOP_SIGNALS
 
-for _number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+for _number in (*STOP_SIGNALS, signal.SIGQUIT):
     signal.signal(_number, signal.SIG_IGN)

@@ -20,12 +20,14 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from keepstep.resilience.signals import STOP_SIGNALS
+from keepstep.resilience.signals import heeded_signals
 
 STACKS_FILE = "KEEPSTEP_STACKS_FILE"
 """Environment variable: where a process writes its stacks when the agent asks for them."""
 STACKS_SIGNAL = signal.SIGUSR2
 _WARM = "keepstep.resilience.warm"
+ORPHAN_S = 540.0
+"""Between the end of the agent and that of a process that does not stop: a step and a save must fit."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class Workers:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([_WARM, *task.preload])
+        self._heeded = (*heeded_signals(), signal.SIGQUIT)
         self._processes: list[BaseProcess] = []
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Start a process for each environment; its place in the list is its local rank."""
         self._processes = [
-            self._context.Process(target=_work, args=(self._task, dict(environment))) for environment in environments
+            self._context.Process(target=_work, args=(self._task, dict(environment), self._heeded))
+            for environment in environments
         ]
         for process in self._processes:
             process.start()
@@ -114,12 +118,12 @@ def _has_members(groups: set[int]) -> bool:
     return False
 
 
-def _work(task: Task, environment: dict[str, str]) -> None:
+def _work(task: Task, environment: dict[str, str], heeded: Sequence[int]) -> None:
     """In the new process."""
     # A group of its own: helpers it starts can be ended with it, and a terminal's Ctrl-C reaches the agent alone.
     os.setpgid(0, 0)
-    for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
-        # The warm process ignores these; its children must not.
+    for number in heeded:
+        # The warm process ignores these; its children must not, except for what the agent was started to ignore.
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
     threading.Thread(target=_stop_with_agent, name="agent-watch", daemon=True).start()
@@ -136,3 +140,6 @@ def _stop_with_agent() -> None:
     assert agent is not None
     connection.wait([agent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_S)
+    # It hangs, and the agent that would have noticed is gone: its GPU and its helpers must not be held for ever.
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from keepstep.observe.progress import Progress
 from keepstep.observe.sinks import build_sinks
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
+from keepstep.resilience.alone import alone_in
 from keepstep.resilience.chaos import Chaos
 from keepstep.resilience.guard import Guard, Reading
 from keepstep.resilience.pulse import Pulse
@@ -66,8 +68,9 @@ def train(config: RunConfig, planner: Planner | None = None) -> None:
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
     with (
         chosen_kernels(config),
-        recording(folder.logs, "trainer", ranks.rank),
         stop_on_signals() as stop,
+        alone_in(folder.root, lambda: stop.requested) if ranks.is_first else nullcontext(),
+        recording(folder.logs, "trainer", ranks.rank),
         joined_world(ranks, device, config.resilience.start_timeout_s) as world,
         memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
     ):

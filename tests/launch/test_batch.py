@@ -1,0 +1,135 @@
+"""What a job's script does when the run ends, with Slurm's commands played by small scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.errors import HardwareError, UsageError
+from keepstep.launch import slurm
+from keepstep.launch.job import Job, JobRecord, Target
+from keepstep.launch.profiles import SlurmProfile
+from keepstep.launch.submit import submit
+
+
+class Played:
+    """A job folder and a PATH on which Slurm's commands only write down how they were called."""
+
+    def __init__(self, folder: Path, *, excluded: str = "(null)") -> None:
+        self.folder = folder
+        self.programs = folder / "bin"
+        self.programs.mkdir()
+        self.calls = folder / "calls"
+        self.program("squeue", "echo RUNNING")
+        self.program("sbatch", "echo 8")
+        self.program(
+            "scontrol",
+            'case "$*" in'
+            ' "show hostnames"*) printf "n1\\nn2\\n" ;;'
+            f' *"show job"*) echo "JobId=7 ReqNodeList=(null) ExcNodeList={excluded} NodeList=n[1-2]" ;;'
+            " esac",
+        )
+        self.job = Job("run", ("train", "run.yaml"), folder / "runs" / "run", 2, working_dir=folder)
+
+    def program(self, name: str, body: str) -> None:
+        path = self.programs / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {self.calls}\n{body}\n')
+        path.chmod(0o755)
+
+    @property
+    def job_folder(self) -> Path:
+        return self.job.folder / "job"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{self.programs}:{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+    def run(self, profile: SlurmProfile | None = None) -> int:
+        self.job_folder.mkdir(parents=True, exist_ok=True)
+        script = self.job_folder / "job.sbatch"
+        script.write_text(slurm.render(self.job, profile or SlurmProfile()))
+        return subprocess.run(["bash", str(script)], env=self.environment, timeout=60).returncode
+
+    def submitted(self) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if line.startswith("sbatch")]
+
+
+def test_a_retry_without_failed_nodes_still_does_without_those_that_were_left_out_before(tmp_path: Path) -> None:
+    played = Played(tmp_path, excluded="n7,n9")
+    played.program("srun", f"echo n2 > {played.job_folder}/failed-nodes; exit 5")
+    assert played.run(SlurmProfile(exclude=("n7", "n9"))) == 5
+    assert [line.split()[2] for line in played.submitted()] == ["--exclude=n2,n7,n9"]
+
+
+def test_a_retry_names_only_the_failed_nodes_where_no_others_were_left_out(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.program("srun", f"echo n2 > {played.job_folder}/failed-nodes; exit 5")
+    assert played.run() == 5
+    assert [line.split()[2] for line in played.submitted()] == ["--exclude=n2"]
+
+
+def test_a_run_that_somebody_stopped_is_not_submitted_again_when_its_hardware_fails(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.program("srun", f"touch {played.job_folder}/stop; echo n2 > {played.job_folder}/failed-nodes; exit 5")
+    assert played.run() == 5
+    assert not played.submitted()
+
+
+def test_a_stop_that_comes_before_the_nodes_have_started_counts(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    # The step starts after the stop was asked for, so that the signal has nobody to reach.
+    node = f"{sys.executable} -m keepstep launch node --nodes 1 -- doctor --probe"
+    played.program("srun", f"KEEPSTEP_JOB_FOLDER={played.job_folder} {node}")
+    played.job_folder.mkdir(parents=True)
+    (played.job_folder / "stop").touch()
+    assert played.run() == 75
+    assert "requeue" not in played.calls.read_text()
+
+
+def test_resume_without_a_node_keeps_the_profile_s_own_nodes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(tmp_path)
+    played.program("scontrol", "")
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    record = slurm.submit(played.job, SlurmProfile(exclude=("n7", "n[9-11]")), "p")
+    (played.job_folder / "stop").touch()
+    assert slurm.resume(record, ["n3"]) == "8"
+    assert played.submitted()[-1].split()[2] == "--exclude=n3,n7,n[9-11]"
+    assert not (played.job_folder / "stop").exists(), "a job that is submitted again is wanted again"
+    slurm.resume(record)
+    assert "--exclude" not in played.submitted()[-1], "the script itself names them"
+
+
+def test_a_scheduler_that_does_not_answer_is_not_taken_for_one_that_has_forgotten_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(tmp_path)
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    record = JobRecord("run", "slurm", "p", "7", 2, 1.0, script=str(played.job_folder / "job.sbatch"))
+    record.save(played.job.folder)
+    played.program("scontrol", 'echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1')
+    assert slurm.state(record) == "unreachable"
+    with pytest.raises(HardwareError, match="cannot be asked"):
+        slurm.resume(record)
+    with pytest.raises(HardwareError, match="cannot be asked"):
+        submit(played.job, SlurmProfile(), Target("slurm", "p"))
+    assert not [line for line in played.calls.read_text().splitlines() if line.startswith("sbatch")]
+    played.program("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert slurm.state(record) == ""
+
+
+def test_stop_says_so_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(tmp_path)
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    played.job_folder.mkdir(parents=True)
+    record = JobRecord("run", "slurm", "p", "7", 2, 1.0, script=str(played.job_folder / "job.sbatch"))
+    played.program("scontrol", 'echo "JobId=7 JobState=COMPLETED ExitCode=0:0"')
+    with pytest.raises(UsageError, match="does not run: finished"):
+        slurm.stop(record, at_once=False)
+    assert not (played.job_folder / "stop").exists()

@@ -1,0 +1,95 @@
+"""Agents that meet, or wait to: a node that leaves does not end the others' run, and a request to stop ends a wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import agent_targets
+import pytest
+
+from keepstep.config.schema import ResilienceConfig
+from keepstep.core.errors import EXIT_HARDWARE, EXIT_STOPPED
+from keepstep.resilience.agent import run_processes
+from keepstep.resilience.workers import Task
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("agent_node.py")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def agent(port: int, node: int, nodes: str, target: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    words = [sys.executable, str(SCRIPT), str(port), str(node), nodes, target, str(folder)]
+    with (folder / f"log-{node}").open("wb") as log:
+        process = subprocess.Popen(words, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_others_go_on_without_a_node_whose_hardware_fails(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        agent(port, 0, "1:2", "goes_on_without_the_unfit", tmp_path) as host,
+        agent(port, 1, "1:2", "goes_on_without_the_unfit", tmp_path) as unfit,
+    ):
+        assert unfit.wait(60) == EXIT_HARDWARE
+        assert host.wait(60) == 0, (tmp_path / "log-0").read_text()
+
+
+@pytest.mark.parametrize("node", [0, 1], ids=["for the others", "for the meeting point"])
+def test_a_request_to_stop_ends_the_wait_for_other_nodes(tmp_path: Path, node: int) -> None:
+    with agent(free_port(), node, "2", "announces", tmp_path) as waiting:
+        wait_until(lambda: listens(waiting.pid))
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.wait(30) == EXIT_STOPPED, "without it the wait takes 60 s"
+        assert "stopped on request" in (tmp_path / f"log-{node}").read_text()
+
+
+def test_a_request_to_stop_ends_the_pause_after_a_storage_fault(tmp_path: Path) -> None:
+    paused = threading.Event()
+
+    def tell(kind: str, **_: object) -> None:
+        # The fourth fault in a row is followed by a pause of eight seconds.
+        if kind == "fault" and len(list(tmp_path.glob("0-*"))) == 5:
+            paused.set()
+
+    def ask() -> None:
+        paused.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    settings = ResilienceConfig(max_restarts=20)
+    assert (
+        run_processes(Task(agent_targets.finds_no_room, [str(tmp_path)]), 1, settings=settings, tell=tell)
+        == EXIT_STOPPED
+    )
+    assert len(list(tmp_path.glob("0-*"))) == 5, "nothing was started after the request"
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) & 1 << (signal.SIGTERM - 1))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -34,7 +34,7 @@ def values_of(path: str, kind: Any, default: Any) -> st.SearchStrategy[Any]:
         return st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
     if path == "model.preset":
         return st.sampled_from(["custom", *PRESETS, *ALIASES])
-    if path == "chat.read_first":
+    if path in ("chat.read_first", "schedule.warmup", "max_duration"):
         return counts
     if path == "variables":
         return st.dictionaries(texts.filter(bool), free, max_size=3)

@@ -10,7 +10,7 @@ _TEMPLATE = Template("""\
 #   keepstep train $path optimizer.lr=1e-3    change anything from the command line
 #   keepstep config show $path                every setting and where it comes from
 name: $name
-max_duration: ${steps}ba       # steps; 2ep, 1e9tok and 30min work too
+max_duration: ${steps}ba       # steps; 2ep and 1e9tok work too, 30min with a constant schedule
 global_batch: 16          # rows in one step over all processes
 microbatch: 8             # rows in one forward pass of one process
 

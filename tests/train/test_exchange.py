@@ -14,10 +14,12 @@ from keepstep.cli.main import main
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError, UsageError
 from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
+from keepstep.data.tokenize import END_OF_TEXT, SMALLEST_VOCAB, train_bpe
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
 from keepstep.models.hf_folder import HfTensors, load_hf, write_shards
 from keepstep.models.transformer import Transformer
+from keepstep.train import exchange
 from keepstep.train.exchange import check_export, export_model, fetch_source, import_model, import_weights
 from keepstep.train.speaker import Prompt, Sampling, open_speaker
 from keepstep.train.start import whole_model
@@ -174,3 +176,76 @@ def test_a_trained_run_exports_with_tokenizer_template_and_card(
     assert json.loads(capsys.readouterr().out)["exact"] == 0.0
     with pytest.raises(UsageError, match="not empty"):
         export_model(tmp_path / "small", out)
+
+
+def imported(tmp_path: Path, name: str = "run") -> Path:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    return import_weights(tmp_path / "hf", import_model(tmp_path / "hf", name, str(tmp_path), 1)).root
+
+
+@pytest.mark.slow
+def test_the_token_that_ends_a_text_is_told_even_when_its_number_is_zero(tmp_path: Path) -> None:
+    run = imported(tmp_path)
+    train_bpe(["a few words"], SMALLEST_VOCAB, run / "tokenizer" / "tokenizer.json")
+    export_model(run, tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END_OF_TEXT
+
+
+@pytest.mark.slow
+def test_an_export_that_fails_leaves_nothing_that_could_be_taken_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = imported(tmp_path)
+    (tmp_path / "out" / ".unfinished").mkdir(parents=True)
+    (tmp_path / "out" / ".unfinished" / "config.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "TOLERANCE", -1.0)
+        with pytest.raises(CheckpointError, match="is wrong"):
+            export_model(run, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    export_model(run, tmp_path / "out")
+    assert not (tmp_path / "out" / ".unfinished").exists()
+    with pytest.raises(UsageError, match="not empty"):
+        export_model(run, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_import_that_was_cut_short_is_no_run_and_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    words = ["import", str(tmp_path / "hf"), "--name", "base", "--runs-dir", str(tmp_path / "runs")]
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for cut_at in ("save", "close"):
+        with monkeypatch.context() as patch:
+            patch.setattr(exchange.Checkpointer, cut_at, killed)
+            assert main(words) == 130
+        assert not (tmp_path / "runs" / "base" / "config.yaml").exists()
+    assert main(words) == 0
+    assert main(words) == 2
+    assert whole_model(tmp_path / "runs" / "base")[2] == 0
+
+
+@pytest.mark.parametrize("name", ["my model", "a/b", "..", "modèle"])
+def test_an_import_under_a_name_that_no_run_can_have_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    assert main(["import", str(tmp_path / "hf"), "--name", name, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "must be one safe folder name" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_model_in_the_working_directory_is_imported_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path / "hf")
+    assert main(["import", ".", "--runs-dir", str(tmp_path / "runs")]) == 0
+    assert (tmp_path / "runs" / "hf" / "config.yaml").is_file()

@@ -20,7 +20,7 @@ from keepstep.evaluate.batch import Decoder, by_length, generate_batch
 from keepstep.evaluate.generate import chooser, stream
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.transformer import Transformer
-from keepstep.train.start import find_tokenizer, start_model, whole_model
+from keepstep.train.start import find_tokenizer, open_device, start_model, whole_model
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,12 @@ class Speaker:
 
 def open_speaker(where: Path, device: str = "auto", tokenizer: Path | None = None, *, start: bool = False) -> Speaker:
     """A run's folder or a Hugging Face folder, ready to answer; with `start` the weights the run began with."""
+    chosen = open_device(device)
     model, config, step = start_model(where) if start else whole_model(where)
     path = tokenizer or find_tokenizer(where)
     if path is None:
         raise DataError(f"{where} has no tokenizer.json", "name one with --tokenizer")
     loaded = tokenize.load(path)
-    chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     template = find_template(path, config.chat.template if Path(config.chat.template).is_file() else "")
     return Speaker(
         model=model.to(chosen),

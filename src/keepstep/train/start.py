@@ -5,6 +5,7 @@ The model's shape follows from what training starts from; only what the user wro
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.load import LoadedConfig, load_config
 from keepstep.config.schema import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
-from keepstep.core.errors import CheckpointError, UsageError
+from keepstep.core.errors import CheckpointError, HardwareError, UsageError
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_folder import is_hf_folder, load_hf, read_hf_config
 from keepstep.models.init import init_weights
@@ -61,6 +62,18 @@ def run_config(where: Path) -> RunConfig:
             f"{where} is neither a run's folder nor a Hugging Face model", "it needs a config.yaml or a config.json"
         )
     return load_config(folder.config).config
+
+
+def open_device(wanted: str) -> torch.device:
+    """What `--device` names: cpu, cuda, cuda:1, or with auto a GPU where there is one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", wanted):
+        raise UsageError(f"--device is {wanted!r}, but it must be auto, cpu, cuda or cuda:NUMBER", "--device auto")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise HardwareError(f"--device is {wanted}, but torch finds no such GPU here", "--device cpu")
+    return device
 
 
 def find_tokenizer(where: Path) -> Path | None:

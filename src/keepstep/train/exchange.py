@@ -43,7 +43,15 @@ from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import choose_device, joined_world
 from keepstep.train.speaker import end_tokens
-from keepstep.train.start import TOKENIZER, describe_start, find_tokenizer, run_config, start_shape, whole_model
+from keepstep.train.start import (
+    TOKENIZER,
+    describe_start,
+    find_tokenizer,
+    run_config,
+    run_facts,
+    start_shape,
+    whole_model,
+)
 
 TOLERANCE = 1e-5
 """Largest difference of logits that a reloaded export may have, relative to the largest logit where that is above 1."""
@@ -131,7 +139,7 @@ def export_model(where: Path, out: Path, dtype: str = "auto") -> Exported:
     """Write a Hugging Face folder from a run (adapters are merged), read it back and compare."""
     check_vacant(out)
     model, config, step = whole_model(where)
-    facts = _facts_of(where)
+    facts = run_facts(where)
     chosen = dtype if dtype != "auto" else str(facts.get("dtype", "fp32"))
     tokenizer = find_tokenizer(where)
     described = describe_hf(config.model, _long_name(chosen), _token_ids(tokenizer))
@@ -272,12 +280,6 @@ def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
         if number is not None:
             ids[f"{key}_id"] = number
     return ids
-
-
-def _facts_of(where: Path) -> dict[str, Any]:
-    path = RunFolder(where).facts
-    facts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return facts
 
 
 def _long_name(short: str) -> str:

@@ -5,6 +5,7 @@ The model's shape follows from what training starts from; only what the user wro
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -62,6 +63,13 @@ def run_config(where: Path) -> RunConfig:
             f"{where} is neither a run's folder nor a Hugging Face model", "it needs a config.yaml or a config.json"
         )
     return load_config(folder.config).config
+
+
+def run_facts(where: Path) -> dict[str, Any]:
+    """What a run noted about itself: versions, data, where its weights were imported from."""
+    path = RunFolder(where).facts
+    facts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return facts
 
 
 def open_device(wanted: str) -> torch.device:
@@ -179,7 +187,13 @@ def whole_model(where: Path, *, merge: bool = True) -> tuple[Transformer, RunCon
 
 def start_model(where: Path) -> tuple[Transformer, RunConfig, int]:
     """The weights a run began with, whole: what its training has to be compared with."""
+    if is_hf_folder(where) or "imported_from" in run_facts(where):
+        return whole_model(where)
     config = run_config(where)
+    if config.checkpoint.resume_from:
+        raise UsageError(
+            f"{where} began with the weights of {config.checkpoint.resume_from}", "name the run that these belong to"
+        )
     model = Transformer(config.model)
     fill_weights(model, replace(config, lora=LoraConfig()))
     return model.eval(), config, 0

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +23,9 @@ from keepstep.data.loader import Batch, Loader, build_loaders
 from keepstep.evaluate.perplexity import PerplexityResult, perplexity
 from keepstep.models.hf_folder import is_hf_folder
 from keepstep.models.transformer import Transformer
-from keepstep.observe.folder import RunFolder
 from keepstep.train.losses import count_targets
 from keepstep.train.run import open_data
-from keepstep.train.start import find_tokenizer, open_device, whole_model
+from keepstep.train.start import find_tokenizer, open_device, run_facts, whole_model
 
 _TEXT = (".txt", ".jsonl", ".json")
 
@@ -124,7 +122,7 @@ def _ends(tokenizer: Path) -> list[str]:
 
 def _own_rows(where: Path, config: RunConfig, length: int) -> Loader:
     """What the run itself holds out, opened and cut into rows as it does."""
-    if is_hf_folder(where) or "imported_from" in _facts(where):
+    if is_hf_folder(where) or "imported_from" in run_facts(where):
         raise UsageError(f"{where} was not trained here and has no held-out data", "name text files with --data")
     model = replace(config.model, seq_len=length - 1) if length else config.model
     # Beside the run, wherever it was started from.
@@ -132,12 +130,6 @@ def _own_rows(where: Path, config: RunConfig, length: int) -> Loader:
     if loaders.valid is None:
         raise DataError(f"{where} holds out no data", "name text files with --data")
     return loaders.valid
-
-
-def _facts(where: Path) -> dict[str, Any]:
-    path = RunFolder(where).facts
-    facts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return facts
 
 
 def _rows_of(data: str, config: RunConfig, length: int) -> Loader:

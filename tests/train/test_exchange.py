@@ -17,7 +17,8 @@ from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
 from keepstep.data.tokenize import END_OF_TEXT, SMALLEST_VOCAB, train_bpe
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
-from keepstep.models.hf_folder import HfTensors, load_hf, write_shards
+from keepstep.models.hf_folder import HfTensors, load_hf, save_hf, write_shards
+from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
 from keepstep.train import exchange
 from keepstep.train.exchange import check_export, export_model, fetch_source, import_model, import_weights
@@ -249,3 +250,72 @@ def test_a_model_in_the_working_directory_is_imported_under_its_own_name(
     monkeypatch.chdir(tmp_path / "hf")
     assert main(["import", ".", "--runs-dir", str(tmp_path / "runs")]) == 0
     assert (tmp_path / "runs" / "hf" / "config.yaml").is_file()
+
+
+_MPT = {"positions": "alibi", "bias": False}
+_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"head_dim": 12}, "head_dim"),
+        ({**_MPT, "head_dim": 12}, "head_dim"),
+        ({**_MPT, "kv_heads": 2}, "kv_heads"),
+        ({**_MPT, "alibi_bias_max": 4.0}, "alibi_bias_max"),
+        ({**_MPT, "ffn_hidden": 64}, "ffn_hidden"),
+        ({**_LLAMA, "qk_norm": True, "qkv_bias": True}, "qkv_bias"),
+    ],
+)
+def test_what_transformers_would_read_wrongly_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{name} is .* transformers does not compute"):
+        describe_hf(ModelConfig(layers=1, hidden=32, heads=4, vocab=31, seq_len=8, **fields), "float32")
+
+
+def test_rotary_scaling_under_its_older_name_comes_out_as_it_is_computed(tmp_path: Path) -> None:
+    old = ModelConfig(
+        layers=1, hidden=32, heads=4, vocab=31, seq_len=8, rotary_scaling={"type": "linear", "factor": 4.0}, **_LLAMA
+    )
+    model = Transformer(old).eval()
+    init_weights(model, 1)
+    save_hf(dict(model.named_parameters()), old, describe_hf(old, "float32"), tmp_path / "out", torch.float32)
+    check_export(model, tmp_path / "out", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("[]", "is list, not an object"),
+        ('{"model_type": "llama"}', "does not say 'num_hidden_layers'"),
+        ('{"model_type": "gpt2", "n_layer": "x", "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 8}',
+         "makes model.layers 'x'"),
+    ],
+)  # fmt: skip
+def test_a_config_json_that_is_none_says_what_it_lacks(
+    change: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(change)
+    assert main(["import", str(tmp_path / "hf"), "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_turn_of_a_part_of_each_head_is_refused(tmp_path: Path) -> None:
+    reference("llama").save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    for change in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0\.5"):
+            model_config_from_hf({**described, **change})
+
+
+def test_a_damaged_file_among_several_is_named(tmp_path: Path) -> None:
+    tensors = {f"t{number}.weight": torch.randn(10, 10) for number in range(5)}
+    write_shards(tensors.items(), tmp_path, largest_bytes=900)
+    second = tmp_path / "model-00002-of-00003.safetensors"
+    second.write_bytes(second.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is damaged"):
+        HfTensors(tmp_path)["t2.weight"]
+    for content in ("{", "{}", "[]", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match="is no index"):
+            HfTensors(tmp_path)

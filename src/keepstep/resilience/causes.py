@@ -19,6 +19,7 @@ from keepstep.core.errors import (
     DataError,
     HardwareError,
     KeepstepError,
+    NothingToReadError,
     UsageError,
 )
 
@@ -54,6 +55,8 @@ def classify(error: BaseException) -> Kind:
     match error:
         case ConfigError() | UsageError():
             return "config"
+        case NothingToReadError():
+            return "refused"
         case DataError():
             return "data"
         case CheckpointError():

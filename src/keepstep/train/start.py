@@ -62,7 +62,41 @@ def run_config(where: Path) -> RunConfig:
         raise UsageError(
             f"{where} is neither a run's folder nor a Hugging Face model", "it needs a config.yaml or a config.json"
         )
-    return load_config(folder.config).config
+    return _located(load_config(folder.config).config, where)
+
+
+def _located(config: RunConfig, where: Path) -> RunConfig:
+    """The configuration with its relative paths seen from where the run was started, be the caller where it may.
+
+    Else another folder of the same name below the working directory would be taken for the one that was meant.
+    """
+    inside, here = Path(config.runs_dir) / config.name, where.resolve()
+    if inside.is_absolute() or here.parts[-len(inside.parts) :] != inside.parts:
+        return config
+    started_in = Path(*here.parts[: -len(inside.parts)])
+    if started_in == Path.cwd():
+        return config
+
+    def found(path: str) -> str:
+        return str(started_in / path) if path and "://" not in path and not Path(path).is_absolute() else path
+
+    def found_if_there(path: str) -> str:
+        # `demo` and its like are no paths.
+        return found(path) if path and (started_in / path).exists() else path
+
+    data = config.data
+    paths: dict[str, Any] = {
+        name: found_if_there(getattr(data, name)) for name in ("path", "valid_path", "test_path", "tokenizer")
+    }
+    blend = {found_if_there(path): weight for path, weight in data.blend.items()}
+    return replace(
+        config,
+        runs_dir=str(started_in / config.runs_dir),
+        data=replace(data, **paths, blend=blend),
+        chat=replace(config.chat, template=found(config.chat.template)),
+        finetune=replace(config.finetune, start_from=found(config.finetune.start_from)),
+        checkpoint=replace(config.checkpoint, folder=found(config.checkpoint.folder)),
+    )
 
 
 def run_facts(where: Path) -> dict[str, Any]:
@@ -123,7 +157,7 @@ def fill_from(model: Transformer, where: Path) -> None:
 def load_step(where: Path, into: dict[str, Any], *, cast: bool = False) -> int | None:
     """Fill tensors from a run's best weights where it kept them, else from its newest checkpoint; the step."""
     folder = RunFolder(where)
-    config = load_config(folder.config).config
+    config = run_config(where)
     newest = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
     filled = _in_fp32(into) if cast else into
     for place in (folder.root / BEST, newest):

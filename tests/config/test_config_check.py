@@ -108,3 +108,30 @@ def test_accumulation_that_does_not_divide_names_what_would(batch: int, micro: i
     with pytest.raises(ConfigError, match="must be a multiple of") as caught:
         accumulation_steps(batch, micro, ranks)
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("model.rotary_scaling={factor: 8}", "names no rope_type: it must be default, linear or llama3"),
+        ("model.rotary_scaling={rope_type: yarn, factor: 8}", "has the rope_type 'yarn', which is not computed"),
+        ("model.rotary_scaling={rope_type: linear, factor: x}", "needs factor for rope_type linear"),
+        (
+            "model.rotary_scaling={rope_type: llama3, factor: 8}",
+            "needs low_freq_factor, high_freq_factor, original_max",
+        ),
+        ("data.blend={web: 0.5, code: x}", "must have a weight above 0 for code"),
+        ("data.blend={web: 0.5, code: 0}", "must have a weight above 0 for code"),
+        ("data.blend={web: .nan}", "must have a weight above 0 for web"),
+        ("seed=99999999999999999999", "must be 0 or more, and at most"),
+        ("seed=-1", "must be 0 or more"),
+    ],
+)
+def test_free_values_are_checked_before_anything_starts(word: str, told: str) -> None:
+    assert told in report("model=llama-1b", word)
+
+
+def test_free_values_that_are_sound_pass() -> None:
+    llama3 = "factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 8192"
+    for scaling in ("{type: linear, factor: 2}", "{rope_type: default}", f"{{rope_type: llama3, {llama3}}}"):
+        load_config(None, ["model=llama-1b", f"model.rotary_scaling={scaling}", "data.blend={web: 7, code: 0.3}"])

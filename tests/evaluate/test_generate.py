@@ -71,3 +71,17 @@ def test_no_gradients_are_recorded() -> None:
 
     generate(forward, [1], max_new_tokens=2)
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([0.5, 3.0, -1.0, float("-inf")])
+    assert {chooser(temperature, seed=seed)(logits) for seed in range(20)} == {1}
+
+
+def test_numbers_that_choose_nothing_are_refused() -> None:
+    for settings in ({"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": float("nan")}):
+        with pytest.raises(UsageError):
+            chooser(**settings)
+    with pytest.raises(UsageError, match="seed is"):
+        chooser(seed=1 << 70)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from keepstep.config.schema import ModelConfig
+from keepstep.data.chat_rows import BadRow, tool
 from keepstep.evaluate.batch import by_length, generate_batch
-from keepstep.evaluate.calls import Malformed, parse_calls
+from keepstep.evaluate.calls import Call, Malformed, parse_calls
 from keepstep.evaluate.toolcalls import Task, has_type, judge, summarise, table
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.init import init_weights
@@ -131,3 +132,33 @@ def test_prompts_of_different_lengths_answer_together_as_they_answer_alone(name:
     ended = generate_batch(open_decoder, prompts, max_new_tokens=20, ends={together[0][4]})
     assert ended[0] == together[0][: together[0].index(together[0][4])]
     assert [place for group in by_length(prompts, 3) for place in group] == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "f", "parameters": {"t": "a; b"}}', [("f", {"t": "a; b"})]),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+        ('{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}', [("f", {}), ("g", {})]),
+        ('[\n  {"name": "f", "arguments": {"a": 1}}\n]', [("f", {"a": 1})]),
+    ],
+)
+def test_calls_are_read_however_they_are_spaced_and_whatever_their_texts_hold(text: str, calls: list[Call]) -> None:
+    assert parse_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>" + "[" * 5000, "[TOOL_CALLS]" + "[" * 5000, "[f(a={[1]: 2})]", f"[f(a={'-' * 100_000}1)]"],
+)
+def test_an_answer_that_goes_round_in_circles_is_malformed_and_no_crash(text: str) -> None:
+    with pytest.raises(Malformed):
+        parse_calls(text)
+
+
+def test_a_tool_whose_schema_is_odd_is_cleaned_or_refused() -> None:
+    properties = {"a": {"type": "string"}}
+    odd = tool({"name": "f", "parameters": {"type": "object", "properties": properties, "required": True}})
+    assert judge(Task("simple", [odd], [("f", {"a": "x"})]), '[f(a="x")]').exact
+    with pytest.raises(BadRow, match="properties are list"):
+        tool({"name": "f", "parameters": {"type": "object", "properties": ["a"]}})

@@ -14,10 +14,13 @@ from keepstep.cli.main import main
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError, UsageError
 from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
+from keepstep.data.tokenize import END_OF_TEXT, SMALLEST_VOCAB, train_bpe
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
-from keepstep.models.hf_folder import HfTensors, load_hf, write_shards
+from keepstep.models.hf_folder import HfTensors, load_hf, save_hf, write_shards
+from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
+from keepstep.train import exchange
 from keepstep.train.exchange import check_export, export_model, fetch_source, import_model, import_weights
 from keepstep.train.speaker import Prompt, Sampling, open_speaker
 from keepstep.train.start import whole_model
@@ -174,3 +177,145 @@ def test_a_trained_run_exports_with_tokenizer_template_and_card(
     assert json.loads(capsys.readouterr().out)["exact"] == 0.0
     with pytest.raises(UsageError, match="not empty"):
         export_model(tmp_path / "small", out)
+
+
+def imported(tmp_path: Path, name: str = "run") -> Path:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    return import_weights(tmp_path / "hf", import_model(tmp_path / "hf", name, str(tmp_path), 1)).root
+
+
+@pytest.mark.slow
+def test_the_token_that_ends_a_text_is_told_even_when_its_number_is_zero(tmp_path: Path) -> None:
+    run = imported(tmp_path)
+    train_bpe(["a few words"], SMALLEST_VOCAB, run / "tokenizer" / "tokenizer.json")
+    export_model(run, tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END_OF_TEXT
+
+
+@pytest.mark.slow
+def test_an_export_that_fails_leaves_nothing_that_could_be_taken_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = imported(tmp_path)
+    (tmp_path / "out" / ".unfinished").mkdir(parents=True)
+    (tmp_path / "out" / ".unfinished" / "config.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "TOLERANCE", -1.0)
+        with pytest.raises(CheckpointError, match="is wrong"):
+            export_model(run, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    export_model(run, tmp_path / "out")
+    assert not (tmp_path / "out" / ".unfinished").exists()
+    with pytest.raises(UsageError, match="not empty"):
+        export_model(run, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_import_that_was_cut_short_is_no_run_and_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    words = ["import", str(tmp_path / "hf"), "--name", "base", "--runs-dir", str(tmp_path / "runs")]
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for cut_at in ("save", "close"):
+        with monkeypatch.context() as patch:
+            patch.setattr(exchange.Checkpointer, cut_at, killed)
+            assert main(words) == 130
+        assert not (tmp_path / "runs" / "base" / "config.yaml").exists()
+    assert main(words) == 0
+    assert main(words) == 2
+    assert whole_model(tmp_path / "runs" / "base")[2] == 0
+
+
+@pytest.mark.parametrize("name", ["my model", "a/b", "..", "modèle"])
+def test_an_import_under_a_name_that_no_run_can_have_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    assert main(["import", str(tmp_path / "hf"), "--name", name, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "must be one safe folder name" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_model_in_the_working_directory_is_imported_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path / "hf")
+    assert main(["import", ".", "--runs-dir", str(tmp_path / "runs")]) == 0
+    assert (tmp_path / "runs" / "hf" / "config.yaml").is_file()
+
+
+_MPT = {"positions": "alibi", "bias": False}
+_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"head_dim": 12}, "head_dim"),
+        ({**_MPT, "head_dim": 12}, "head_dim"),
+        ({**_MPT, "kv_heads": 2}, "kv_heads"),
+        ({**_MPT, "alibi_bias_max": 4.0}, "alibi_bias_max"),
+        ({**_MPT, "ffn_hidden": 64}, "ffn_hidden"),
+        ({**_LLAMA, "qk_norm": True, "qkv_bias": True}, "qkv_bias"),
+    ],
+)
+def test_what_transformers_would_read_wrongly_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{name} is .* transformers does not compute"):
+        describe_hf(ModelConfig(layers=1, hidden=32, heads=4, vocab=31, seq_len=8, **fields), "float32")
+
+
+def test_rotary_scaling_under_its_older_name_comes_out_as_it_is_computed(tmp_path: Path) -> None:
+    old = ModelConfig(
+        layers=1, hidden=32, heads=4, vocab=31, seq_len=8, rotary_scaling={"type": "linear", "factor": 4.0}, **_LLAMA
+    )
+    model = Transformer(old).eval()
+    init_weights(model, 1)
+    save_hf(dict(model.named_parameters()), old, describe_hf(old, "float32"), tmp_path / "out", torch.float32)
+    check_export(model, tmp_path / "out", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("[]", "is list, not an object"),
+        ('{"model_type": "llama"}', "does not say 'num_hidden_layers'"),
+        ('{"model_type": "gpt2", "n_layer": "x", "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 8}',
+         "makes model.layers 'x'"),
+    ],
+)  # fmt: skip
+def test_a_config_json_that_is_none_says_what_it_lacks(
+    change: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference("llama").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(change)
+    assert main(["import", str(tmp_path / "hf"), "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_turn_of_a_part_of_each_head_is_refused(tmp_path: Path) -> None:
+    reference("llama").save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    for change in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0\.5"):
+            model_config_from_hf({**described, **change})
+
+
+def test_a_damaged_file_among_several_is_named(tmp_path: Path) -> None:
+    tensors = {f"t{number}.weight": torch.randn(10, 10) for number in range(5)}
+    write_shards(tensors.items(), tmp_path, largest_bytes=900)
+    second = tmp_path / "model-00002-of-00003.safetensors"
+    second.write_bytes(second.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is damaged"):
+        HfTensors(tmp_path)["t2.weight"]
+    for content in ("{", "{}", "[]", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match="is no index"):
+            HfTensors(tmp_path)

@@ -133,3 +133,39 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
 def test_starting_from_nothing_says_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a run's folder nor a Hugging Face model"):
         adopt_start(load_config(None, [f"finetune.start_from={tmp_path}"]))
+
+
+def test_what_is_learnt_by_which_model_is_never_a_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "--from", str(tmp_path), f"runs_dir={tmp_path}"]) == 2
+    assert "nothing says which conversations to learn" in capsys.readouterr().err
+    assert main(["finetune", "--data", "toolcalls", f"runs_dir={tmp_path}"]) == 2
+    assert "nothing says which model to start from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_finds_its_start_and_its_steps_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_here(Path("runs"), "name=base", "seed=1", "checkpoint.folder=steps")
+    finetune_here(Path("runs"), "finetune.start_from=runs/base", *LORA, "name=tuned", "max_duration=2ba")
+    tokens_bt = torch.arange(12)[None]
+    expected = whole_model(Path("runs/tuned"))[0](tokens_bt)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert torch.equal(whole_model(tmp_path / "runs" / "tuned")[0](tokens_bt), expected)
+    # Another run of the same name lies here, of the same shape: it is not the one that was meant.
+    run_here(Path("runs"), "name=base", "seed=2", "checkpoint.folder=steps")
+    assert torch.equal(whole_model(tmp_path / "runs" / "tuned")[0](tokens_bt), expected)
+    assert torch.equal(whole_model(Path("../runs/tuned"))[0](tokens_bt), expected)
+
+
+@pytest.mark.slow
+def test_data_that_is_not_there_ends_a_first_command_at_once(tmp_path: Path) -> None:
+    done = run_processes(tmp_path, 1, "data.path=typo", "name=typo")
+    assert done.returncode == 4
+    assert done.stderr.count("no data is there") == 1, done.stderr
+    assert "going on" not in done.stderr
+    done = run_processes(tmp_path, 1, "data.path=typo.jsonl", "name=typo")
+    assert "typo.jsonl, which is not there" in done.stderr

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepstep.core.errors import UsageError
+from keepstep.cli.arguments import positive, read_text
+from keepstep.core.errors import DataError, UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="consider the likeliest tokens up to this share")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer (default: 256)")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, where the model's folder has none")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
 
@@ -29,15 +30,14 @@ def run(args: argparse.Namespace) -> int:
     """Answer the file's lines, or whoever sits at the terminal."""
     from keepstep.train.speaker import Prompt, Sampling, open_speaker
 
-    speaker = open_speaker(args.model, args.device, args.tokenizer)
-    sampling = Sampling(args.temperature, args.top_p, args.seed, args.max_new_tokens)
     tools = _read_tools(args.tools)
     first = [{"role": "system", "content": args.system}] if args.system else []
+    prompts = _read_prompts(args.file, first, tools) if args.file else []
+    sampling = Sampling(args.temperature, args.top_p, args.seed, args.max_new_tokens)
+    speaker = open_speaker(args.model, args.device, args.tokenizer)
     if args.file:
-        for line in args.file.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                prompt = _prompt_of(line, first, tools)
-                print(json.dumps({"answer": "".join(speaker.stream(prompt, sampling))}, ensure_ascii=False))
+        for prompt in prompts:
+            print(json.dumps({"answer": "".join(speaker.stream(prompt, sampling))}, ensure_ascii=False), flush=True)
         return 0
     print(f"{speaker.config.name}, step {speaker.step}. An empty line or Ctrl-D ends it.", file=sys.stderr)
     messages = list(first)
@@ -63,19 +63,33 @@ def _read_tools(path: Path | None) -> list[dict[str, Any]]:
     if path is None:
         return []
     try:
-        return [tool(item) for item in parsed_list(path.read_text(encoding="utf-8"), "the tools")]
+        return [tool(item) for item in parsed_list(read_text(path, "--tools"), "the tools")]
     except BadRow as bad:
         raise UsageError(
             f"{path}: {bad}", "a list of {type: function, function: {name, description, parameters}}"
         ) from bad
 
 
+def _read_prompts(path: Path, first: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[Any]:
+    """All prompts of the file, before the model is loaded: a broken line is told at once."""
+    from keepstep.data.chat_rows import BadRow
+
+    prompts = []
+    # Not splitlines: JSON may hold other signs that it takes for the end of a line.
+    for number, line in enumerate(read_text(path, "--file").split("\n"), start=1):
+        try:
+            prompts += [_prompt_of(line, first, tools)] if line.strip() else []
+        except (BadRow, ValueError) as bad:
+            raise DataError(f"{path} line {number}: {bad}", "plain text, or a JSON object with messages") from None
+    return prompts
+
+
 def _prompt_of(line: str, first: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
-    from keepstep.data.chat_rows import parsed_list, tool
+    from keepstep.data.chat_rows import cleaned, parsed_list, tool
     from keepstep.train.speaker import Prompt
 
     if not line.lstrip().startswith("{"):
-        return Prompt([*first, {"role": "user", "content": line}], tools)
+        return Prompt([*first, {"role": "user", "content": line.rstrip("\r")}], tools)
     row = json.loads(line)
     own = [tool(item) for item in parsed_list(row.get("tools"), "tools")]
-    return Prompt([*first, *row["messages"]], own or tools)
+    return Prompt([*first, *cleaned(row.get("messages"))], own or tools)

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from keepstep.cli.arguments import positive
 from keepstep.core.files import write_atomic
 
 _ACTIONS = {
@@ -26,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tasks", default="", help="lm: tasks by name, with commas between them")
     parser.add_argument("--limit", type=int, default=0, help="lm: questions of each task (default: all)")
-    parser.add_argument("--rows", type=int, default=400, help="tools: questions to ask (default: 400)")
-    parser.add_argument("--windows", type=int, default=256, help="ppl: windows of text (default: 256)")
+    parser.add_argument("--rows", type=positive, default=400, help="tools: questions to ask (default: 400)")
+    parser.add_argument("--windows", type=positive, default=256, help="ppl: windows of text (default: 256)")
     parser.add_argument("--length", type=int, default=0, help="ppl: tokens in a window (default: the model's seq_len)")
-    parser.add_argument("--batch", type=int, default=32, help="rows at a time (default: 32)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="tools: longest answer (default: 256)")
+    parser.add_argument("--batch", type=positive, default=32, help="rows at a time (default: 32)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="tools: longest answer (default: 256)")
     parser.add_argument("--start", action="store_true", help="the weights the run started from, not those it trained")
     parser.add_argument("--answers", type=Path, metavar="FILE", help="tools: write every answer as a JSON line")
     parser.add_argument("--out", type=Path, metavar="FILE", help="tools: write the report as JSON, beside the table")

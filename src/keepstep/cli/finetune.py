@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from keepstep.cli import train
-from keepstep.config.load import split_words
+from keepstep.config.load import load_config, split_words
+from keepstep.core.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +22,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Turn flags into overrides and train."""
     args.words = finetune_words(args)
+    _check_given(args)
     code = train.run(args)
     if code == 0:
         config = train.load_run(*split_words(args.words))
         where = f"{config.runs_dir}/{config.name}"
         print(f"next: keepstep eval tools {where}   or   keepstep chat {where}")
     return code
+
+
+def _check_given(args: argparse.Namespace) -> None:
+    """Raise where defaults would decide what is learnt by what: neither is what anybody meant to fine-tune."""
+    path, words = split_words(args.words)
+    given = {name for name, origin in load_config(path, words).origins.items() if origin.kind not in _NOT_GIVEN}
+    if not given & {"data.path", "data.blend"}:
+        raise UsageError(
+            "nothing says which conversations to learn",
+            "--data CONVERSATIONS.jsonl, or --data toolcalls to generate some",
+        )
+    if "finetune.start_from" not in given and not any(name.startswith("model.") for name in given):
+        raise UsageError("nothing says which model to start from", "--from a run's folder or a Hugging Face folder")
+
+
+_NOT_GIVEN = ("default", "preset")
 
 
 def finetune_words(args: argparse.Namespace) -> list[str]:

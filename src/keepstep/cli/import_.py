@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from keepstep.train.exchange import fetch_source, import_model, import_weights
 
     source = fetch_source(args.source)
-    name = args.name or Path(args.source.rstrip("/")).name
+    name = args.name or (Path(args.source).resolve() if Path(args.source).is_dir() else Path(args.source)).name
     config = import_model(source, name, args.runs_dir, args.procs)
     ranks = from_environment()
     where = Path(args.runs_dir) / name

@@ -7,6 +7,7 @@ Each verb is a module with `add_arguments(parser)` and `run(args) -> exit code`.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -84,16 +85,23 @@ def _unknown(verb: str) -> KeepstepError:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def _answer(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
     if words[0] in ("-V", "--version"):
         print(f"keepstep {__version__}")
         return 0
-    if words[0] in _RUNS:
+    if words[0] not in VERBS:
+        raise _unknown(words[0])
+    return _run_verb(words[0], words[1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    _open_closed_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _RUNS:
         with unbreakable_output():
             return _run_and_report(words)
     return _run_and_report(words)
@@ -101,9 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_and_report(words: Sequence[str]) -> int:
     try:
-        if words[0] not in VERBS:
-            raise _unknown(words[0])
-        return _run_verb(words[0], words[1:])
+        try:
+            return _answer(words)
+        finally:
+            # Here, and not when the interpreter ends: what fails there can only be complained about.
+            sys.stdout.flush()
     except KeepstepError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return error.exit_code
@@ -112,5 +122,56 @@ def _run_and_report(words: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         # `keepstep … | head` closed the pipe: nothing is wrong, and Python must not complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_FAILED
+    except OSError as error:
+        if not _is_users_to_mend(error):
+            raise
+        if error.filename is None:
+            _drop_output()
+        what = error.filename or "what was to be written"
+        print(f"error: {what}: {error.strerror}\n hint: {_MENDED_BY_USERS[error.errno or 0]}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+_RIGHTS = "choose a place that you may write to, or mend its rights"
+_KIND = "a file lies where a folder is needed, or a folder where a file is"
+_MENDED_BY_USERS = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENOTDIR: _KIND,
+    errno.EISDIR: _KIND,
+    errno.EEXIST: _KIND,
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOSPC: "make room on that disk, then start again",
+    errno.EDQUOT: "make room in your quota, then start again",
+}
+
+
+def _is_users_to_mend(error: OSError) -> bool:
+    """Whether path and reason say enough. A training process says all it knows: nobody sits in front of it."""
+    known = error.errno in _MENDED_BY_USERS
+    told = error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return known and told and "RANK" not in os.environ
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to stdout go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_closed_streams() -> None:
+    """Give the standard streams that were closed before us (`>&-`) somewhere to go.
+
+    Else the next file that is opened gets their number, and what is printed lands in it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        handle = os.open(os.devnull, os.O_RDWR)
+        if handle != number:
+            os.dup2(handle, number)
+            os.close(handle)
+        setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))

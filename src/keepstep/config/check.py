@@ -39,7 +39,6 @@ ABOVE_ZERO = frozenset({
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
-    "seed",
     "model.kv_heads", "model.head_dim", "model.ffn_hidden", "model.max_positions",
     "model.clip_qkv", "model.sliding_window",
     "data.prefetch", "data.shuffle_window", "data.gpt_samples", "data.stride",
@@ -57,6 +56,8 @@ _LEFT = (lambda number: number == -1 or number > 0, "must be above 0, or -1 for 
 _BELOW_ONE = (lambda number: 0 <= number < 1, "must be at least 0 and below 1")
 
 RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    # Generators take 64 bits, and a process's own seed is a million times this.
+    "seed": (lambda number: 0 <= number <= 10**13, "must be 0 or more, and at most 10000000000000"),
     "model.dropout": _BELOW_ONE,
     "data.valid_share": _BELOW_ONE,
     "lora.dropout": _BELOW_ONE,
@@ -154,6 +155,39 @@ def _scaling_needs_rotary(config: RunConfig) -> Found:
     if config.model.rotary_scaling is None or config.model.positions == "rotary":
         return None
     return f"only means something with rotary positions, not {config.model.positions}", "model.positions=rotary"
+
+
+_SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _scaling_is_computed(config: RunConfig) -> Found:
+    scaling = config.model.rotary_scaling
+    if not scaling or config.model.positions != "rotary":
+        return None
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in _SCALINGS:
+        rule = "names no rope_type" if kind is None else f"has the rope_type {kind!r}, which is not computed"
+        return f"{rule}: it must be {listed(list(_SCALINGS))}", "model.rotary_scaling={rope_type: linear, factor: 8.0}"
+    unsound = [key for key in _SCALINGS[kind] if not _is_above_zero(scaling.get(key))]
+    return (f"needs {', '.join(unsound)} for rope_type {kind}, above 0", None) if unsound else None
+
+
+def _blend_has_weights(config: RunConfig) -> Found:
+    unsound = [path for path, weight in config.data.blend.items() if not _is_above_zero(weight)]
+    if not unsound:
+        return None
+    return (
+        f"must have a weight above 0 for {', '.join(unsound)}",
+        f"data.blend={{{unsound[0]}: 0.5, …}}, or leave it out",
+    )
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _microbatches_fill_the_batch(config: RunConfig) -> Found:
@@ -304,6 +338,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("model.positions", "model.hidden", "model.heads", "model.head_dim"), _rotary_halves_heads),
     (("model.seq_len", "model.max_positions", "model.positions"), _rows_for_every_position),
     (("model.rotary_scaling", "model.positions"), _scaling_needs_rotary),
+    (("model.rotary_scaling", "model.positions"), _scaling_is_computed),
+    (("data.blend",), _blend_has_weights),
     (("global_batch", "microbatch"), _microbatches_fill_the_batch),
     (
         (

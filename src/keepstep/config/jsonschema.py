@@ -93,4 +93,4 @@ def _list(path: str, members: tuple[Any, ...]) -> dict[str, Any]:
 def _bounds(path: str) -> dict[str, Any]:
     if path in ABOVE_ZERO:
         return {"exclusiveMinimum": 0}
-    return {"minimum": 0} if path in ZERO_OR_MORE else {}
+    return {"minimum": 0} if path in ZERO_OR_MORE or path == "seed" else {}

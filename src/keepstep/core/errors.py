@@ -69,6 +69,10 @@ class DataError(KeepstepError):
     exit_code = EXIT_DATA
 
 
+class NothingToReadError(DataError):
+    """A run cannot begin: its data is not where it should be, or not what it should be. Another attempt is no use."""
+
+
 class HardwareError(KeepstepError):
     """A device, a host or the network between them is not usable."""
 

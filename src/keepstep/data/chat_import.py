@@ -241,7 +241,8 @@ def _keywords(text: str) -> dict[str, Any]:
             if isinstance(node, ast.Name) and node.id in names:
                 node.id = names[node.id]
         return {str(keyword.arg): _literal(keyword.value) for keyword in tree.keywords}
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        # The last two are how Python's parser says that something is nested too deeply.
         raise BadRow(f"a call's arguments cannot be read: {text[:60]!r} ({error})") from None
 
 

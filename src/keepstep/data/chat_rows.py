@@ -48,12 +48,17 @@ class Conversation:
 def canonical(messages: Any, tools: Any = None) -> Conversation:
     """A checked conversation. Arguments and tools may come as JSON text. Raises BadRow."""
     known = tuple(tool(item) for item in parsed_list(tools, "tools"))
+    found = cleaned(messages)
+    _check_order(found)
+    _check_names(found, known)
+    return Conversation(found, known)
+
+
+def cleaned(messages: Any) -> tuple[Message, ...]:
+    """Messages in the canonical form, be there an answer among them or not. Raises BadRow."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadRow("messages is not a list with at least one message")
-    cleaned = tuple(_message(message, number) for number, message in enumerate(messages))
-    _check_order(cleaned)
-    _check_names(cleaned, known)
-    return Conversation(cleaned, known)
+    return tuple(_message(message, number) for number, message in enumerate(messages))
 
 
 def call(name: Any, arguments: Any) -> dict[str, Any]:
@@ -95,7 +100,11 @@ def parameter_schema(given: Mapping[str, Any]) -> dict[str, Any]:
     if "properties" not in given and given.get("type") not in ("object", "dict"):
         given = {"type": "object", "properties": given, "required": _flat_required(given)}
     schema = _schema(given)
-    schema.setdefault("properties", {})
+    if not isinstance(schema.setdefault("properties", {}), Mapping):
+        raise BadRow(f"a tool's properties are {type(schema['properties']).__name__}, not an object")
+    if "required" in schema and not isinstance(schema["required"], list):
+        # `required: true` means nothing for a whole object.
+        del schema["required"]
     return schema
 
 

@@ -117,6 +117,9 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     from keepstep.data.build.run import build
     from keepstep.data.records import RecordOptions
 
+    missing = [one for one in path.split(",") if kind_of(one) and not is_remote(one) and not Path(one).exists()]
+    if missing and "*" not in missing[0]:
+        raise DataError(f"data.path names {missing[0]}, which is not there", "check the path")
     if not config.tokenizer:
         raise ConfigError(f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json")
     options = BuildOptions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from keepstep.data.chat_import import bracketed_calls
@@ -33,14 +34,24 @@ def parse_calls(text: str) -> list[Call]:
         if mistral:
             return [_one(item) for item in parsed_list(mistral[1], "calls")]
         if stripped.startswith("{") and '"name"' in stripped:
-            return [_one(json.loads(part)) for part in stripped.split("; ")]
-        if stripped.startswith('[{"'):
+            return [_one(item) for item in _objects(stripped)]
+        if re.match(r'\[\s*\{\s*"', stripped):
             return [_one(item) for item in parsed_list(stripped, "calls")]
         if re.match(r"\[[A-Za-z_][\w. ]*\(", stripped) and stripped.endswith("]"):
             return [_pair(item) for item in bracketed_calls(stripped)]
-    except (ValueError, BadRow) as error:
+    except (ValueError, BadRow, RecursionError) as error:
+        # RecursionError: a model that goes round in circles opens brackets without end.
         raise Malformed(str(error)) from None
     return []
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """JSON values one after the other, with or without a semicolon between them."""
+    at = 0
+    while at < len(text):
+        value, at = json.JSONDecoder().raw_decode(text, at)
+        yield value
+        at += len(text[at:]) - len(text[at:].lstrip("; \t\r\n"))
 
 
 def _one(value: Any) -> Call:

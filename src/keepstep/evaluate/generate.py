@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -54,17 +55,21 @@ def stream(
 
 def chooser(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Callable[[Tensor], int]:
     """A function from logits to a token. The same seed gives the same tokens on every device."""
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise UsageError(f"temperature is {temperature:g}, but it must be 0 (greedy) or more", "0.7 is a usual value")
     if not 0 < top_p <= 1:
         raise UsageError(f"top_p is {top_p:g}, but it must be above 0 and at most 1", "1 considers every token")
+    if not 0 <= seed < 1 << 63:
+        raise UsageError(f"seed is {seed}, but it must be a whole number from 0 to 2^63 - 1", "0 is the default")
     # Drawn on the CPU: a GPU's generator gives other numbers for the same seed.
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
         if temperature == 0:
             return int(logits.argmax())
-        probabilities = torch.softmax(logits.detach().double().cpu() / temperature, dim=-1)
+        # The largest becomes 0 first: divided by a small temperature, numbers grow beyond all bounds.
+        raised = logits.detach().double().cpu()
+        probabilities = torch.softmax((raised - raised.max()) / temperature, dim=-1)
         ordered, tokens = probabilities.sort(descending=True, stable=True)
         # Keep the smallest set that reaches top_p: a token stays while those before it have not reached it.
         ordered[ordered.cumsum(0) - ordered >= top_p] = 0

@@ -28,13 +28,25 @@ def hf_family(config: HfConfig) -> Family:
 
 def model_config_from_hf(config: HfConfig) -> dict[str, Any]:
     """Fields of `ModelConfig` for a Hugging Face config; absent keys mean what the family's own defaults mean."""
-    match hf_family(config):
-        case "gpt2":
-            return _gpt2(config)
-        case "mpt":
-            return _mpt(config)
-        case family:
-            return _llama_like(config, family)
+    try:
+        match hf_family(config):
+            case "gpt2":
+                fields = _gpt2(config)
+            case "mpt":
+                fields = _mpt(config)
+            case family:
+                fields = _llama_like(config, family)
+    except KeyError as missing:
+        raise ConfigError(f"config.json does not say {missing}", "fetch the file again, or add it") from None
+    for name in _COUNTS:
+        value = fields.get(name, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < (name not in _MAY_BE_ZERO):
+            raise ConfigError(f"config.json makes model.{name} {value!r}, which is no size", "fetch the file again")
+    return fields
+
+
+_MAY_BE_ZERO = ("kv_heads", "head_dim", "ffn_hidden")
+_COUNTS = ("layers", "hidden", "heads", "vocab", "seq_len", *_MAY_BE_ZERO)
 
 
 def _demand(config: HfConfig, key: str, *allowed: Any) -> None:
@@ -136,6 +148,8 @@ def _rotary(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
     # transformers 5 keeps base and scaling together in rope_parameters; older files have two keys.
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(values.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    for place in (config, values):
+        _demand(place, "partial_rotary_factor", 1.0, None)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"config.json scales rotary positions by {kind!r}", "known: default, linear, llama3")

@@ -15,6 +15,10 @@ _CLASSES: Mapping[Family, str] = {
 }  # fmt: skip
 
 
+_MPT_BIAS_MAX = 8
+"""The only one that transformers computes, whatever config.json says."""
+
+
 def export_family(config: ModelConfig) -> Family:
     """The family that computes what this model computes, or an error that says what none of them has."""
     if config.linear != "dense":
@@ -54,6 +58,7 @@ def _rotary_family(config: ModelConfig) -> Family:
 def describe_hf(config: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config.json for the family that fits; `tokens` are special ids such as eos_token_id."""
     family = export_family(config)
+    _check_computed(config, family)
     match family:
         case "gpt2":
             fields = _gpt2(config)
@@ -65,6 +70,28 @@ def describe_hf(config: ModelConfig, dtype: str, tokens: Mapping[str, Any] | Non
     shared = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied, "use_cache": True}
     ids = {"bos_token_id": None, "eos_token_id": None, **(tokens or {})}
     return {**head, **fields, **shared, "dtype": dtype, "torch_dtype": dtype, **ids}
+
+
+def _check_computed(config: ModelConfig, family: Family) -> None:
+    """Raise for what our decoder computes in this family and transformers' does not: it would be read wrongly."""
+    own_heads = config.heads * config.head_size != config.hidden
+    refused = {
+        "gpt2": {"head_dim": own_heads},
+        "mpt": {
+            "head_dim": own_heads,
+            "kv_heads": config.key_value_heads != config.heads,
+            "ffn_hidden": config.ffn_size != 4 * config.hidden,
+            "alibi_bias_max": config.alibi_bias_max != _MPT_BIAS_MAX,
+        },
+        "qwen3": {"qkv_bias": config.qkv_bias},
+    }
+    for name, differs in refused.get(family, {}).items():
+        if differs:
+            value = getattr(config, name)
+            raise ConfigError(
+                f"model.{name} is {value}, which transformers does not compute for the family {family}",
+                "keepstep itself trains, evaluates and talks to it: eval, chat",
+            )
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Any]:
@@ -81,15 +108,9 @@ def _gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mpt(config: ModelConfig) -> dict[str, Any]:
-    if config.ffn_size % config.hidden:
-        raise ConfigError(
-            f"the feed-forward width is {config.ffn_size}, but mpt wants a multiple of model.hidden ({config.hidden})"
-        )
-    attention: dict[str, Any] = {"alibi": True, "alibi_bias_max": _plain(config.alibi_bias_max)}
+    attention: dict[str, Any] = {"alibi": True, "alibi_bias_max": _MPT_BIAS_MAX}
     if config.clip_qkv:
         attention["clip_qkv"] = config.clip_qkv
-    if config.kv_heads not in (0, config.heads):
-        attention.update(attn_type="grouped_query_attention", kv_n_heads=config.kv_heads)
     return {
         "n_layers": config.layers,
         "d_model": config.hidden,
@@ -104,7 +125,7 @@ def _mpt(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_like(config: ModelConfig, family: Family) -> dict[str, Any]:
-    scaling = dict(config.rotary_scaling) if config.rotary_scaling else None
+    scaling = _scaling(config)
     fields: dict[str, Any] = {
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
@@ -136,10 +157,13 @@ def _llama_like(config: ModelConfig, family: Family) -> dict[str, Any]:
     return fields
 
 
+def _scaling(config: ModelConfig) -> dict[str, Any] | None:
+    given = dict(config.rotary_scaling or {})
+    # The older name of the key; with both, readers follow the newer.
+    kind = given.pop("type", None)
+    kind = given.pop("rope_type", kind) or "default"
+    return None if kind == "default" else {"rope_type": kind, **given}
+
+
 def _most_positions(config: ModelConfig) -> int:
     return max(config.max_positions, config.seq_len)
-
-
-def _plain(number: float) -> float:
-    """A whole number without its fraction: transformers refuses 8.0 where it keeps an int."""
-    return int(number) if number == int(number) else number

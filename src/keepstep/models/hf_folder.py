@@ -32,10 +32,14 @@ class HfTensors(Mapping[str, Tensor]):
         self._files = _tensor_files(folder)
 
     def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._folder / self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        path = self._folder / self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged, or lacks {name}: {error}", "fetch the file again") from None
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -53,7 +57,10 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     from safetensors import SafetensorError, safe_open
 
     if (folder / INDEX).is_file():
-        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        try:
+            index: dict[str, str] = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / INDEX} is no index: {error!r}", "fetch the file again") from None
         missing = sorted({file for file in index.values() if not (folder / file).is_file()})
         if missing:
             raise CheckpointError(f"{folder} lacks {missing[0]}, which its index names", "fetch the folder again")
@@ -80,6 +87,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{folder / 'config.json'} is {type(config).__name__}, not an object", "fetch the file again")
     return config
 
 

@@ -20,6 +20,7 @@ from keepstep.core.errors import (
     DataError,
     HardwareError,
     KeepstepError,
+    NothingToReadError,
     RunTakenError,
     UsageError,
 )
@@ -59,6 +60,8 @@ def classify(error: BaseException) -> Kind:
             return "taken"
         case ConfigError() | UsageError():
             return "config"
+        case NothingToReadError():
+            return "refused"
         case DataError():
             return "data"
         case CheckpointError():

@@ -6,6 +6,9 @@ Every export reads itself back and compares logits before it is called done.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from keepstep import __version__
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.check import broken_rules
 from keepstep.config.dump import dump_config
+from keepstep.config.fields import value_at
 from keepstep.config.layout import resolve_layout
 from keepstep.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from keepstep.core.errors import CheckpointError, UsageError
@@ -29,7 +34,7 @@ from keepstep.data.chat_template import find_template
 from keepstep.data.chat_tokenizer import FILES, keep_tokenizer
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
-from keepstep.models.hf_folder import HfTensors, load_hf, read_hf_config, save_hf
+from keepstep.models.hf_folder import HfTensors, is_hf_folder, load_hf, read_hf_config, save_hf
 from keepstep.models.peft import save_adapter
 from keepstep.models.size import parameter_count
 from keepstep.models.transformer import Transformer
@@ -38,12 +43,21 @@ from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import choose_device, joined_world
 from keepstep.train.speaker import end_tokens
-from keepstep.train.start import TOKENIZER, describe_start, find_tokenizer, run_config, start_shape, whole_model
+from keepstep.train.start import (
+    TOKENIZER,
+    describe_start,
+    find_tokenizer,
+    run_config,
+    run_facts,
+    start_shape,
+    whole_model,
+)
 
 TOLERANCE = 1e-5
 """Largest difference of logits that a reloaded export may have, relative to the largest logit where that is above 1."""
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHECK_TOKENS = 24
+_UNFINISHED = ".unfinished"
 
 
 def fetch_source(source: str) -> Path:
@@ -66,11 +80,18 @@ def fetch_source(source: str) -> Path:
 
 def import_model(source: Path, name: str, runs_dir: str, processes: int) -> RunConfig:
     """The configuration of the run that an import makes; `import_weights` fills it, in as many processes as wanted."""
+    if not is_hf_folder(source):
+        raise UsageError(f"{source} is no Hugging Face model: it has no config.json", "a run needs no import")
+    if processes < 1:
+        raise UsageError(f"--procs is {processes}, but it must be 1 or more", "--procs 1")
     shape = start_shape(source)
     model = replace(shape, preset="custom", max_positions=max(shape.max_positions, shape.seq_len))
-    if parameter_count(model) <= 0 or processes < 1:
-        raise UsageError(f"{source} describes no model")
-    return replace(RunConfig(), name=name, runs_dir=runs_dir, model=model)
+    config = replace(RunConfig(), name=name, runs_dir=runs_dir, model=model)
+    # What the run's own config.yaml could not say again must not become a run.
+    for broken in broken_rules(config):
+        hint = f"--{broken.hint.replace('=', ' ')}" if broken.fields[0] == "name" and broken.hint else broken.hint
+        raise UsageError(f"{broken.fields[0]} is {value_at(config, broken.fields[0])!r}, but it {broken.rule}", hint)
+    return config
 
 
 def import_weights(source: Path, config: RunConfig) -> RunFolder:
@@ -85,16 +106,17 @@ def import_weights(source: Path, config: RunConfig) -> RunFolder:
         apply_parallel(model, grid, config.parallel, config.compute, torch.float32, ["none"] * config.model.layers)
         model.to_empty(device=device)
         load_hf(model, source)
+        checkpointer = Checkpointer(folder.checkpoints, CheckpointConfig())
+        checkpointer.save(0, {"model": dict(model.named_parameters())}, {"keepstep": __version__})
+        checkpointer.close()
         if world.is_first:
-            write_atomic(folder.config, dump_config(config))
             facts = {"imported_from": str(source), "dtype": _short_name(HfTensors(source).dtype())}
             write_json(folder.facts, {"keepstep": __version__, **facts, "parameters": parameter_count(config.model)})
             tokenizer = find_tokenizer(source)
             if tokenizer is not None:
                 keep_tokenizer(tokenizer, folder.root / TOKENIZER)
-        checkpointer = Checkpointer(folder.checkpoints, CheckpointConfig())
-        checkpointer.save(0, {"model": dict(model.named_parameters())}, {"keepstep": __version__})
-        checkpointer.close()
+            # Last: with it the folder is a run, and an import that was cut short can be started again.
+            write_atomic(folder.config, dump_config(config))
     return folder
 
 
@@ -115,36 +137,64 @@ class Exported:
 
 def export_model(where: Path, out: Path, dtype: str = "auto") -> Exported:
     """Write a Hugging Face folder from a run (adapters are merged), read it back and compare."""
-    if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} is not empty", "choose another folder, or remove it")
+    check_vacant(out)
     model, config, step = whole_model(where)
-    facts = _facts_of(where)
+    facts = run_facts(where)
     chosen = dtype if dtype != "auto" else str(facts.get("dtype", "fp32"))
     tokenizer = find_tokenizer(where)
     described = describe_hf(config.model, _long_name(chosen), _token_ids(tokenizer))
-    size = save_hf(dict(model.named_parameters()), config.model, described, out, _NAMES[chosen])
-    _write_tokenizer(tokenizer, config, described, out)
-    difference, theirs = check_export(model, out, _NAMES[chosen])
-    exported = Exported(
-        folder=out,
-        family=str(described["model_type"]),
-        dtype=chosen,
-        parameters=parameter_count(config.model),
-        weight_bytes=size,
-        difference=difference,
-        difference_transformers=theirs,
-    )
-    write_atomic(out / "README.md", model_card(exported, config, step, facts))
+    with finished_in(out) as aside:
+        size = save_hf(dict(model.named_parameters()), config.model, described, aside, _NAMES[chosen])
+        _write_tokenizer(tokenizer, config, described, aside)
+        difference, theirs = check_export(model, aside, _NAMES[chosen])
+        exported = Exported(
+            folder=out,
+            family=str(described["model_type"]),
+            dtype=chosen,
+            parameters=parameter_count(config.model),
+            weight_bytes=size,
+            difference=difference,
+            difference_transformers=theirs,
+        )
+        write_atomic(aside / "README.md", model_card(exported, config, step, facts))
     return exported
+
+
+def check_vacant(out: Path) -> None:
+    """Raise where something lies that an export would mix with; what an export left that was cut short does not."""
+    if out.exists() and (not out.is_dir() or any(item.name != _UNFINISHED for item in out.iterdir())):
+        raise UsageError(f"{out} is not empty", "choose another folder, or remove it")
+
+
+@contextmanager
+def finished_in(out: Path) -> Iterator[Path]:
+    """A folder inside `out` to write into; its files move up once all is well, config.json last, and else are gone.
+
+    Inside, because `out` may be a mounted volume, onto which nothing can be renamed.
+    """
+    aside = out / _UNFINISHED
+    if aside.exists():
+        shutil.rmtree(aside)
+    try:
+        yield aside
+        for path in sorted(aside.iterdir(), key=lambda item: item.name.endswith("config.json")):
+            path.replace(out / path.name)
+        aside.rmdir()
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def export_adapter(where: Path, out: Path) -> Path:
     """Write a LoRA run's adapters as PEFT files."""
+    check_vacant(out)
     config = run_config(where)
     if not config.lora.rank:
         raise UsageError(f"{where} has no adapters: all its weights were trained", "keepstep export RUN --hf OUT")
     model, _, _ = whole_model(where, merge=False)
-    save_adapter(model, config.lora, export_family(config.model), config.finetune.start_from or "unknown", out)
+    family, base = export_family(config.model), config.finetune.start_from or "unknown"
+    with finished_in(out) as aside:
+        save_adapter(model, config.lora, family, base, aside)
     return out
 
 
@@ -195,7 +245,11 @@ def _transformers_logits(out: Path, tokens_bt: Tensor) -> Tensor | None:
 
 
 def _write_tokenizer(tokenizer: Path | None, config: RunConfig, described: dict[str, Any], out: Path) -> None:
-    ids = {key: described[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if described.get(key)}
+    ids = {
+        key: described[key]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if described.get(key) is not None
+    }
     write_json(out / "generation_config.json", {"_from_model_config": False, **ids})
     if tokenizer is None:
         return
@@ -226,12 +280,6 @@ def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
         if number is not None:
             ids[f"{key}_id"] = number
     return ids
-
-
-def _facts_of(where: Path) -> dict[str, Any]:
-    path = RunFolder(where).facts
-    facts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return facts
 
 
 def _long_name(short: str) -> str:

@@ -21,13 +21,14 @@ from keepstep.config.check import check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, DataError, NothingToReadError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders, changed_order
+from keepstep.data.remote import is_remote
 from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder, read_last_step
 from keepstep.observe.logs import recording
@@ -108,7 +109,7 @@ class _Run:
         self.data_rank, self.data_ranks = grid.data_rank, layout.data_ranks
 
         self.known_facts = known_facts(folder, world.ranks)
-        self.loaders = open_data(config)
+        self.loaders = self._open_data()
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
 
@@ -120,6 +121,17 @@ class _Run:
         self.saved_step = -1
         self._build(fill=not self._may_resume())
         self.best = BestWeights(folder.root / BEST, config.evaluate)
+
+    def _open_data(self) -> Loaders:
+        try:
+            return open_data(self.config)
+        except DataError as error:
+            data = self.config.data
+            far = any(map(is_remote, (data.path, data.valid_path, data.test_path, *data.blend)))
+            # What was there once, or is far away, may come back. A mistake in the first command does not.
+            if far or read_last_step(self.folder.metrics) >= 0:
+                raise
+            raise NothingToReadError(error.message, error.hint) from None
 
     def _build(self, fill: bool) -> None:
         """Model, optimizer and step. A state that is about to be loaded needs no first weights to `fill` them with."""

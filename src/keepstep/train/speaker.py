@@ -14,13 +14,14 @@ from torch import Tensor
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data import tokenize
+from keepstep.data.chat_rows import BadRow
 from keepstep.data.chat_template import TURN_END, ChatTemplate, find_template
 from keepstep.data.tokenize import END_OF_TEXT
 from keepstep.evaluate.batch import Decoder, by_length, generate_batch
 from keepstep.evaluate.generate import chooser, stream
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.transformer import Transformer
-from keepstep.train.start import find_tokenizer, start_model, whole_model
+from keepstep.train.start import find_tokenizer, open_device, start_model, whole_model
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ class Speaker:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens that an answer follows."""
-        text = self.template.prompt(prompt.messages, prompt.tools)
+        try:
+            text = self.template.prompt(prompt.messages, prompt.tools)
+        except BadRow as bad:
+            raise DataError(str(bad), "leave out what it refuses: a system message or tools, perhaps") from None
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -73,6 +77,13 @@ class Speaker:
     ) -> list[str]:
         """One answer for each prompt, many at a time."""
         encoded = [self.encode(prompt) for prompt in prompts]
+        # First, because the longest come last: hours of answers must not be lost to them.
+        for number, ids in enumerate(encoded, start=1):
+            if len(ids) >= self.room:
+                raise DataError(
+                    f"question {number} has {len(ids)} tokens, which fill the model's limit of {self.room}",
+                    "leave such questions out, or ask a model with longer rows",
+                )
         answers = [""] * len(prompts)
         done = 0
         for places in by_length(encoded, batch):
@@ -108,13 +119,14 @@ class Speaker:
         shown = ""
         for token in stream(forward, ids, choose, max_new_tokens=min(room, sampling.max_new_tokens)):
             if token in self.ends:
-                return
+                break
             written.append(token)
             text = self.decode(written)
             # A character of several tokens shows once it is whole.
             if not text.endswith("\ufffd"):
                 yield text[len(shown) :]
                 shown = text
+        yield self.decode(written)[len(shown) :]
 
     def open_decoder(self, padding_b: Tensor, capacity: int) -> Decoder:
         """A forward over a key-value cache of its own."""
@@ -130,29 +142,35 @@ class Speaker:
         return decode
 
     def _batch(self, encoded: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        longest = max(map(len, encoded))
-        room = self.room - longest
-        if room < 1:
-            raise DataError(f"a prompt of {longest} tokens fills the model's limit of {self.room}", "shorten it")
+        shared = min(self.room - max(map(len, encoded)), sampling.max_new_tokens)
+        answers = self._generate(encoded, shared, sampling, sampling.seed)
+        for row, ids in enumerate(encoded):
+            own = min(self.room - len(ids), sampling.max_new_tokens)
+            if len(answers[row]) == shared < own:
+                # The longest prompt of the batch left it less room than it has alone.
+                (answers[row],) = self._generate([ids], own, sampling, sampling.seed + row)
+        return answers
+
+    def _generate(self, encoded: list[list[int]], most: int, sampling: Sampling, seed: int) -> list[list[int]]:
         return generate_batch(
             self.open_decoder,
             encoded,
-            max_new_tokens=min(room, sampling.max_new_tokens),
+            max_new_tokens=most,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            seed=sampling.seed,
+            seed=seed,
             ends=self.ends,
         )
 
 
 def open_speaker(where: Path, device: str = "auto", tokenizer: Path | None = None, *, start: bool = False) -> Speaker:
     """A run's folder or a Hugging Face folder, ready to answer; with `start` the weights the run began with."""
+    chosen = open_device(device)
     model, config, step = start_model(where) if start else whole_model(where)
     path = tokenizer or find_tokenizer(where)
     if path is None:
         raise DataError(f"{where} has no tokenizer.json", "name one with --tokenizer")
     loaded = tokenize.load(path)
-    chosen = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     template = find_template(path, config.chat.template if Path(config.chat.template).is_file() else "")
     return Speaker(
         model=model.to(chosen),

@@ -5,6 +5,8 @@ The model's shape follows from what training starts from; only what the user wro
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.load import LoadedConfig, load_config
 from keepstep.config.schema import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
-from keepstep.core.errors import CheckpointError, UsageError
+from keepstep.core.errors import CheckpointError, HardwareError, UsageError
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_folder import is_hf_folder, load_hf, read_hf_config
 from keepstep.models.init import init_weights
@@ -60,7 +62,60 @@ def run_config(where: Path) -> RunConfig:
         raise UsageError(
             f"{where} is neither a run's folder nor a Hugging Face model", "it needs a config.yaml or a config.json"
         )
-    return load_config(folder.config).config
+    return _located(load_config(folder.config).config, where)
+
+
+def _located(config: RunConfig, where: Path) -> RunConfig:
+    """The configuration with its relative paths seen from where the run was started, be the caller where it may.
+
+    Else another folder of the same name below the working directory would be taken for the one that was meant.
+    """
+    inside, here = Path(config.runs_dir) / config.name, where.resolve()
+    if inside.is_absolute() or here.parts[-len(inside.parts) :] != inside.parts:
+        return config
+    started_in = Path(*here.parts[: -len(inside.parts)])
+    if started_in == Path.cwd():
+        return config
+
+    def found(path: str) -> str:
+        return str(started_in / path) if path and "://" not in path and not Path(path).is_absolute() else path
+
+    def found_if_there(path: str) -> str:
+        # `demo` and its like are no paths.
+        return found(path) if path and (started_in / path).exists() else path
+
+    data = config.data
+    paths: dict[str, Any] = {
+        name: found_if_there(getattr(data, name)) for name in ("path", "valid_path", "test_path", "tokenizer")
+    }
+    blend = {found_if_there(path): weight for path, weight in data.blend.items()}
+    return replace(
+        config,
+        runs_dir=str(started_in / config.runs_dir),
+        data=replace(data, **paths, blend=blend),
+        chat=replace(config.chat, template=found(config.chat.template)),
+        finetune=replace(config.finetune, start_from=found(config.finetune.start_from)),
+        checkpoint=replace(config.checkpoint, folder=found(config.checkpoint.folder)),
+    )
+
+
+def run_facts(where: Path) -> dict[str, Any]:
+    """What a run noted about itself: versions, data, where its weights were imported from."""
+    path = RunFolder(where).facts
+    facts: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return facts
+
+
+def open_device(wanted: str) -> torch.device:
+    """What `--device` names: cpu, cuda, cuda:1, or with auto a GPU where there is one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", wanted):
+        raise UsageError(f"--device is {wanted!r}, but it must be auto, cpu, cuda or cuda:NUMBER", "--device auto")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise HardwareError(f"--device is {wanted}, but torch finds no such GPU here", "--device cpu")
+    return device
 
 
 def find_tokenizer(where: Path) -> Path | None:
@@ -102,7 +157,7 @@ def fill_from(model: Transformer, where: Path) -> None:
 def load_step(where: Path, into: dict[str, Any], *, cast: bool = False) -> int | None:
     """Fill tensors from a run's best weights where it kept them, else from its newest checkpoint; the step."""
     folder = RunFolder(where)
-    config = load_config(folder.config).config
+    config = run_config(where)
     newest = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
     filled = _in_fp32(into) if cast else into
     for place in (folder.root / BEST, newest):
@@ -166,7 +221,13 @@ def whole_model(where: Path, *, merge: bool = True) -> tuple[Transformer, RunCon
 
 def start_model(where: Path) -> tuple[Transformer, RunConfig, int]:
     """The weights a run began with, whole: what its training has to be compared with."""
+    if is_hf_folder(where) or "imported_from" in run_facts(where):
+        return whole_model(where)
     config = run_config(where)
+    if config.checkpoint.resume_from:
+        raise UsageError(
+            f"{where} began with the weights of {config.checkpoint.resume_from}", "name the run that these belong to"
+        )
     model = Transformer(config.model)
     fill_weights(model, replace(config, lora=LoraConfig()))
     return model.eval(), config, 0

@@ -1,0 +1,142 @@
+"""Answers: the same whoever shares the batch, whole to the last sign, and input that makes none is told at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import run_here
+
+from keepstep.cli.main import main
+from keepstep.config.schema import ModelConfig, RunConfig
+from keepstep.core.errors import DataError, UsageError
+from keepstep.data import tokenize
+from keepstep.data.chat_template import ChatTemplate
+from keepstep.models.init import init_weights
+from keepstep.models.transformer import Transformer
+from keepstep.train.speaker import Prompt, Sampling, Speaker
+from keepstep.train.start import open_device, start_model
+
+PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def speaker(tmp_path: Path, template: str = PLAIN, room: int = 32) -> Speaker:
+    path = tmp_path / "tokenizer.json"
+    tokenize.train_bpe(["a few words"], tokenize.SMALLEST_VOCAB, path)
+    shape = ModelConfig(
+        layers=1, hidden=16, heads=2, vocab=tokenize.SMALLEST_VOCAB, seq_len=room, positions="rotary", init_std=0.5
+    )
+    model = Transformer(shape).eval()
+    init_weights(model, 1)
+    return Speaker(
+        model=model,
+        config=replace(RunConfig(), model=shape),
+        step=0,
+        tokenizer=tokenize.load(path),
+        tokenizer_path=path,
+        template=ChatTemplate(template),
+        ends=frozenset(),
+    )
+
+
+def asking(text: str) -> Prompt:
+    return Prompt([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_long_neighbour_does_not_cut_an_answer_short(temperature: float, tmp_path: Path) -> None:
+    here = speaker(tmp_path)
+    sampling = Sampling(temperature, max_new_tokens=12)
+    short, long = asking("abcdef"), asking("z" * 30)
+    alone = here.answers([short], sampling, batch=2)
+    together = here.answers([short, long], sampling, batch=2)
+    assert together[0] == alone[0]
+
+
+def test_a_question_that_does_not_fit_is_told_before_any_is_answered(tmp_path: Path) -> None:
+    here = speaker(tmp_path)
+    done: list[int] = []
+    with pytest.raises(DataError, match="question 2 has 40 tokens"):
+        here.answers([asking("a"), asking("b" * 40)], Sampling(), 1, done.append)
+    assert done == []
+
+
+def test_what_is_left_of_a_sign_that_never_became_whole_is_shown(tmp_path: Path) -> None:
+    here = speaker(tmp_path)
+    sampling = Sampling(max_new_tokens=9)
+    for seed in range(6):
+        init_weights(here.model, seed)
+        (whole,) = here.answers([asking("ab")], sampling, batch=1)
+        assert "".join(here.stream(asking("ab"), sampling)) == whole
+
+
+def test_what_the_template_refuses_is_an_error_of_the_data(tmp_path: Path) -> None:
+    here = speaker(tmp_path, "{{ raise_exception('no system role') }}")
+    with pytest.raises(DataError, match="no system role"):
+        here.encode(asking("x"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"messages": ', "line 2"),
+        ('{"text": "x"}', "messages is not a list"),
+        ('{"messages": "hi"}', "messages is not a list"),
+        ('{"messages": []}', "messages is not a list"),
+        ('{"messages": [{"role": "alien", "content": "x"}]}', "has the role 'alien'"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [3]}', "a tool is int"),
+    ],
+)
+def test_a_broken_line_is_named(line: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"plain\n{line}\n")
+    assert main(["chat", "nowhere", "--file", str(prompts)]) == 4
+    error = capsys.readouterr().err
+    assert "prompts.txt line 2" in error
+    assert told in error
+
+
+def test_files_that_are_not_there_or_no_text_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for words, told in (
+        (["--file", "missing"], "--file missing cannot be read: No such file"),
+        (["--file", str(tmp_path)], "Is a directory"),
+        (["--file", str(tmp_path / "bytes")], "is not UTF-8 text"),
+        (["--tools", "missing"], "--tools missing cannot be read"),
+    ):
+        assert main(["chat", "nowhere", *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_counts_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    commands: list[list[Any]] = [
+        ["eval", "tools", "x", "--rows", "0"],
+        ["eval", "tools", "x", "--batch", "-1"],
+        ["chat", "x", "--max-new-tokens", "0"],
+    ]
+    for words in commands:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert "must be a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_devices_are_checked_by_name_and_presence() -> None:
+    assert open_device("cpu").type == "cpu"
+    with pytest.raises(UsageError, match="--device is 'gpu'"):
+        open_device("gpu")
+
+
+@pytest.mark.slow
+def test_the_start_of_a_run_that_went_on_from_another_is_not_made_up(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=first")
+    (step,) = (tmp_path / "first" / "checkpoints").glob("step_*")
+    run_here(tmp_path, "name=second", f"checkpoint.resume_from={step}", "checkpoint.skip_optimizer=true")
+    with pytest.raises(UsageError, match="began with the weights of"):
+        start_model(tmp_path / "second")
+    facts = tmp_path / "first" / "facts.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "imported_from": "somewhere"}))
+    assert start_model(tmp_path / "first")[2] == 6, "what was imported is what it began with"

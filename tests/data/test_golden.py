@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keepstep.config.schema import DataConfig
-from keepstep.data.formats.megatron import MegatronReader
+from keepstep.data.formats.megatron import HEADER, MegatronReader
 from keepstep.data.gpt_order import GptRows
 from keepstep.data.opening import MdsSet, open_data
 from keepstep.data.stores import MdsDocuments
@@ -38,8 +38,17 @@ def test_shards_written_by_mosaicml_streaming(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "case", json.loads((GOLDEN / "gpt_order.json").read_text()), ids=lambda case: str(case["seed"])
 )
-def test_the_order_of_gptdataset_bit_for_bit(case: dict[str, object]) -> None:
-    reader = MegatronReader(GOLDEN / "u16")
+@pytest.mark.parametrize("sequences_each", [1, 3])
+def test_the_order_of_gptdataset_bit_for_bit(case: dict[str, object], sequences_each: int, tmp_path: Path) -> None:
+    """GPTDataset orders sequences: how many of them make a document is nothing to it."""
+    for name in ("u16.bin", "u16.idx"):
+        (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
+    raw = (tmp_path / "u16.idx").read_bytes()
+    magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size])
+    ends = sorted({*range(0, sequences, sequences_each), sequences})
+    head = HEADER.pack(magic, version, code, sequences, len(ends))
+    (tmp_path / "u16.idx").write_bytes(head + raw[HEADER.size : -8 * documents] + np.array(ends, "<i8").tobytes())
+    reader = MegatronReader(tmp_path / "u16")
     rows = GptRows(reader, range(reader.documents), 32, int(str(case["samples"])), int(str(case["seed"])), 65_536)
     found = rows.read(np.arange(rows.count)).tokens
     assert rows.count == case["count"]

@@ -28,17 +28,19 @@ class GptRows:
         self._reader = reader
         self._length = length
         self._vocab = vocab
-        # The same generator draws documents first and samples second; the order of the draws is the format.
+        # The same generator draws sequences first and samples second; the order of the draws is the format.
         generator = np.random.RandomState(seed)
-        sizes = np.asarray(reader.lengths[documents.start : documents.stop], dtype=np.int64)
+        # What GPTDataset calls a document is a sequence.
+        sequences = reader.sequences_of(documents)
+        sizes = np.asarray(reader.lengths[sequences.start : sequences.stop], dtype=np.int64)
         tokens = int(sizes.sum())
         if tokens <= length:
             raise DataError(f"{reader.prefix} holds {tokens:,} tokens, fewer than one row of {length} + 1")
         wanted = samples or (tokens - 1) // length
         epochs = max(1, -(-(wanted * length + 1) // tokens))
         apart = _last_epoch_apart(epochs, tokens, length, wanted)
-        order = _document_order(documents, epochs, generator, apart=apart)
-        self._documents = order
+        order = _sequence_order(sequences, epochs, generator, apart=apart)
+        self._sequences = order
         self._ends = np.cumsum(reader.lengths[order], dtype=np.int64)
         total = (epochs * tokens - 1) // length
         first_part = ((epochs - 1) * tokens - 1) // length if apart else total
@@ -46,7 +48,7 @@ class GptRows:
         self.count = total
 
     def read(self, indices: IndexArray) -> Rows:
-        """Join the pieces of documents that make each sample."""
+        """Join the pieces of sequences that make each sample."""
         tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
         for row, sample in enumerate(self._samples[indices].tolist()):
             self._fill(tokens[row], sample * self._length)
@@ -61,9 +63,9 @@ class GptRows:
         place = int(np.searchsorted(self._ends, first_token, side="right"))
         done = 0
         while done < len(row):
-            document = self._reader.sequence(int(self._documents[place]))
-            skip = first_token + done - (int(self._ends[place]) - len(document))
-            part = document[skip : skip + len(row) - done]
+            sequence = self._reader.sequence(int(self._sequences[place]))
+            skip = first_token + done - (int(self._ends[place]) - len(sequence))
+            part = sequence[skip : skip + len(row) - done]
             row[done : done + len(part)] = part
             done += len(part)
             place += 1
@@ -76,8 +78,8 @@ def _last_epoch_apart(epochs: int, tokens: int, length: int, wanted: int) -> boo
     return from_last < int(_LAST_EPOCH_SHARE * ((tokens - 1) // length))
 
 
-def _document_order(documents: range, epochs: int, generator: Any, *, apart: bool) -> NDArray[np.int32]:
-    once = np.arange(documents.start, documents.stop, dtype=np.int32)
+def _sequence_order(sequences: range, epochs: int, generator: Any, *, apart: bool) -> NDArray[np.int32]:
+    once = np.arange(sequences.start, sequences.stop, dtype=np.int32)
     parts = []
     for count in (epochs - 1, 1) if apart else (epochs,):
         part = np.tile(once, count)

@@ -228,6 +228,13 @@ class MegatronReader:
         """All tokens of one document, as a view of the file."""
         return self.tokens[self.document_start(number) : self.document_start(number + 1)]
 
+    def sequences_of(self, documents: range) -> range:
+        """The sequences that documents from `start` to `stop` consist of; most files have one for each."""
+        first, last = (int(self._documents[number]) for number in (documents.start, documents.stop))
+        if not 0 <= first <= last <= self.sequences:
+            raise _damaged(idx_path(self.prefix), f"has documents at sequences {first} to {last}")
+        return range(first, last)
+
     def starts_between(self, first: int, last: int) -> NDArray[np.int64]:
         """Starts of the sequences that begin inside tokens [first, last), as offsets into the whole stream."""
         size = self.dtype.itemsize

@@ -12,7 +12,7 @@ from keepstep.checkpoint import commit, parity
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.store import open_store
 from keepstep.config.schema import CheckpointConfig
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, ConfigError
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -83,3 +83,10 @@ def test_a_damaged_object_is_rebuilt_from_parity(bucket: str) -> None:
 def test_a_store_without_put_if_absent_is_refused() -> None:
     with pytest.raises(CheckpointError, match="ftp://"):
         open_store("ftp://host/folder")
+
+
+def test_a_bucket_that_does_not_exist_is_refused_before_training(bucket: str) -> None:
+    Checkpointer(bucket, CheckpointConfig()).check_place()
+    assert open_store(bucket).names() == []
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Checkpointer("s3://nowhere-to-be-found/run", CheckpointConfig()).check_place()

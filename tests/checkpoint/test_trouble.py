@@ -19,7 +19,7 @@ from keepstep.checkpoint.objects import ObjectStore
 from keepstep.checkpoint.store import LocalStore
 from keepstep.cli import main as cli
 from keepstep.config.schema import CheckpointConfig
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, ConfigError
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -144,3 +144,15 @@ def test_a_save_that_fails_on_one_process_leaves_no_files_of_the_others(tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout) == ["step_00000002"]
+
+
+def test_a_place_that_no_save_can_go_to_is_refused_before_training(tmp_path: Path, unreachable: Checkpointer) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.folder .* cannot be written") as caught:
+            Checkpointer(place, CheckpointConfig()).check_place()
+        assert "name a folder" in (caught.value.hint or "")
+    Checkpointer(tmp_path / "new" / "folder", CheckpointConfig()).check_place()
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    # A store that is away may come back before the first save.
+    unreachable.check_place()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import secrets
 import time
@@ -27,7 +28,7 @@ from keepstep.checkpoint.store import Store, open_store
 from keepstep.checkpoint.together import Together
 from keepstep.checkpoint.writer import Job, Publication
 from keepstep.config.schema import CheckpointConfig
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, ConfigError
 from keepstep.core.units import format_bytes
 
 SPARE_BYTES = 16 * 1024 * 1024
@@ -83,6 +84,20 @@ class Checkpointer:
         """Step and unix time of the newest commit this process knows of, or None."""
         self.poll()
         return self._last
+
+    def check_place(self) -> None:
+        """Raise where no save can ever succeed; what may pass, such as a full disk, is no reason not to begin."""
+        probe = f".probe-{secrets.token_hex(4)}"
+        try:
+            self._store.replace(probe, b"")
+            self._store.remove(probe)
+        except OSError as error:
+            never = (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
+            if isinstance(error, never) or error.errno == errno.EROFS:
+                raise ConfigError(
+                    f"checkpoint.folder {self._store.locate()} cannot be written: {error.strerror or error}",
+                    "name a folder, or a bucket that exists, which this process may write to",
+                ) from error
 
     # ---------------------------------------------------------------- saving
 

@@ -116,6 +116,8 @@ class _Run:
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.saver = Saver(where, config.checkpoint, self.recorder)
         self.checkpointer = self.saver.checkpointer
+        if world.is_first:
+            self.checkpointer.check_place()
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
         self.skipped = SkippedSamples(folder.skipped)
         self.saved_step = -1

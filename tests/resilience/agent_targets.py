@@ -132,3 +132,43 @@ def hangs_and_will_not_stop(words: list[str]) -> int:
     mark.rename(mark.with_name("pid"))
     while True:
         time.sleep(60)
+
+
+def one_waits_for_data(words: list[str]) -> int:
+    """Node 0 waits for data longer than a step may take, and node 1 silently for node 0; started again, it fails."""
+    folder, node = Path(words[0]), words[1]
+    if _count(folder):
+        return 1
+    ranks = from_environment()
+    pulse = Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig(hang_s=4))
+    for step in range(4):
+        pulse.stepped(step)
+    came = folder / "came"
+    if node == "0":
+        for _ in range(20):
+            pulse.waiting()
+            time.sleep(0.5)
+        came.touch()
+    while not came.exists():
+        time.sleep(0.05)
+    return _leaves_after_the_other(node)
+
+
+def _leaves_after_the_other(node: str) -> int:
+    """Node 0 holds the meeting point, and the other may still be reading there what was agreed."""
+    time.sleep(2 if node == "0" else 0)
+    return 0
+
+
+def one_says_nothing(words: list[str]) -> int:
+    """As above, but node 0 does not say that it waits, as if it hung; started again, both end well."""
+    folder, node = Path(words[0]), words[1]
+    if _count(folder):
+        return _leaves_after_the_other(node)
+    ranks = from_environment()
+    pulse = Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig(hang_s=4))
+    for step in range(4):
+        pulse.stepped(step)
+    while node:
+        time.sleep(0.05)
+    return 1

@@ -52,6 +52,26 @@ def test_the_others_go_on_without_a_node_whose_hardware_fails(tmp_path: Path) ->
         assert host.wait(60) == 0, (tmp_path / "log-0").read_text()
 
 
+def test_a_node_that_waits_for_data_makes_no_hang_of_the_others(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        agent(port, 0, "2", "one_waits_for_data", tmp_path) as host,
+        agent(port, 1, "2", "one_waits_for_data", tmp_path) as other,
+    ):
+        assert (host.wait(60), other.wait(60)) == (0, 0), (tmp_path / "log-1").read_text()
+    assert len(list(tmp_path.glob("?-*"))) == 2, "nothing was started again"
+
+
+def test_a_silence_that_nobody_explains_is_a_hang(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        agent(port, 0, "2", "one_says_nothing", tmp_path) as host,
+        agent(port, 1, "2", "one_says_nothing", tmp_path) as other,
+    ):
+        assert (host.wait(60), other.wait(60)) == (0, 0), (tmp_path / "log-1").read_text()
+    assert any("no step for" in (tmp_path / f"log-{node}").read_text() for node in range(2))
+
+
 @pytest.mark.parametrize("node", [0, 1], ids=["for the others", "for the meeting point"])
 def test_a_request_to_stop_ends_the_wait_for_other_nodes(tmp_path: Path, node: int) -> None:
     with agent(free_port(), node, "2", "announces", tmp_path) as waiting:

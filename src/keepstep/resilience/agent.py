@@ -20,7 +20,7 @@ from keepstep.core.nodes import NodeGroup
 from keepstep.core.ranks import MEMORY_FILES, PULSE_FILE
 from keepstep.resilience.causes import CAUSE_FILE, Cause, first_cause, read_cause
 from keepstep.resilience.hangs import look_at, most_suspect
-from keepstep.resilience.meeting import Alone, Elastic, Meeting, Meetings
+from keepstep.resilience.meeting import HEARD_S, Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
 from keepstep.resilience.scratch import remove_with, scratch_folder, server_folder
 from keepstep.resilience.signals import heeded_signals
@@ -234,9 +234,15 @@ class _Agent:
 
     def _hang(self) -> Cause | None:
         beats = [self._board.read(place) for place in range(self._processes)]
-        overdue = [beat for beat in beats if beat.overdue]
         # One that waits for its data says so all the time, and the silence of the others is theirs for it.
-        if not overdue or any(beat.waits and not beat.overdue for beat in beats):
+        if any(beat.waits and not beat.overdue for beat in beats):
+            self._meetings.say_data_wait()
+            return None
+        # Other nodes are listened to a while before their word counts.
+        if all(beat.age_s < beat.limit_s - HEARD_S for beat in beats) or self._meetings.hears_data_wait():
+            return None
+        overdue = [beat for beat in beats if beat.overdue]
+        if not overdue:
             return None
         looks = look_at(self._workers, [self._stacks_file(place) for place in range(self._processes)])
         suspect = most_suspect(looks, beats)

@@ -25,6 +25,10 @@ KEEP_ALIVE_S = 2
 KEEP_ALIVE_MISSED = 3
 """A node that misses this many signs of life is taken to be gone."""
 RETRY_S = 1.0
+SAY_S = 1.0
+"""Between two times that a node says that it waits for data."""
+HEARD_S = 3.0
+"""How long that holds for the others."""
 REACH_S = 5.0
 
 
@@ -47,6 +51,12 @@ class Meetings(Protocol):
     def others_wait(self) -> bool:
         """Whether a node waits to take part, so that this attempt should end."""
 
+    def say_data_wait(self) -> None:
+        """Tell the other nodes that this one waits for data, and that their silence is theirs for it."""
+
+    def hears_data_wait(self) -> bool:
+        """Whether another node said so lately; to be asked some seconds before the answer is needed."""
+
     def close(self, done: bool) -> None:
         """This node takes part no more; `done` tells the others that the run is over."""
 
@@ -67,6 +77,13 @@ class Alone:
         """Never."""
         return False
 
+    def say_data_wait(self) -> None:
+        """Nobody is there to be told."""
+
+    def hears_data_wait(self) -> bool:
+        """Never."""
+        return False
+
     def close(self, done: bool) -> None:
         """Nothing is held."""
 
@@ -81,6 +98,7 @@ class Elastic:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._group = group
         self._handler: Any = None
+        self._waits: DataWaits | None = None
 
     def next(self) -> Meeting:
         """Waits up to the group's limit; a lost connection to the meeting point is tried again until then."""
@@ -94,6 +112,7 @@ class Elastic:
                 info = self._handler.next_rendezvous()
                 store = info.bootstrap_store_info
                 where = {"MASTER_ADDR": store.master_addr, "MASTER_PORT": str(store.master_port)}
+                self._waits = DataWaits(info.store)
                 return Meeting(info.rank, info.world_size, where)
             except Exception as error:
                 # Torch raises its own errors, RuntimeErrors and OSErrors here, depending on what broke and when.
@@ -114,6 +133,15 @@ class Elastic:
         except Exception:
             # The node that holds the meeting point is gone or cut off. Training tells soon enough whether that matters.
             return False
+
+    def say_data_wait(self) -> None:
+        """Through the store of the meeting point."""
+        if self._waits is not None:
+            self._waits.say()
+
+    def hears_data_wait(self) -> bool:
+        """Through the store of the meeting point."""
+        return self._waits is not None and self._waits.hears()
 
     def close(self, done: bool) -> None:
         """Close the rendezvous when the run is over, else only leave it."""
@@ -150,6 +178,37 @@ class Elastic:
                 **settings,
             )
         )
+
+
+class DataWaits:
+    """A count that grows as long as some node waits for data: no clocks need to agree."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._next_s = 0.0
+        self._count: int | None = None
+        self._grew_s = 0.0
+
+    def say(self) -> None:
+        """Count on, once a second at most."""
+        self._add(1)
+
+    def hears(self) -> bool:
+        """Whether the count grew lately."""
+        count, now = self._add(0), time.monotonic()
+        if count is not None and count != self._count:
+            self._count, self._grew_s = count, now
+        return now - self._grew_s < HEARD_S
+
+    def _add(self, number: int) -> int | None:
+        if time.monotonic() < self._next_s:
+            return None
+        self._next_s = time.monotonic() + SAY_S
+        try:
+            return int(self._store.add("data_waits", number))
+        except Exception:
+            # The node that holds the meeting point is gone or cut off: then nothing is heard, and silence is a hang.
+            return None
 
 
 def _reach(endpoint: str) -> None:

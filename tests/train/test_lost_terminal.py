@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,23 +34,34 @@ def wait_for_step(process: subprocess.Popen[bytes], root: Path, step: int, meanw
         time.sleep(0.02)
 
 
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever comes, nothing outlives the test."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_run_whose_terminal_goes_away_saves_and_stops(tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     os.set_blocking(terminal, False)
     words = [sys.executable, "-m", "keepstep", "train", *ENDLESS, f"runs_dir={tmp_path}", "--procs", "2"]
-    # `setsid --ctty` makes it the run's own terminal, so that its end is a hang-up for the run.
-    process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *words], stdin=inside, stdout=inside, stderr=inside, env=ENVIRONMENT
-    )
+    # `setsid --ctty` makes it the run's own terminal, so that its end is a hang-up for the run; which counts even where
+    # these tests themselves run under nohup.
+    own = ["setsid", "--ctty", "--wait", "env", "--default-signal=HUP"]
+    process = subprocess.Popen([*own, *words], stdin=inside, stdout=inside, stderr=inside, env=ENVIRONMENT)
     os.close(inside)
 
     def read() -> None:
         with suppress(BlockingIOError):
             os.read(terminal, 65536)
 
-    wait_for_step(process, tmp_path, 3, read)
-    os.close(terminal)
-    assert process.wait(120) == EXIT_STOPPED
+    with ended(process):
+        wait_for_step(process, tmp_path, 3, read)
+        os.close(terminal)
+        assert process.wait(120) == EXIT_STOPPED
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
     assert saved == [f"step_{len(losses(tmp_path)):08d}"]
 
@@ -61,13 +72,14 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_goes_away(tmp_path: Path) -
         process = subprocess.Popen(
             ["nohup", *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True
         )
-    wait_for_step(process, tmp_path, 2, lambda: None)
-    # Shells hang up on their own jobs, login managers on every process of a session.
-    for member in session_members(process.pid):
-        os.kill(member, signal.SIGHUP)
-    wait_for_step(process, tmp_path, len(losses(tmp_path)) + 20, lambda: None)
-    process.terminate()
-    assert process.wait(120) == EXIT_STOPPED
+    with ended(process):
+        wait_for_step(process, tmp_path, 2, lambda: None)
+        # Shells hang up on their own jobs, login managers on every process of a session.
+        for member in session_members(process.pid):
+            os.kill(member, signal.SIGHUP)
+        wait_for_step(process, tmp_path, len(losses(tmp_path)) + 20, lambda: None)
+        process.terminate()
+        assert process.wait(120) == EXIT_STOPPED
 
 
 @pytest.mark.parametrize("restarts", [0, 1], ids=["one process", "under the agent"])

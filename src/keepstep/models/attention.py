@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.added import add_product
 from keepstep.models.documents import attend_documents
 from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.masks import Context
@@ -47,13 +48,16 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_btd: Tensor, context: Context) -> Tensor:
-        """The sub-block's output [b, t, d], before dropout and residual."""
+    def forward(self, x_btd: Tensor, context: Context, residual_btd: Tensor | None = None) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
         query_btne, key_btge, value_btge = self._project(x_btd, context.rotary)
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
         mixed_btne = self.attend(query_btne, key_btge, value_btge, self.first_head, context)
-        output_btd: Tensor = self.out(mixed_btne.flatten(2))
+        mixed_btd = mixed_btne.flatten(2)
+        if residual_btd is not None:
+            return add_product(mixed_btd, self.out.weight.to(mixed_btd.dtype), residual_btd)
+        output_btd: Tensor = self.out(mixed_btd)
         return output_btd
 
     def _project(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,6 +77,10 @@ class Attention(nn.Module):
         if rotary is not None:
             query_btgre, key_btge = rotate(query_btgre, *rotary), rotate(key_btge, *rotary)
         return query_btgre.flatten(2, 3), key_btge, value_btge
+
+    def adds_inside(self) -> bool:
+        """Whether the last product may take the residual."""
+        return self.joined and is_plain(self.out)
 
     def _spans_projection(self) -> bool:
         return self.joined and is_plain(self.qkv) and not self.clip_qkv and self.query_norm is None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from keepstep.models.products import multiply_into
 from keepstep.models.triton_found import has_triton
 
 NO_LOSS = -100
@@ -137,7 +138,7 @@ class _WeightSum:
         """Add a product of matrices."""
         total_vd = self.total_vd
         if self._only:
-            torch.mm(left_vn, right_nd, out=total_vd)
+            multiply_into(total_vd, left_vn, right_nd)
         elif total_vd.dtype == left_vn.dtype:
             total_vd.addmm_(left_vn, right_nd)
         elif total_vd.is_cuda:
@@ -187,10 +188,11 @@ def _piece_loss(
     if _fused(hidden_nd):
         from keepstep.models.kernels.cross_entropy import cross_entropy_
 
-        logits_nv = torch.mm(hidden_nd, weight_vd.t())
+        logits_nv = hidden_nd.new_empty((len(hidden_nd), len(weight_vd)))
+        multiply_into(logits_nv, hidden_nd, weight_vd.t())
         loss_n = cross_entropy_(logits_nv, targets_n, vocab, with_gradient=True)
         if hidden_grad_nd is not None:
-            torch.mm(logits_nv, weight_vd, out=hidden_grad_nd)
+            multiply_into(hidden_grad_nd, logits_nv, weight_vd)
         if weight_sum is not None:
             weight_sum.add(logits_nv.t(), hidden_nd)
         return loss_n.sum()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.added import add_product
 from keepstep.models.fp8 import Fp8Linear, fp8_gated
 from keepstep.models.gated import gated
 from keepstep.models.linear import is_plain, make_linear
@@ -40,8 +41,11 @@ class GatedMLP(nn.Module):
         self.keeps_activation = True
         """Whether what is between the products may be kept for the backward pass; selective recomputation says no."""
 
-    def forward(self, x_btd: Tensor) -> Tensor:
-        """The sub-block's output [b, t, d], before dropout and residual."""
+    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+        if residual_btd is not None:
+            weights = self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype)
+            return gated(x_btd, *weights, self.block_width, residual_btd)
         if self.joined and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
             return fp8_gated(x_btd, self.gate_up, self.down, self.block_width)
         if self._spans_products() and x_btd.is_cuda:
@@ -51,6 +55,10 @@ class GatedMLP(nn.Module):
         product = swiglu(fused, self.block_width) if fused.is_cuda else self._plain_swiglu(fused)
         output_btd: Tensor = self.down(product)
         return output_btd
+
+    def adds_inside(self) -> bool:
+        """Whether the last product may take the residual."""
+        return self._spans_products()
 
     def _spans_products(self) -> bool:
         return self.joined and self.keeps_activation and is_plain(self.gate_up) and is_plain(self.down)
@@ -66,14 +74,23 @@ class PlainMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.joined = True
+        """Whether the last product may be joined with what follows; tensor parallelism says no."""
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         self.up = make_linear(config.linear, config.hidden, config.ffn_size, config.bias)
         self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
-        """The sub-block's output [b, t, d], before dropout and residual."""
+    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+        if residual_btd is not None:
+            wide = F.gelu(self.up(x_btd), approximate=self.approximate)
+            return add_product(wide, self.down.weight.to(wide.dtype), residual_btd)
         output_btd: Tensor = self.down(F.gelu(self.up(x_btd), approximate=self.approximate))
         return output_btd
+
+    def adds_inside(self) -> bool:
+        """Whether the last product may take the residual."""
+        return self.joined and is_plain(self.down)
 
 
 def make_mlp(config: ModelConfig) -> GatedMLP | PlainMLP:

@@ -40,10 +40,19 @@ class Block(nn.Module):
     def forward(self, x_btd: Tensor, context: Context, added_btd: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it: taken and handed on alike."""
         x_btd, normed_btd = add_and_norm(x_btd, added_btd, self.attention_norm)
+        if x_btd.is_cuda and self._adds_inside():
+            x_btd, normed_btd = add_and_norm(self.attention(normed_btd, context, x_btd), None, self.mlp_norm)
+            return self.mlp(normed_btd, x_btd), None
         attended_btd = F.dropout(self.attention(normed_btd, context), self.dropout, self.training)
         x_btd, normed_btd = add_and_norm(x_btd, attended_btd, self.mlp_norm)
         added_btd = F.dropout(self.mlp(normed_btd), self.dropout, self.training)
         return (x_btd, added_btd) if self.hands_over else (x_btd + added_btd, None)
+
+    def _adds_inside(self) -> bool:
+        """Whether both sub-blocks add to the stream inside their last products."""
+        dropped = self.dropout > 0 and self.training
+        # What is kept by selective recomputation must be the plain products.
+        return self.hands_over and not dropped and self.attention.adds_inside() and self.mlp.adds_inside()
 
     def keep_products_apart(self) -> None:
         """Compute what is between products beside them, and not inside."""
@@ -108,11 +117,9 @@ class Transformer(nn.Module):
         added_btd: Tensor | None = None
         for block in self.blocks.values():
             x_btd, added_btd = block(x_btd, context, added_btd)
-        if added_btd is not None:
-            x_btd, added_btd = x_btd + added_btd, None
         if self.norm is None:
-            return x_btd
-        x_btd = self.norm(x_btd)
+            return x_btd if added_btd is None else x_btd + added_btd
+        _, x_btd = add_and_norm(x_btd, added_btd, self.norm)
         if cache is not None:
             cache.advance(tokens_bt.shape[1])
         if self.head is None:

@@ -55,8 +55,8 @@ def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
 
 
 def _split_mlp(mlp: GatedMLP | PlainMLP, mesh: DeviceMesh) -> None:
+    mlp.joined = False
     if isinstance(mlp, GatedMLP):
-        mlp.joined = False
         _split_products(mlp, mlp.gate_up, mlp.down, mesh)
     else:
         _split_products(mlp, mlp.up, mlp.down, mesh)

@@ -65,13 +65,17 @@ def _call(name: str, *arguments: Any) -> None:
         raise CudaError(f"{name} answered {status}")
 
 
+def cache_folder() -> Path:
+    """What a machine found out about its kernels, for restarts to be quick."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "keepstep", "kernels")
+
+
 def compile_source(source: str) -> bytes:
     """Machine code for Hopper; from the cache where this machine compiled the same before, for restarts to be quick."""
     major, minor = c_int(), c_int()
     _compiler().nvrtcVersion(byref(major), byref(minor))
     mark = hashlib.sha256(f"{major.value}.{minor.value}\n{source}".encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(home, "keepstep", "kernels", f"{mark}.cubin")
+    kept = cache_folder() / f"{mark}.cubin"
     with suppress(OSError):
         return kept.read_bytes()
     code = _compiled(source)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.config.check import ABOVE_ZERO, RANGES, ZERO_OR_MORE, accumulation_steps
+from keepstep.config.check import ABOVE_ZERO, RANGES, ZERO_OR_MORE, accumulation_steps, check_conversations
 from keepstep.config.fields import all_fields
 from keepstep.config.load import load_config
 from keepstep.config.presets import ALIASES, PRESETS
 from keepstep.core.errors import ConfigError
 from keepstep.core.units import ByteSize, Duration
+
+FLASH = ["model=llama-1b", "precision=bf16", "compute.attention=flash"]
 
 
 def report(*overrides: str) -> str:
@@ -65,7 +67,17 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["compute.device=cpu", "compute.attention=flash"], "needs a GPU"),
         (["precision=fp32", "compute.attention=cudnn"], "precision=bf16"),
         (["model.positions=alibi", "precision=bf16", "compute.attention=flash"], "takes no bias"),
-        (["model=llama-1b", "model.sliding_window=64", "precision=bf16", "compute.attention=flash"], "takes no mask"),
+        (
+            [*FLASH, "model.sliding_window=64", "parallel.pipeline=2"],
+            "compute.attention is 'flash', but it takes no mask, which a model.sliding_window shorter than a row needs "
+            "where parallel.pipeline is not 1\n hint: compute.attention=auto",
+        ),
+        ([*FLASH, "model.sliding_window=64", "parallel.context=2"], "needs where parallel.context is not 1"),
+        ([*FLASH, "data.separate_documents=true", "parallel.pipeline=2"], "which data.separate_documents needs where"),
+        (
+            [*FLASH, "data.strategy=best_fit", "parallel.pipeline=2", "parallel.context=2"],
+            "which data.strategy best_fit needs where parallel.pipeline and parallel.context is not 1",
+        ),
         (["max_duration=2h"], "max_duration is 7200s, but it is a time, and nobody knows its steps beforehand"),
         (["schedule.warmup=5min"], "schedule.warmup is 300s, but it must be in steps, samples, tokens or epochs"),
         (["checkpoint.skip_optimizer=true"], "only means something with checkpoint.resume_from"),
@@ -75,6 +87,28 @@ def test_broken_rules_are_named_with_values_that_work(words: list[str], expected
     found = report(*words)
     assert expected in found
     assert found.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.sliding_window=64"],
+        ["data.separate_documents=true", "parallel.tensor=2"],
+        ["parallel.pipeline=2"],
+        ["parallel.context=2", "model.sliding_window=999999"],
+        ["data.separate_documents=true", "parallel.pipeline=2", "compute.attention=auto"],
+        ["model.sliding_window=64", "parallel.pipeline=2", "compute.attention=cudnn"],
+    ],
+)
+def test_flash_attention_may_be_asked_for_where_it_needs_no_mask(words: list[str]) -> None:
+    load_config(None, [*FLASH, *words])
+
+
+def test_conversations_are_documents_to_flash_attention() -> None:
+    check_conversations(load_config(None, FLASH).config)
+    with pytest.raises(ConfigError, match="takes no mask, which a row of conversations needs") as caught:
+        check_conversations(load_config(None, [*FLASH, "parallel.context=2"]).config)
+    assert caught.value.hint == "compute.attention=auto"
 
 
 def test_a_run_may_end_by_the_clock_where_its_learning_rate_has_no_end_to_reach() -> None:

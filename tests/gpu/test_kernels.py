@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models.documents import attend_documents, document_bounds
+from keepstep.models.documents import Bounds, attend_documents, document_bounds, flash_takes, longest_document
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
 from keepstep.models.gated import gated_gradient, gated_product
 from keepstep.models.head import head_loss
@@ -18,6 +19,7 @@ from keepstep.models.norm import RMSNorm
 from keepstep.models.residual import add_and_norm
 from keepstep.models.swiglu import activate, activate_backward, swiglu
 from keepstep.models.turn import project_and_turn, projected_and_turned, split_and_turn
+from keepstep.train.exact import repeatable_kernels
 from keepstep.train.master import bias_corrections, join, plain_update, split
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels run on a GPU")
@@ -184,14 +186,23 @@ def test_a_chosen_fp8_product_has_the_bits_of_torchs_own(fast_sums: bool) -> Non
     assert relative(small, expected[:64, :32]) < 1e-2
 
 
+def bounds_of(documents: torch.Tensor) -> Bounds:
+    edges = document_bounds(documents.cpu().numpy())
+    return Bounds(torch.from_numpy(edges).to(CUDA), longest_document(edges, documents.shape[1]))
+
+
+@pytest.mark.parametrize("window", [0, 100, 4096])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("default")
-def test_flash_attention_inside_documents(compiled: bool) -> None:
+def test_flash_attention_inside_documents(compiled: bool, window: int) -> None:
     torch.manual_seed(10)
     documents = torch.randint(0, 9, (4, 2048), device=CUDA).sort(dim=1).values
-    bounds = torch.from_numpy(document_bounds(documents.cpu().numpy())).to(CUDA)
+    bounds = bounds_of(documents)
+    assert 128 <= bounds.longest < 2048
     parts = [torch.randn(4, 2048, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (32, 8, 8)]
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    if window:
+        allowed = allowed.triu(1 - window)
     exact = [part.float().requires_grad_() for part in parts]
     expected = F.scaled_dot_product_attention(
         *(part.transpose(1, 2) for part in exact), attn_mask=allowed, enable_gqa=True
@@ -199,11 +210,53 @@ def test_flash_attention_inside_documents(compiled: bool) -> None:
     gradient = torch.randn_like(expected)
     ours = [part.clone().requires_grad_() for part in parts]
     way = torch.compile(attend_documents) if compiled else attend_documents
-    found = way(*ours, bounds)
+    found = way(*ours, bounds, window)
     assert relative(found, expected) < 1e-2
     theirs = torch.autograd.grad(expected, exact, gradient)
     for one, other in zip(torch.autograd.grad(found, ours, gradient.bfloat16()), theirs, strict=True):
         assert relative(one, other) < 2e-2
+
+
+def test_documents_of_one_token_are_documents() -> None:
+    torch.manual_seed(11)
+    documents = torch.arange(200, device=CUDA).expand(3, -1)
+    query, key, value = (torch.randn(3, 200, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    found = attend_documents(query, key, value, bounds_of(documents))
+    assert torch.equal(found, value.repeat_interleave(4, dim=2))
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_flash_attention_inside_documents_repeats_its_bits_where_they_must(window: int) -> None:
+    torch.manual_seed(12)
+    bounds = bounds_of(torch.randint(0, 9, (4, 2048), device=CUDA).sort(dim=1).values)
+    parts = [
+        torch.randn(4, 2048, heads, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8, 8)
+    ]
+    gradient = torch.randn_like(parts[0])
+    first: list[torch.Tensor] = []
+    with repeatable_kernels(True):
+        for _ in range(5):
+            found = attend_documents(*parts, bounds, window)
+            results = [found, *torch.autograd.grad(found, parts, gradient)]
+            first = first or results
+            assert all(torch.equal(one, other) for one, other in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "takes"),
+    [
+        (torch.bfloat16, 64, True),
+        (torch.float16, 128, True),
+        (torch.bfloat16, 256, True),
+        (torch.float32, 64, False),
+        (torch.bfloat16, 60, False),
+        (torch.bfloat16, 264, False),
+    ],
+)
+def test_what_the_flash_kernel_takes(dtype: torch.dtype, head_size: int, takes: bool) -> None:
+    assert flash_takes(CUDA, dtype, head_size) == takes
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not flash_takes(CUDA, dtype, head_size)
 
 
 hopper = pytest.mark.skipif(

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -64,7 +65,9 @@ def fingerprints(tensors: dict[str, Any]) -> dict[str, str]:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     config = load_config(None, case["words"]).config
     grid = build_grid(check_layout(config, dist.get_world_size()), "cpu")
-    built = build_learner(config, grid, torch.device("cpu"))
+    # A CPU never chooses bounds of documents by itself.
+    with mock.patch("keepstep.train.build.attends_by_bounds", return_value=case.get("by_bounds", False)):
+        built = build_learner(config, grid, torch.device("cpu"))
     packed = case.get("packed", False)
     weights = dict(built.model.named_parameters())
     state = {"model": weights, "optimizer": built.optimizers.state()}

@@ -18,6 +18,7 @@ MODELS: dict[str, list[str]] = {
     "alibi": ["model=mpt-125m", "model.positions=alibi", "model.sliding_window=20"],
     "gpt": ["model=gpt3-125m"],
     "llama": ["model=llama-1b", "model.kv_heads=2", "model.tied=false"],
+    "window": ["model=llama-1b", "model.kv_heads=2", "model.tied=false", "model.sliding_window=6"],
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
     "deep llama": ["model=llama-1b", "model.layers=5", "model.kv_heads=2", "model.tied=false"],
@@ -31,7 +32,7 @@ TINY = [
 ]  # fmt: skip
 """90 tokens in 96 rows: a padded vocabulary, cut between processes."""
 
-PACKED = ("alibi+packed", "llama+packed")
+PACKED = ("alibi+packed", "llama+packed", "window+packed")
 """Models whose rows hold several documents."""
 
 EVERY_MODEL = ("mpt", "alibi", "gpt", "llama")
@@ -42,6 +43,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "pp2": ("pipeline=2", (*EVERY_MODEL, "llama+packed")),
         "cp2": ("context=2", (*EVERY_MODEL, *PACKED)),
         "tp2": ("tensor=2", ("gpt", "llama+packed")),
+        "tp2 bounds": ("tensor=2", ("llama+packed", "window+packed")),
+        "dp2 bounds": ("shard=2 microbatch=1", ("llama+packed", "window")),
         "ddp2": ("replicate=-1 shard=1", ("mpt",)),
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),
@@ -71,7 +74,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
 def case(layout: str, settings: str, model: str) -> dict[str, Any]:
     words = [word if word.startswith(("compute.", "microbatch")) else f"parallel.{word}" for word in settings.split()]
     name, _, packed = model.partition("+")
-    return {"name": f"{layout}: {model}", "words": [*TINY, *MODELS[name], *words], "packed": bool(packed)}
+    told = {"packed": bool(packed), "by_bounds": layout.endswith("bounds")}
+    return {"name": f"{layout}: {model}", "words": [*TINY, *MODELS[name], *words], **told}
 
 
 @pytest.fixture(scope="module")

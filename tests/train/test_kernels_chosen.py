@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from keepstep.config.check import check_layout
 from keepstep.config.load import load_config
+from keepstep.core.errors import ConfigError, HardwareError
 from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch
 from keepstep.models.documents import attend_documents
@@ -17,7 +20,8 @@ from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import joined_world
 from keepstep.train.bench import bench_step
 from keepstep.train.build import build_learner, spread_model
-from keepstep.train.kernels import chosen_kernels
+from keepstep.train.kernels import attends_by_bounds, chosen_kernels
+from keepstep.train.run import open_data
 
 TINY = ["model=mpt-tiny", "model.seq_len=32", "global_batch=2", "microbatch=2", "compute.device=cpu"]
 
@@ -50,8 +54,8 @@ def test_packed_documents_reach_the_flash_kernel_as_bounds(monkeypatch: pytest.M
     words = [word for word in TINY if word != "compute.device=cpu"]
     found, asked = [], []
 
-    def attend(*parts: torch.Tensor) -> torch.Tensor:
-        asked.append(parts[-1].tolist())
+    def attend(*parts: Any) -> torch.Tensor:
+        asked.append((parts[3].edges.tolist(), parts[3].longest, *parts[4:]))
         return attend_documents(*parts)
 
     monkeypatch.setattr("keepstep.models.attention.attend_documents", attend)
@@ -63,8 +67,99 @@ def test_packed_documents_reach_the_flash_kernel_as_bounds(monkeypatch: pytest.M
             step = build_learner(config, build_grid(check_layout(config, 1), "cpu"), torch.device("cpu")).step
             found.append([step.run([batch], lr_share=1.0)[0].item() for _ in range(3)])
         assert bool(asked) == (name == "flash")
-    assert asked[0] == [0, 9, 32, 63, 64]
+    assert asked[0] == ([0, 9, 32, 63, 64], 128, 0)
     assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [([200, 180, 20], 256), ([100] * 4, 128), ([399, 1], 400)])
+def test_the_kernel_is_told_of_the_longest_document_of_the_batch(lengths: list[int], longest: int) -> None:
+    documents = np.repeat(np.arange(len(lengths)), lengths)[None]
+    batch = Batch(np.zeros((1, 400), np.int64), np.zeros((1, 400), np.int64), None, documents, 0)
+    words = [*TINY[:-1], "model.seq_len=400", "precision=bf16", "compute.attention=flash"]
+    config = load_config(None, words).config
+    with joined_world(from_environment(), torch.device("cpu")):
+        step = build_learner(config, build_grid(check_layout(config, 1), "cpu"), torch.device("cpu")).step
+    bounds = step._bounds(batch)
+    assert bounds is not None
+    assert bounds.longest == longest
+
+
+def test_a_window_reaches_the_flash_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.random.default_rng(2).integers(0, 128, (2, 32))
+    batch = Batch(tokens, np.roll(tokens, -1, 1), None, None, 0)
+    words = [*TINY[:-1], "model.positions=rotary", "model.sliding_window=5", "precision=bf16"]
+    found, asked = [], []
+
+    def attend(*parts: Any) -> torch.Tensor:
+        asked.append((parts[3].edges.tolist(), parts[3].longest, *parts[4:]))
+        return attend_documents(*parts)
+
+    monkeypatch.setattr("keepstep.models.attention.attend_documents", attend)
+    for name in ("auto", "flash"):
+        config = load_config(None, [*words, f"compute.attention={name}"]).config
+        with chosen_kernels(config), joined_world(from_environment(), torch.device("cpu")):
+            step = build_learner(config, build_grid(check_layout(config, 1), "cpu"), torch.device("cpu")).step
+            found.append([step.run([batch], lr_share=1.0)[0].item(), step.evaluate(batch)[0].item()])
+        assert bool(asked) == (name == "flash")
+    assert set(map(str, asked)) == {str(([0, 32, 64], 128, 5))}
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
+CUDA = torch.device("cuda")
+LLAMA = ["model=llama-1b", "global_batch=8", "microbatch=1"]
+
+
+def kernel_of_an_h100(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_size in range(8, 257, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "by_bounds"),
+    [
+        ([], torch.bfloat16, True),
+        ([], torch.float16, True),
+        ([], torch.float32, False),
+        (["model.sliding_window=64"], torch.bfloat16, True),
+        (["reproducible=elastic"], torch.bfloat16, True),
+        (["parallel.tensor=2"], torch.bfloat16, True),
+        (["parallel.replicate=2"], torch.bfloat16, True),
+        (["parallel.pipeline=2"], torch.bfloat16, False),
+        (["parallel.context=2"], torch.bfloat16, False),
+        (["model.positions=alibi"], torch.bfloat16, False),
+        (["model.head_dim=60"], torch.bfloat16, False),
+        (["model.head_dim=264"], torch.bfloat16, False),
+        (["compute.attention=math"], torch.bfloat16, False),
+        (["compute.attention=cudnn"], torch.bfloat16, False),
+        (["compute.attention=flash"], torch.bfloat16, True),
+        (["compute.attention=flash", "parallel.pipeline=2"], torch.bfloat16, False),
+    ],
+)
+def test_attention_is_told_of_documents_by_bounds_wherever_it_can_be(
+    words: list[str], dtype: torch.dtype, by_bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.train.kernels.flash_takes", kernel_of_an_h100)
+    config = load_config(None, [*LLAMA, *words]).config
+    assert attends_by_bounds(config, check_layout(config, 2), CUDA, dtype) == by_bounds
+    if config.compute.attention == "auto":
+        assert not attends_by_bounds(config, check_layout(config, 2), torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(("words", "dtype"), [([], torch.float32), (["model.head_dim=60"], torch.bfloat16)])
+def test_flash_that_the_gpu_cannot_compute_is_refused_before_training(
+    words: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.train.kernels.flash_takes", kernel_of_an_h100)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    config = load_config(None, [*LLAMA, *words, "compute.attention=flash"]).config
+    with pytest.raises(HardwareError, match="is flash, which a GPU cannot compute") as caught:
+        attends_by_bounds(config, check_layout(config, 1), CUDA, dtype)
+    assert str(caught.value.hint).startswith("compute.attention=auto")
+
+
+def test_flash_for_conversations_in_a_pipeline_is_refused_before_training() -> None:
+    words = [*LLAMA, "data.path=toolcalls", "precision=bf16", "compute.attention=flash", "parallel.pipeline=2"]
+    with pytest.raises(ConfigError, match="takes no mask, which a row of conversations needs"):
+        open_data(load_config(None, words).config)
 
 
 @pytest.mark.parametrize(

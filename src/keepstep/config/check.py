@@ -272,9 +272,34 @@ def _attention_kernel_can(config: RunConfig) -> Found:
         return "computes in bf16 and fp16 only, and precision is fp32", "compute.attention=auto, or precision=bf16"
     if kernel == "flash" and model.positions == "alibi":
         return "takes no bias, and model.positions is alibi", "compute.attention=auto"
-    if kernel == "flash" and 0 < model.sliding_window < model.seq_len:
-        return "takes no mask, and model.sliding_window is shorter than a row", "compute.attention=auto"
-    return None
+    what = _not_plainly_causal(config)
+    return _flash_needs_bounds(config, what) if what else None
+
+
+def _not_plainly_causal(config: RunConfig) -> str:
+    """What attention must be told beside the order of tokens; empty where that says it all."""
+    model, data = config.model, config.data
+    if 0 < model.sliding_window < model.seq_len:
+        return "a model.sliding_window shorter than a row"
+    if data.separate_documents:
+        return "data.separate_documents"
+    return f"data.strategy {data.strategy}" if data.strategy != "pack" else ""
+
+
+def _flash_needs_bounds(config: RunConfig, what: str) -> Found:
+    """Flash is told of windows and documents by bounds, and has none where blocks or rows are split."""
+    split = [axis for axis in ("pipeline", "context") if getattr(config.parallel, axis) > 1]
+    if config.compute.attention != "flash" or not split:
+        return None
+    axes = " and ".join(f"parallel.{axis}" for axis in split)
+    return f"takes no mask, which {what} needs where {axes} is not 1", "compute.attention=auto"
+
+
+def check_conversations(config: RunConfig) -> None:
+    """What holds for configured documents, for data that turned out to be conversations: rows are packed with them."""
+    found = _flash_needs_bounds(config, "a row of conversations")
+    if found is not None:
+        raise ConfigError(f"compute.attention is 'flash', but it {found[0]}", found[1])
 
 
 def _weights_only_from_somewhere(config: RunConfig) -> Found:
@@ -368,6 +393,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
             "model.positions",
             "model.sliding_window",
             "model.seq_len",
+            "parallel.pipeline",
+            "parallel.context",
         ),
         _attention_kernel_can,
     ),

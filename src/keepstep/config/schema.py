@@ -285,8 +285,10 @@ class ComputeConfig:
     """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
     chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
-    """Kernel behind scaled dot-product attention; auto lets torch choose. With flash, pairs of tokens of two packed
-    documents are not computed at all; the others compute and mask them."""
+    """Kernel behind scaled dot-product attention; auto lets torch choose. With auto and flash, the flash kernel is told
+    where packed documents start and how far a sliding window reaches, and computes no pair of tokens outside. math and
+    cudnn compute and mask them, and so does auto where flash cannot: no GPU, fp32, ALiBi, a pipeline, context above 1,
+    a head size that is no multiple of 8 or above 256. There flash itself is an error."""
     joined_products: bool = True
     """Compute SwiGLU and rotary turns inside the products of matrices around them, on GPUs that have the kernels
     (Hopper); false computes them apart."""

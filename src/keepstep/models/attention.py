@@ -94,7 +94,7 @@ def splits_and_turns_at_once(qkv_btm: Tensor) -> bool:
 def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:
     """Scaled dot-product attention, [b, t, n, e]; the queries are the heads from `first_head` on."""
     if context.bounds is not None:
-        return attend_documents(query_btne, key_bsge, value_bsge, context.bounds)
+        return attend_documents(query_btne, key_bsge, value_bsge, context.bounds, context.window)
     heads = query_btne.shape[2]
     mask = context.mask
     if mask is not None and mask.shape[1] not in (1, heads):

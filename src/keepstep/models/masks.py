@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import UsageError
 from keepstep.models.cache import KeyValueCache
+from keepstep.models.documents import Bounds
 from keepstep.models.positions import alibi_slopes, rotary_tables
 
 
@@ -20,7 +22,7 @@ class Context:
     to the compute precision, and rotary angles in bfloat16 lose whole positions.
     """
 
-    __slots__ = ("bounds", "cache", "causal", "mask", "rotary")
+    __slots__ = ("bounds", "cache", "causal", "mask", "rotary", "window")
 
     def __init__(
         self,
@@ -33,8 +35,10 @@ class Context:
         self.causal = causal
         self.rotary = rotary
         self.cache = cache
-        self.bounds: Tensor | None = None
-        """Where packed documents start in the rows laid end to end, in place of a mask."""
+        self.bounds: Bounds | None = None
+        """Where documents lie in the rows laid end to end, in place of a mask."""
+        self.window = 0
+        """With bounds: how many latest tokens are attended to; 0 for all."""
 
 
 def make_context(
@@ -43,17 +47,33 @@ def make_context(
     positions_bt: Tensor,
     documents_bt: Tensor | None,
     cache: KeyValueCache | None,
+    bounds: Bounds | None = None,
 ) -> Context:
     """Mask and rotary tables for these tokens. `x_btd` gives the device and the mask's precision.
 
-    Their number comes from the positions: under sequence parallelism `x_btd` holds a part of the row only.
+    Their number comes from the positions: under sequence parallelism `x_btd` holds a part of the row only. With
+    `bounds` of documents no mask is made.
     """
     tokens = positions_bt.shape[1]
+    rotary = rotary_tables(config, positions_bt) if config.positions == "rotary" else None
+    if bounds is not None:
+        return _bounded_context(config, rotary, cache, bounds)
     past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)
     mask = attention_mask(config, x_btd, tokens, documents_bt, past, padding_b)
-    rotary = rotary_tables(config, positions_bt) if config.positions == "rotary" else None
     one_query = cache is not None and cache.length > 0 and tokens == 1
     return Context(mask, mask is None and not one_query, rotary, cache)
+
+
+def _bounded_context(
+    config: ModelConfig, rotary: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None, bounds: Bounds
+) -> Context:
+    # Attention by bounds knows neither: both would be left out without a word.
+    if config.positions == "alibi" or cache is not None:
+        other = "ALiBi positions" if config.positions == "alibi" else "a key-value cache"
+        raise UsageError(f"bounds of documents and {other} do not go together", "give documents_bt alone")
+    context = Context(None, True, rotary, None)
+    context.bounds, context.window = bounds, config.sliding_window
+    return context
 
 
 def attention_mask(

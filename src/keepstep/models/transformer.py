@@ -15,6 +15,7 @@ from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.models.attention import Attention
 from keepstep.models.cache import KeyValueCache
+from keepstep.models.documents import Bounds
 from keepstep.models.head import Head, head_output
 from keepstep.models.masks import Context, make_context
 from keepstep.models.mlp import GatedMLP, make_mlp
@@ -88,15 +89,15 @@ class Transformer(nn.Module):
         *,
         positions_bt: Tensor | None = None,
         documents_bt: Tensor | None = None,
-        document_bounds: Tensor | None = None,
+        document_bounds: Bounds | None = None,
         loss_chunks: int = 0,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Logits [b, t, v] without targets; with them the sum of token losses, an fp32 scalar.
 
         A target of -100 adds no loss. `documents_bt` numbers the documents packed into a row: tokens attend within
-        their own, and positions start again with each unless `positions_bt` says otherwise. `document_bounds` beside it
-        (`models/documents.py`) spares the mask. With a cache the tokens follow those it holds.
+        their own, and positions start again with each unless `positions_bt` says otherwise. `document_bounds` say the
+        same to attention without a mask (`models/documents.py`). With a cache the tokens follow those it holds.
 
         A stage of a pipeline holds a part of the blocks. It takes the residual stream of the stage before (numbers with
         a fraction, and explicit positions) in place of tokens, and without a norm of its own hands the stream on.
@@ -111,9 +112,7 @@ class Transformer(nn.Module):
             if cache is not None and cache.padding_b is not None:
                 positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
         x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
-        masked_bt = documents_bt if document_bounds is None else None
-        context = self.make_context(self.config, x_btd, positions_bt, masked_bt, cache)
-        context.bounds = document_bounds
+        context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache, document_bounds)
         added_btd: Tensor | None = None
         for block in self.blocks.values():
             x_btd, added_btd = block(x_btd, context, added_btd)

@@ -13,6 +13,7 @@ from torch import Tensor
 from keepstep.config.schema import ModelConfig
 from keepstep.data.loader import Batch
 from keepstep.models.cache import KeyValueCache
+from keepstep.models.documents import Bounds
 from keepstep.models.masks import Context
 from keepstep.models.positions import alibi_slopes, rotary_tables
 from keepstep.models.transformer import Block, Transformer
@@ -75,10 +76,12 @@ def _ring_context(
     positions_bt: Tensor,
     documents_bt: Tensor | None,
     cache: KeyValueCache | None,
+    bounds: Bounds | None = None,
     *,
     ring: Ring,
 ) -> Context:
     assert cache is None, "decoding does not split rows"
+    assert bounds is None, "the ring asks each process for its documents"
     documents_rbt = None
     if documents_bt is not None:
         everyone = [torch.empty_like(documents_bt) for _ in range(ring.size)]

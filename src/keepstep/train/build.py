@@ -18,6 +18,7 @@ from keepstep.parallel.mesh import Grid
 from keepstep.parallel.pipeline import Pipeline, PipelineShape
 from keepstep.parallel.recompute import MemoryFacts, Mode, choose_modes
 from keepstep.train.exact import ExactStep
+from keepstep.train.kernels import attends_by_bounds
 from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.record import measured_peak_flops
@@ -91,8 +92,7 @@ def fill_learner(
         clip=config.optimizer.clip,
         loss_chunks=config.compute.loss_chunks,
         reduce_each_microbatch=not config.parallel.keep_gathered,
-        # Ring attention has ways of its own.
-        flash_documents=config.compute.attention == "flash" and grid.layout.context == 1,
+        by_bounds=attends_by_bounds(config, grid.layout, device, dtype),
     )
     if config.reproducible == "elastic":
         microbatches = config.global_batch // config.microbatch

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from keepstep import __version__
 from keepstep.checkpoint.memory import holds_step
-from keepstep.config.check import check_layout
+from keepstep.config.check import check_conversations, check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
@@ -83,6 +83,7 @@ def open_data(config: RunConfig) -> Loaders:
     data, cache_dir = config.data, Path(config.runs_dir) / ".data"
     if not is_chat(data, config.chat):
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
+    check_conversations(config)
     start = config.finetune.start_from
     reading = Pace(config.global_batch, config.model.seq_len, 0).steps(config.chat.read_first) or 0
     source = ChatSource(

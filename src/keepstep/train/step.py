@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from keepstep.core.errors import UsageError
 from keepstep.data.loader import Batch
-from keepstep.models.documents import document_bounds
+from keepstep.models.documents import Bounds, document_bounds, longest_document
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
 from keepstep.parallel.mesh import Grid
@@ -42,8 +41,8 @@ class StepSettings:
     clip: float
     loss_chunks: int
     reduce_each_microbatch: bool
-    flash_documents: bool
-    """Tell attention where packed documents start, in place of a mask."""
+    by_bounds: bool
+    """Tell attention where documents start, in place of a mask."""
 
 
 class TrainStep:
@@ -170,18 +169,19 @@ class TrainStep:
         )
         return loss
 
-    def _bounds(self, batch: Batch) -> Tensor | None:
-        if batch.documents is None or not self._settings.flash_documents:
+    def _bounds(self, batch: Batch) -> Bounds | None:
+        """Where documents lie; a row without any is one of its own where a sliding window would need a mask."""
+        tokens, documents = batch.inputs.shape[1], batch.documents
+        if documents is None and 0 < self._model.config.sliding_window < tokens:
+            documents = np.zeros_like(batch.inputs)
+        if documents is None or not self._settings.by_bounds:
             return None
-        return self._to_device(document_bounds(batch.documents))
+        edges = document_bounds(documents)
+        return Bounds(self._to_device(edges), longest_document(edges, tokens))
 
     def _rows(self, parts: Sequence[Batch]) -> Rows:
         """Micro batches as a pipeline takes them: joined, with explicit positions, which later stages cannot tell."""
         documents = [part.documents for part in parts if part.documents is not None]
-        if documents and self._settings.flash_documents:
-            raise UsageError(
-                "compute.attention is flash, which takes no packed documents in a pipeline", "compute.attention=auto"
-            )
         return Rows(
             tokens=self._to_device(np.concatenate([part.inputs for part in parts])),
             targets=self._to_device(np.concatenate([part.targets for part in parts])),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models import products
+from keepstep.models.added import added_product
 from keepstep.models.documents import Bounds, attend_documents, document_bounds, flash_takes, longest_document
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
 from keepstep.models.gated import gated_gradient, gated_product
 from keepstep.models.head import head_loss
+from keepstep.models.kernels import choice
 from keepstep.models.kernels import gated as gated_kernels
 from keepstep.models.kernels import turned as turned_kernels
 from keepstep.models.mlp import GatedMLP
@@ -184,6 +189,43 @@ def test_a_chosen_fp8_product_has_the_bits_of_torchs_own(fast_sums: bool) -> Non
     assert torch.equal(multiply(a8, b8, a_undo * 2, b_undo, torch.bfloat16, fast_sums=fast_sums), expected * 2)
     small = multiply(a8[:64], b8[:32], a_undo, b_undo, torch.bfloat16, fast_sums=fast_sums)
     assert relative(small, expected[:64, :32]) < 1e-2
+
+
+@pytest.mark.parametrize("by_columns", [(False, True), (False, False), (True, False)])
+def test_a_chosen_product_has_the_bits_of_torchs_own(
+    by_columns: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(products, "_WORTH_A_CHOICE", 1 << 36)
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    # Any other way than torch's own will do.
+    monkeypatch.setattr(choice, "_WORTH", 9.0)
+    torch.manual_seed(15)
+    shapes = [
+        shape[::-1] if turned else shape for shape, turned in zip(((6144, 3072), (3072, 4096)), by_columns, strict=True)
+    ]
+    a, b = (torch.randn(shape, device=CUDA).bfloat16() for shape in shapes)
+    a, b = (side.t() if turned else side for side, turned in zip((a, b), by_columns, strict=True))
+    out = a.new_empty((6144, 4096))
+    for _ in range(2):
+        assert torch.equal(products.multiply_into(out.zero_(), a, b), torch.mm(a, b))
+        # The second time by what was kept.
+        assert all(kept is not None for kept in products._choices.values())
+        products._choices.clear()
+    assert len(list(tmp_path.glob("choices/*"))) == 1
+
+
+def test_a_matrix_is_added_inside_its_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    torch.manual_seed(16)
+    left, weight = torch.randn(32768, 1152, device=CUDA).bfloat16(), torch.randn(2048, 1152, device=CUDA).bfloat16()
+    residual = torch.randn(32768, 2048, device=CUDA).bfloat16()
+    before = residual.clone()
+    found = added_product(left, weight, residual)
+    assert any(key[5] is False and kept is not None for key, kept in products._choices.items())
+    expected = residual.float() + left.float() @ weight.float().t()
+    assert relative(found, expected) < 2e-3
+    assert torch.equal(residual, before)
+    assert torch.equal(found, added_product(left, weight, residual))
 
 
 def bounds_of(documents: torch.Tensor) -> Bounds:

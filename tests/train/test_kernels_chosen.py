@@ -84,6 +84,20 @@ def test_the_kernel_is_told_of_the_longest_document_of_the_batch(lengths: list[i
     assert bounds.longest == longest
 
 
+@pytest.mark.parametrize(("name", "short", "by_bounds"), [("auto", 16, True), ("auto", 8, False), ("flash", 8, True)])
+def test_very_short_documents_get_a_mask_where_there_is_a_choice(
+    name: str, short: int, by_bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.train.build.attends_by_bounds", lambda *_: True)
+    documents = np.arange(512)[None] // short
+    batch = Batch(np.zeros((1, 512), np.int64), np.zeros((1, 512), np.int64), None, documents, 0)
+    words = [*TINY[:-1], "model.seq_len=512", "precision=bf16", "model.positions=rotary", f"compute.attention={name}"]
+    config = load_config(None, words).config
+    with joined_world(from_environment(), torch.device("cpu")):
+        step = build_learner(config, build_grid(check_layout(config, 1), "cpu"), torch.device("cpu")).step
+    assert (step._bounds(batch) is not None) == by_bounds
+
+
 def test_a_window_reaches_the_flash_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(2).integers(0, 128, (2, 32))
     batch = Batch(tokens, np.roll(tokens, -1, 1), None, None, 0)

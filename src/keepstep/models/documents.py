@@ -19,6 +19,9 @@ from torch.nn import functional as F
 _TILE = 128
 """Tokens the kernel takes at once: shorter documents cost as much."""
 
+_MOST_FILLING = 8
+"""Times the tokens themselves: documents of 16 tokens or more. A mask is smaller than what shorter ones would take."""
+
 
 class Bounds(NamedTuple):
     """Where documents lie in the rows laid end to end."""
@@ -42,6 +45,12 @@ def document_bounds(documents_bt: NDArray[Any]) -> NDArray[np.int32]:
     bounds = np.full(room + 1, documents_bt.size, dtype=np.int32)
     bounds[: len(starts)] = starts
     return bounds
+
+
+def are_few(bounds: NDArray[np.int32]) -> bool:
+    """Whether the kernel has room for so many documents: its backward pass fills each one up by a tile, in fp32."""
+    tokens = int(bounds[-1])
+    return _TILE * (len(bounds) - 1) <= _MOST_FILLING * tokens
 
 
 def longest_document(bounds: NDArray[np.int32], tokens: int) -> int:

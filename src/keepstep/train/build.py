@@ -93,6 +93,7 @@ def fill_learner(
         loss_chunks=config.compute.loss_chunks,
         reduce_each_microbatch=not config.parallel.keep_gathered,
         by_bounds=attends_by_bounds(config, grid.layout, device, dtype),
+        may_mask=config.compute.attention != "flash",
     )
     if config.reproducible == "elastic":
         microbatches = config.global_batch // config.microbatch

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from keepstep.data.loader import Batch
-from keepstep.models.documents import Bounds, document_bounds, longest_document
+from keepstep.models.documents import Bounds, are_few, document_bounds, longest_document
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
 from keepstep.parallel.mesh import Grid
@@ -43,6 +43,8 @@ class StepSettings:
     reduce_each_microbatch: bool
     by_bounds: bool
     """Tell attention where documents start, in place of a mask."""
+    may_mask: bool
+    """Many short documents get a mask all the same; the flash kernel alone has no other way."""
 
 
 class TrainStep:
@@ -177,6 +179,8 @@ class TrainStep:
         if documents is None or not self._settings.by_bounds:
             return None
         edges = document_bounds(documents)
+        if self._settings.may_mask and not are_few(edges):
+            return None
         return Bounds(self._to_device(edges), longest_document(edges, tokens))
 
     def _rows(self, parts: Sequence[Batch]) -> Rows:

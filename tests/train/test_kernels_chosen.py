@@ -18,7 +18,7 @@ from keepstep.models.mlp import GatedMLP
 from keepstep.models.transformer import Block
 from keepstep.parallel.mesh import build_grid
 from keepstep.parallel.world import joined_world
-from keepstep.train.bench import bench_step
+from keepstep.train.bench import bench_step, kernel_kind
 from keepstep.train.build import build_learner, spread_model
 from keepstep.train.kernels import attends_by_bounds, chosen_kernels
 from keepstep.train.run import open_data
@@ -36,6 +36,21 @@ def test_the_attention_kernel_is_the_configured_one() -> None:
     with chosen_kernels(config):
         assert enabled() == (False, True)
     assert enabled() == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matmul"),
+        ("gated_forward", "matmul"),
+        ("turned", "matmul"),
+        ("_turn_kernel", "other"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
+        ("_adamw_kernel", "optimizer"),
+    ],
+)
+def test_a_breakdown_knows_products_of_our_own(name: str, kind: str) -> None:
+    assert kernel_kind(name) == kind
 
 
 def test_kernels_of_attention_agree() -> None:

@@ -23,9 +23,11 @@ from keepstep.train.build import build_learner, compute_dtype, device_name, devi
 from keepstep.train.kernels import chosen_kernels
 from keepstep.train.readback import Readback
 
+_JOINED = ("gated_forward", "gated_backward", "turned")
+"""Products of our own, with what else happens inside them."""
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
-    ("matmul", ("gemm", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm")),
+    ("matmul", ("gemm", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm", *_JOINED)),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("communication", ("nccl", "gloo", "all_gather", "reduce_scatter", "all_reduce")),
     ("copies", ("memcpy", "memset", "copy")),

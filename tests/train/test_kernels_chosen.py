@@ -61,19 +61,26 @@ def test_kernels_of_attention_agree() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What attention by bounds is told: edges, the longest document and the window, call by call."""
+    calls: list[Any] = []
+
+    def attend(*parts: Any) -> torch.Tensor:
+        calls.append((parts[3].edges.tolist(), parts[3].longest, *parts[4:]))
+        return attend_documents(*parts)
+
+    monkeypatch.setattr("keepstep.models.attention.attend_documents", attend)
+    return calls
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu holds the kernel itself against a mask")
-def test_packed_documents_reach_the_flash_kernel_as_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_documents_reach_the_flash_kernel_as_bounds(asked: list[Any]) -> None:
     tokens = np.random.default_rng(1).integers(0, 128, (2, 32))
     documents = np.array([[0] * 9 + [1] * 23, [2] * 31 + [3]])
     batch = Batch(tokens, np.roll(tokens, -1, 1), None, documents, 0)
     words = [word for word in TINY if word != "compute.device=cpu"]
-    found, asked = [], []
-
-    def attend(*parts: Any) -> torch.Tensor:
-        asked.append((parts[3].edges.tolist(), parts[3].longest, *parts[4:]))
-        return attend_documents(*parts)
-
-    monkeypatch.setattr("keepstep.models.attention.attend_documents", attend)
+    found = []
     for name in ("auto", "flash"):
         config = load_config(
             None, [*words, "model.positions=rotary", "precision=bf16", f"compute.attention={name}"]
@@ -113,17 +120,11 @@ def test_very_short_documents_get_a_mask_where_there_is_a_choice(
     assert (step._bounds(batch) is not None) == by_bounds
 
 
-def test_a_window_reaches_the_flash_kernel_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_reaches_the_flash_kernel_without_a_mask(asked: list[Any]) -> None:
     tokens = np.random.default_rng(2).integers(0, 128, (2, 32))
     batch = Batch(tokens, np.roll(tokens, -1, 1), None, None, 0)
     words = [*TINY[:-1], "model.positions=rotary", "model.sliding_window=5", "precision=bf16"]
-    found, asked = [], []
-
-    def attend(*parts: Any) -> torch.Tensor:
-        asked.append((parts[3].edges.tolist(), parts[3].longest, *parts[4:]))
-        return attend_documents(*parts)
-
-    monkeypatch.setattr("keepstep.models.attention.attend_documents", attend)
+    found = []
     for name in ("auto", "flash"):
         config = load_config(None, [*words, f"compute.attention={name}"]).config
         with chosen_kernels(config), joined_world(from_environment(), torch.device("cpu")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -156,3 +157,48 @@ def test_a_place_that_no_save_can_go_to_is_refused_before_training(tmp_path: Pat
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     # A store that is away may come back before the first save.
     unreachable.check_place()
+
+
+@pytest.mark.parametrize("asked", ["size", "read_into", "read"])
+@pytest.mark.parametrize(
+    ("error", "failures", "step", "waits_s"),
+    [
+        (OSError(errno.EIO, "input/output error"), 2, 2, [1.0, 5.0]),
+        (TimeoutError("timed out"), 2, 2, [1.0, 5.0]),
+        (OSError(errno.EIO, "input/output error"), 99, 1, [1.0, 5.0, 20.0]),
+        (PermissionError(errno.EACCES, "permission denied"), 99, 1, []),
+    ],
+)
+def test_a_storage_that_hiccups_costs_no_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    error: OSError,
+    failures: int,
+    step: int,
+    waits_s: list[float],
+) -> None:
+    events: Events = []
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(), lambda *event: events.append(event))
+    for number in (1, 2):
+        checkpointer.save(number, example_state(number), {})
+    plain, left, slept = getattr(LocalStore, asked), [failures], []
+
+    def failing(store: LocalStore, name: str, *more: Any) -> Any:
+        # Markers are looked at in another way, which does not pass over what it cannot read.
+        if name.startswith("step_00000002/") and not name.endswith(MARKER) and left[0] > 0:
+            left[0] -= 1
+            raise error
+        return plain(store, name, *more)
+
+    monkeypatch.setattr(LocalStore, asked, failing)
+    monkeypatch.setattr("keepstep.checkpoint.finding.time.sleep", slept.append)
+    into = zeroed(example_state(1))
+    loaded = checkpointer.load_newest(into)
+    checkpointer.close()
+    assert loaded is not None
+    assert loaded.step == step
+    assert same_tensors(example_state(step), into)
+    assert slept == waits_s
+    reasons = [facts["reason"] for kind, facts in events if kind == "warning"]
+    assert reasons == ["checkpoint_unreadable"] * len(waits_s) + ["checkpoint_damaged"] * (step == 1)

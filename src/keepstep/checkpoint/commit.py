@@ -34,7 +34,7 @@ from keepstep.checkpoint.manifest import (
     parse_folder_name,
 )
 from keepstep.checkpoint.shards import PieceSpec, block_size, encode_header, shard_header
-from keepstep.checkpoint.store import Store
+from keepstep.checkpoint.store import Store, unreadable
 from keepstep.core.errors import CheckpointError
 
 
@@ -112,7 +112,7 @@ def read_manifest(store: Store, step: StepFolder) -> Manifest:
     except FileNotFoundError as error:
         raise CheckpointError(f"{where} is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
+        raise unreadable(error, where) from error
     if hasher(step.marker.algorithm)(content) != step.marker.manifest_hash:
         raise CheckpointError(f"{where} is damaged: its marker holds another hash")
     return decode_manifest(content, where)

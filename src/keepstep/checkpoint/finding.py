@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,12 +14,14 @@ from keepstep.checkpoint.manifest import StepFolder
 from keepstep.checkpoint.nearby import Nearby
 from keepstep.checkpoint.restore import StateMismatchError, restore
 from keepstep.checkpoint.retention import reading
-from keepstep.checkpoint.store import Store, open_store
+from keepstep.checkpoint.store import Store, UnreadableError, open_store
 from keepstep.checkpoint.together import Together
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
 
 LOOK_REMEDY = "see that the place exists and can be reached, and that this user or these credentials may read it"
+_WAITS_S = (1.0, 5.0, 20.0)
+"""Between tries to read a step: a storage that hiccups must not cost the steps since an older one."""
 BEGAN_AT = "resume_from"
 """In a step's metadata: the step that its run began from, where `resume_from` named one."""
 
@@ -80,10 +83,16 @@ class Finder:
         elsewhere = frozenset().union(*self._together.gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
         tried: set[StepFolder] = set()
+        waits_s = list(_WAITS_S)
         # Looked for anew after each that fails: a run that is under way may have retired it, and has a newer one then.
         while (where := next((step for step in self._candidates() if step not in tried), None)) is not None:
             tried.add(where)
             loaded, problem = self._try_load(where, into, strict, elsewhere)
+            while isinstance(problem, UnreadableError) and waits_s:
+                wait_s = waits_s.pop(0)
+                self._warn("checkpoint_unreadable", f"{problem.message}; once more in {wait_s:g} s", step=where.step)
+                time.sleep(wait_s)
+                loaded, problem = self._try_load(where, into, strict, elsewhere)
             if isinstance(problem, StateMismatchError):
                 # Nothing is damaged: the run is not the one that saved this. Older steps would not fit either.
                 raise problem
@@ -115,7 +124,8 @@ class Finder:
         everyone = self._together.gather((type(own), own.message, own.hint) if own is not None else None)
         failures = [failure for failure in everyone if failure is not None]
         if failures:
-            kind, message, hint = failures[0]
+            # Where one process could not read and another found damage, waiting is of no use.
+            kind, message, hint = min(failures, key=lambda failure: failure[0] is UnreadableError)
             return None, kind(message, hint)
         return loaded, None
 

@@ -17,7 +17,7 @@ from typing import Any
 from keepstep.checkpoint.boxes import Box, whole
 from keepstep.checkpoint.hashing import DIGEST_CHARS, Algorithm, block_hashes, hasher
 from keepstep.checkpoint.manifest import ITEM_BYTES, FileEntry
-from keepstep.checkpoint.store import Store
+from keepstep.checkpoint.store import Store, unreadable
 from keepstep.core.errors import CheckpointError
 
 PAGE_BYTES = 4096
@@ -108,6 +108,9 @@ def encode_header(specs: Sequence[PieceSpec], block_bytes: int, algorithm: Algor
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
+_REPAIR = "keepstep ckpt verify lists all damage, keepstep ckpt repair mends it"
+
+
 class ShardReader:
     """Reads pieces of one data file and lets no unchecked byte through."""
 
@@ -127,10 +130,10 @@ class ShardReader:
         return sum(self._reads)
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._store.locate(self._name)} {what}",
-            "keepstep ckpt verify lists all damage, keepstep ckpt repair mends it",
-        )
+        return CheckpointError(f"{self._store.locate(self._name)} {what}", _REPAIR)
+
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return unreadable(error, self._store.locate(self._name), _REPAIR)
 
     def _open(self) -> None:
         """Check size and header, and index the blocks."""
@@ -138,6 +141,8 @@ class ShardReader:
             size = self._store.size(self._name)
         except FileNotFoundError as error:
             raise self._damaged("is missing") from error
+        except OSError as error:
+            raise self._unreadable(error) from error
         if size != self._entry.size_bytes:
             raise self._damaged(f"has {size} bytes, its manifest says {self._entry.size_bytes}")
         header = bytearray(self._entry.header_bytes)
@@ -160,7 +165,7 @@ class ShardReader:
         try:
             read = self._store.read_into(self._name, offset, buffer)
         except OSError as error:
-            raise self._damaged(f"cannot be read: {error.strerror or error}") from error
+            raise self._unreadable(error) from error
         self._reads.append(read)
         if read != len(buffer):
             raise self._damaged(f"ends after {offset + read} bytes")

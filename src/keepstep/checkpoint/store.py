@@ -15,7 +15,18 @@ from typing import Protocol
 
 from keepstep.checkpoint.direct import write_durable
 from keepstep.checkpoint.objects import ObjectStore, parse_url
+from keepstep.core.errors import CheckpointError
 from keepstep.core.files import sync_folder, write_atomic
+
+
+class UnreadableError(CheckpointError):
+    """A place did not let itself be read. What lies there may well be whole, and answer a moment later."""
+
+
+def unreadable(error: OSError, where: str, hint: str | None = None) -> CheckpointError:
+    """What to raise for a failed read; one that is forbidden will not be allowed by waiting."""
+    kind = CheckpointError if isinstance(error, PermissionError) else UnreadableError
+    return kind(f"{where} cannot be read: {error.strerror or error}", hint)
 
 
 class Store(Protocol):

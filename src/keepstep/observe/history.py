@@ -36,8 +36,8 @@ class History:
     def _reset(self) -> None:
         self.train, self.valid = Columns(), Columns()
         self.events: list[Record] = []
-        self.undone_steps = 0.0
-        self.undone_s = 0.0
+        self.undone = Columns()
+        """Steps that were done and then gone back from: when each ended and how long it took, in no order."""
         self.sources: dict[str, Any] = {}
         self._offsets = {"metrics": 0, "events": 0}
         self._remembered: dict[Any, tuple[int, Any]] = {}
@@ -121,10 +121,9 @@ class History:
             breaks = [0, *(np.flatnonzero(np.diff(steps) <= 0) + 1).tolist(), len(rows)]
             for first, end in pairwise(breaks):
                 if steps[first] <= newest:
-                    undone = table.rewind(float(steps[first]))
+                    undone, count = table.rewind(float(steps[first]), ("step", "time", "step_s"))
                     if table is self.train:
-                        self.undone_steps += undone["steps"]
-                        self.undone_s += undone["seconds"]
+                        self.undone.append_arrays(undone, count)
                 table.append(rows[first:end])
                 newest = float(steps[end - 1])
         self.sources = next((line["sources"] for line in reversed(lines) if "sources" in line), self.sources)

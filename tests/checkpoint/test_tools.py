@@ -81,6 +81,17 @@ def test_verify_finds_damage_repair_mends_it_with_parity_and_says_so_without(
     assert "without parity" in capsys.readouterr().err
 
 
+def test_verify_names_the_repair_of_each_damaged_step(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    write_step(store, 70, example_state(70), ranks=2)
+    next((store.root / "step_00000050").glob("rank00001*")).write_bytes(b"gone")
+    assert main(["ckpt", "verify", str(run_folder)]) == 1
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: keepstep ")]
+    assert main(told.removeprefix("next: keepstep ").split()) == 0
+    capsys.readouterr()
+    assert main(["ckpt", "verify", str(run_folder)]) == 0
+
+
 def test_gc_shows_first_and_deletes_with_yes(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("gc", str(run_folder), "--keep", "2", "--keep-every", "20")
     assert answer(capsys, *words)["would_remove"] == ["step_00000010", "step_00000030", "step_00000060"]

@@ -264,7 +264,8 @@ def _verify(args: argparse.Namespace) -> int:
     lines = [f"{name:<20} {'whole' if not found[name] else 'DAMAGED'}" for name in found]
     lines += [f"  {problem}" for problem in problems]
     if problems:
-        lines.append(f"next: keepstep ckpt repair {args.places[0]}")
+        # Each by its own folder: without a step, repair looks at the newest only.
+        lines += [f"next: keepstep ckpt repair {store.locate(name)}" for name in found if found[name]]
     elif whole:
         lines.append("every byte is as it was written")
     else:

@@ -114,10 +114,13 @@ def _curves(gap: dict[str, Any]) -> str:
         return "curves: no common steps"
     if gap["identical"]:
         return f"curves: identical over all {gap['common_steps']:,} common steps"
-    return (
-        f"curves: first differ at step {gap['first_difference_step']:,}; largest gap {gap['largest_gap']:+.4g} at step "
-        f"{gap['largest_gap_step']:,}; mean gap over the last tenth {gap['mean_gap_last_tenth']:+.4g}"
-    )
+    parts = [f"curves: first differ at step {gap['first_difference_step']:,}"]
+    if gap["largest_gap"] is not None:
+        parts.append(f"largest gap {gap['largest_gap']:+.4g} at step {gap['largest_gap_step']:,}")
+        parts.append(f"mean gap over the last tenth {gap['mean_gap_last_tenth']:+.4g}")
+    if gap["not_finite"]:
+        parts.append(f"only one of them has a finite loss at {gap['not_finite']:,} of {gap['common_steps']:,} steps")
+    return "; ".join(parts)
 
 
 def _logs(name: str, runs_dir: Path, as_json: bool) -> int:

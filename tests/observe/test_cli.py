@@ -1,6 +1,6 @@
 import json
-import math
 import logging
+import math
 import os
 import re
 import shlex

@@ -69,6 +69,16 @@ def test_compare_shows_config_and_curve_differences(runs: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["curves"]["common_steps"] == 350
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = RunFolder(runs / "broken").create()
+    broken.config.write_text("")
+    broken.metrics.mkdir()
+    assert main(["runs", str(runs), "--json"]) == 0
+    told = capsys.readouterr()
+    assert {row["name"] for row in json.loads(told.out)} == {"base", "warm"}
+    assert "broken is left out" in told.err
+
+
 def test_a_loss_that_is_no_number_in_one_run_alone_is_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,14 @@ def test_the_printed_link_and_its_cookie_carry_any_token(runs: Path, token: str)
         made.server_close()
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(server: PageServer, runs: Path) -> None:
+    broken = RunFolder(runs / "broken").create()
+    broken.config.write_text("")
+    broken.metrics.mkdir()
+    assert {row["name"] for row in ask(server, "/api/runs")["runs"]} == {"one", "two"}
+    server.warm()
+
+
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_does_not_exist_is_a_mistake_and_no_crash(port: int) -> None:
     with pytest.raises(UsageError, match="must be 0 to 65535"):

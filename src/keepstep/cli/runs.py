@@ -59,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(runs_dir: Path, as_json: bool) -> int:
     now = time.time()
-    rows = [summary(glance(folder), now) for folder in find_runs(runs_dir)]
+    rows = []
+    for folder in find_runs(runs_dir):
+        try:
+            rows.append(summary(glance(folder), now))
+        except OSError as error:
+            # Deleted just now, or another user's and closed: no reason to list none of the others.
+            print(f"notice: {folder.root} is left out: {error.strerror}", file=sys.stderr)
     rows.sort(key=lambda row: row["updated"], reverse=True)
     if as_json:
         print(json.dumps(jsonable(rows), indent=2))

@@ -71,46 +71,50 @@ def account(events: Sequence[Record], train: Columns, undone: Columns, now: floa
 
     `undone` are the steps that were done and then gone back from: they ran, but count as lost.
     """
-    attempts = _attempts(events, _sorted_times(train, undone), now)
+    steps = _Steps.of(train, undone)
+    attempts = _attempts(events, steps.times, now)
     segments: list[Segment] = []
     for index, attempt in enumerate(attempts):
         if index and attempts[index - 1].end < attempt.begin:
             segments.append(Segment(attempts[index - 1].end, attempt.begin, "down"))
-        segments += _attempt_segments(attempt, train, undone)
+        segments += _attempt_segments(attempt, steps)
     segments = [*_silence(segments, events, train)]
     return Goodput(_seconds(segments, events, train), segments)
 
 
-def _sorted_times(train: Columns, undone: Columns) -> FloatArray:
-    """When any step ended, whether it still counts or not."""
-    return np.sort(np.concatenate([train.column("time"), undone.column("time")]), kind="stable")
+@dataclass(frozen=True)
+class _Steps:
+    """Every step that was ever done, in the order of time: when it ended, its number (none once undone), its seconds."""
+
+    times: FloatArray
+    numbers: FloatArray
+    took_s: FloatArray
+
+    @classmethod
+    def of(cls, train: Columns, undone: Columns) -> _Steps:
+        # An undone step has an infinite number: beyond whatever a later attempt went on from.
+        numbers = np.concatenate([train.column("step"), np.full(len(undone), np.inf)])
+        times, took_s = (np.concatenate([train.column(name), undone.column(name)]) for name in ("time", "step_s"))
+        if not len(undone):
+            return cls(times, numbers, took_s)
+        order = np.argsort(times, kind="stable")
+        return cls(times[order], numbers[order], took_s[order])
 
 
-def _attempt_segments(attempt: _Attempt, train: Columns, undone: Columns) -> list[Segment]:
+def _attempt_segments(attempt: _Attempt, steps: _Steps) -> list[Segment]:
     """Startup, then training and lost in turns: a run that goes back by itself loses steps in the midst of one."""
-    times, took_s, lost = (
-        np.concatenate(parts) for parts in zip(_rows(train, attempt), _rows(undone, attempt, gone=True), strict=True)
-    )
+    first = int(np.searchsorted(steps.times, attempt.begin))
+    inside = slice(first, int(np.searchsorted(steps.times, attempt.end, side="right")))
+    times, took_s, numbers = steps.times[inside], steps.took_s[inside], steps.numbers[inside]
     if not len(times):
         return [Segment(attempt.begin, attempt.end, "startup")]
-    if lost.any():
-        order = np.argsort(times, kind="stable")
-        times, took_s, lost = times[order], took_s[order], lost[order]
+    lost = (numbers > attempt.resumed_at) | np.isinf(numbers)
     first_s = float(took_s[0]) if np.isfinite(took_s[0]) else 0.0
-    stepping = max(attempt.begin, float(times[0]) - first_s)
-    segments = [Segment(attempt.begin, stepping, "startup")]
-    # A stretch ends with its last row: where the next row is of the other kind, and at the end.
+    segments = [Segment(attempt.begin, max(attempt.begin, float(times[0]) - first_s), "startup")]
+    # A stretch ends with its last step: where the next one is of the other kind, and at the end.
     for place in [*np.flatnonzero(np.diff(lost)), len(times) - 1]:
         segments.append(Segment(segments[-1].end, float(times[place]), "lost" if lost[place] else "training"))
     return [*segments, Segment(segments[-1].end, attempt.end, attempt.tail)]
-
-
-def _rows(table: Columns, attempt: _Attempt, gone: bool = False) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """End, seconds and whether lost (1) of the steps that ran in an attempt."""
-    steps, times, step_s = (table.column(name) for name in ("step", "time", "step_s"))
-    inside = (times >= attempt.begin) & (times <= attempt.end)
-    lost = np.ones(int(inside.sum())) if gone else (steps[inside] > attempt.resumed_at).astype(np.float64)
-    return times[inside], step_s[inside], lost
 
 
 def _silence(segments: Sequence[Segment], events: Sequence[Record], train: Columns) -> list[Segment]:
@@ -184,15 +188,17 @@ def _seconds(segments: Sequence[Segment], events: Sequence[Record], train: Colum
         cause: sum(segment.end - segment.start for segment in segments if segment.cause == cause)
         for cause in ("training", "startup", "lost", "down")
     }
-    counted = [(segment.start, segment.end) for segment in segments if segment.cause == "training"]
+    counted = [segment for segment in segments if segment.cause == "training"]
+    starts, ends = (np.array([getattr(segment, name) for segment in counted]) for name in ("start", "end"))
 
     def told(kind: str, key: str) -> float:
-        values = [
-            number(event.get(key))
-            for event in events
-            if event.get("kind") == kind and any(start <= number(event.get("time")) <= end for start, end in counted)
-        ]
-        return float(np.nansum(values)) if values else 0.0
+        of_kind = [event for event in events if event.get("kind") == kind]
+        if not counted or not of_kind:
+            return 0.0
+        times, values = (np.array([number(event.get(name)) for event in of_kind]) for name in ("time", key))
+        # Looked up and not compared one by one: a scrape must stay cheap in the process that trains.
+        place = np.searchsorted(starts, times, side="right") - 1
+        return float(np.nansum(values[(place >= 0) & (times <= ends[place])]))
 
     inside = {
         "data": float(np.nansum(train.column("data_s"))),

@@ -73,9 +73,12 @@ class Columns:
 
 def _values(records: Sequence[Record], name: str) -> FloatArray:
     try:
-        return np.array(list(map(itemgetter(name), records)), dtype=np.float64)
-    except (KeyError, TypeError, ValueError):
-        return np.fromiter((number(record.get(name)) for record in records), np.float64, len(records))
+        values = np.array(list(map(itemgetter(name), records)), dtype=np.float64)
+        if values.ndim == 1:
+            return values
+    except (KeyError, TypeError, ValueError, OverflowError):
+        pass
+    return np.fromiter((number(record.get(name)) for record in records), np.float64, len(records))
 
 
 def smooth(values: Sequence[float] | FloatArray, weight: float) -> FloatArray:

@@ -244,7 +244,8 @@ def is_validation(line: Record) -> bool:
 def number(value: Any) -> float:
     """A metric as a float; what is absent or no number is NaN. `"NaN"` and `"Infinity"` are read back."""
     if isinstance(value, int | float):
-        return float(value)
+        # An integer of hundreds of digits is damage, not a number.
+        return float(value) if abs(value) < 2**1023 or isinstance(value, float) else math.nan
     if isinstance(value, str):
         try:
             return float(value)

@@ -84,7 +84,7 @@ def account(events: Sequence[Record], train: Columns, undone: Columns, now: floa
 
 @dataclass(frozen=True)
 class _Steps:
-    """Every step that was ever done, in the order of time: when it ended, its number (none once undone), its seconds."""
+    """Every step that was ever done, by time: when it ended, its number (infinite once undone) and its seconds."""
 
     times: FloatArray
     numbers: FloatArray
@@ -92,7 +92,6 @@ class _Steps:
 
     @classmethod
     def of(cls, train: Columns, undone: Columns) -> _Steps:
-        # An undone step has an infinite number: beyond whatever a later attempt went on from.
         numbers = np.concatenate([train.column("step"), np.full(len(undone), np.inf)])
         times, took_s = (np.concatenate([train.column(name), undone.column(name)]) for name in ("time", "step_s"))
         if not len(undone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 
 from keepstep.observe import cache
 from keepstep.observe.columns import Columns
-from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, read_from
+from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, number, read_from
 
 _T = TypeVar("_T")
 _TAIL_BYTES = 4 * 2**20
@@ -53,7 +54,8 @@ class History:
                 self.version += bool(self._offsets["metrics"])
             read_bytes = self._read_metrics()
             events, self._offsets["events"] = read_from(self.folder.events, self._offsets["events"])
-            self.events.extend(events)
+            # Every event has a time: one without is a damaged line, which is worth nothing to anybody.
+            self.events.extend(event for event in events if math.isfinite(number(event.get("time"))))
             self.version += bool(events)
             if self._cache_dir and read_bytes > cache.WORTH_BYTES:
                 cache.store(self, cache.place(self.folder, self._cache_dir), self._offsets["metrics"])
@@ -171,7 +173,12 @@ def _size(path: Path) -> int:
 
 
 def _of_kind(lines: Sequence[Record], valid: bool) -> list[Record]:
-    return [line for line in lines if isinstance(line.get("step"), int | float) and is_validation(line) is valid]
+    return [line for line in lines if _is_step(line.get("step")) and is_validation(line) is valid]
+
+
+def _is_step(value: Any) -> bool:
+    """Whether this counts steps, and is not what is left of a damaged line."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Record]:

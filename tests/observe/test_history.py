@@ -34,10 +34,10 @@ def test_after_a_resume_the_undone_steps_are_gone_and_counted(tmp_path: Path) ->
     writer.take(5)
     seen.refresh()
     fresh = open_history(writer.folder)
-    for view in (seen, fresh):
-        assert view.train.column("step").tolist() == list(range(1, 36))
-        assert view.undone.column("step").tolist() == list(range(31, 51))
-        assert view.undone.column("step_s").sum() == pytest.approx(10, rel=0.1)
+    for told in (seen, fresh):
+        assert told.train.column("step").tolist() == list(range(1, 36))
+        assert told.undone.column("step").tolist() == list(range(31, 51))
+        assert told.undone.column("step_s").sum() == pytest.approx(10, rel=0.1)
 
 
 def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,3 +170,29 @@ def test_a_damaged_line_that_is_still_json_ends_no_view(tmp_path: Path, file: st
     assert screen(seen, writer.now, 100, 40)
     assert view.overview(seen, writer.now)["verdict"]["step"] == 51
     assert view.summary(glance(writer.folder), writer.now)["total_steps"] == 1000
+
+
+@pytest.mark.parametrize("piece_bytes", [2**21, 700], ids=["at once", "in pieces"])
+def test_validations_of_an_abandoned_attempt_do_not_count(
+    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_PIECE_BYTES", piece_bytes)
+    writer = Writer(tmp_path / "run", save_every=100)
+    writer.start()
+    writer.take(350)
+    seen = open_history(writer.folder)
+    assert seen.valid.column("step").tolist() == [100, 200, 300]
+    writer.fault()
+    writer.recover(lost=200)
+    writer.take(10)
+    seen.refresh()
+    for told in (seen, open_history(writer.folder)):
+        assert told.valid.column("step").tolist() == [100]
+    writer.take(100)
+    writer.metrics.append({"step": 200, "time": writer.now, "valid_loss": 9.0})
+    seen.refresh()
+    for told in (seen, open_history(writer.folder)):
+        assert told.valid.column("step").tolist() == [100, 200]
+        assert told.valid.last("valid_loss") == 9.0
+        assert told.train.column("step").tolist() == list(range(1, 261))
+        assert len(told.undone) == 200

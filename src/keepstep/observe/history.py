@@ -114,21 +114,35 @@ class History:
             self.version += 1
 
     def _take(self, lines: Sequence[Record]) -> None:
-        for table, rows in ((self.train, _of_kind(lines, False)), (self.valid, _of_kind(lines, True))):
-            if not rows:
-                continue
-            steps = np.array([row["step"] for row in rows], dtype=np.float64)
-            # Where the step does not rise the run resumed from before: what it undid goes, in this table's own time.
-            newest = table.last("step") if len(table) else -np.inf
-            breaks = [0, *(np.flatnonzero(np.diff(steps) <= 0) + 1).tolist(), len(rows)]
-            for first, end in pairwise(breaks):
-                if steps[first] <= newest:
-                    undone, count = table.rewind(float(steps[first]), ("step", "time", "step_s"))
-                    if table is self.train:
-                        self.undone.append_arrays(undone, count)
-                table.append(rows[first:end])
-                newest = float(steps[end - 1])
+        rows = [line for line in lines if _is_step(line.get("step"))]
+        places = [place for place, row in enumerate(rows) if not is_validation(row)]
+        steps = np.array([_newest_step(self.train), *(rows[place]["step"] for place in places)], dtype=np.float64)
+        # Where the step does not rise the run resumed from before, and what it undid goes: validations, too.
+        falls = [places[fall] for fall in np.flatnonzero(np.diff(steps) <= 0)]
+        for first, end in pairwise([0, *falls, len(rows)]):
+            if first in falls and end > first:
+                self._go_back(float(rows[first]["step"]))
+            piece = rows[first:end]
+            if train := [row for row in piece if not is_validation(row)]:
+                self.train.append(train)
+            if valid := [row for row in piece if is_validation(row)]:
+                self._take_validations(valid)
         self.sources = next((line["sources"] for line in reversed(lines) if "sources" in line), self.sources)
+
+    def _go_back(self, step: float) -> None:
+        """The run does `step` again."""
+        self.undone.append_arrays(*self.train.rewind(step, ("step", "time", "step_s")))
+        self.valid.rewind(step, ())
+
+    def _take_validations(self, rows: Sequence[Record]) -> None:
+        """A run that resumes may validate the step it resumed at once more: the later one counts."""
+        steps = np.array([_newest_step(self.valid), *(row["step"] for row in rows)], dtype=np.float64)
+        falls = np.flatnonzero(np.diff(steps) <= 0).tolist()
+        for first, end in pairwise([0, *falls, len(rows)]):
+            if first in falls and end > first:
+                self.valid.rewind(float(rows[first]["step"]), ())
+            if end > first:
+                self.valid.append(rows[first:end])
 
     def newest_ranks(self) -> Record:
         """The newest look at all ranks, or an empty record."""
@@ -172,8 +186,8 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _of_kind(lines: Sequence[Record], valid: bool) -> list[Record]:
-    return [line for line in lines if _is_step(line.get("step")) and is_validation(line) is valid]
+def _newest_step(table: Columns) -> float:
+    return table.last("step") if len(table) else -math.inf
 
 
 def _is_step(value: Any) -> bool:

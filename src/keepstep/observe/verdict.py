@@ -65,7 +65,7 @@ def judge(history: History, now: float) -> Verdict:
     silent_s = now - max([t for t in (last_step_time, _last_time(events)) if math.isfinite(t)], default=now)
     step = int(train.last("step")) if len(train) else 0
     checkpoint = _newest(events, "checkpoint_committed")
-    straggler = find_straggler(history.newest_ranks())
+    straggler = find_straggler(_ranks_now(history))
     state, reasons = _state(history, now, silent_s, straggler)
     at_risk_s, at_risk_steps = _at_risk(history, checkpoint)
     return Verdict(
@@ -181,6 +181,16 @@ def own_seconds(ranks: Record) -> list[float]:
         waits = data.max() - data if len(data) and len(data) == len(seconds) else np.zeros(len(seconds))
     own: list[float] = (seconds - np.nan_to_num(waits)).tolist()
     return own
+
+
+def _ranks_now(history: History) -> Record:
+    """The newest look at all ranks, where it is of the processes that train now: numbers go to others at a start."""
+    begun = max((number(e.get("time")) for e in history.events if e.get("kind") in _BEGINS), default=-math.inf)
+    look = history.newest_ranks()
+    return {} if number(look.get("time")) < begun else look
+
+
+_BEGINS = ("start", "resume", "resize")
 
 
 def _by_rank(values: object) -> FloatArray:

@@ -79,6 +79,12 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, capsys: 
     assert "broken is left out" in told.err
 
 
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
+def test_watch_needs_time_between_looks(runs: Path, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "base", "--runs-dir", str(runs), f"--every={seconds}"]) == 2
+    assert "--every" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_no_number_in_one_run_alone_is_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

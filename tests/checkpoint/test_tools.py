@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import example_state, same_tensors, write_step, zeroed
 
-from keepstep.checkpoint import retention
+from keepstep.checkpoint import retention, verify
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.commit import committed_steps
 from keepstep.checkpoint.foreign import read_dcp
-from keepstep.checkpoint.manifest import MARKER
-from keepstep.checkpoint.store import LocalStore
+from keepstep.checkpoint.manifest import MARKER, StepFolder
+from keepstep.checkpoint.store import LocalStore, Store
 from keepstep.cli.main import main
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
@@ -79,6 +79,46 @@ def test_verify_finds_damage_repair_mends_it_with_parity_and_says_so_without(
     answer(capsys, "verify", str(run_folder / "checkpoints" / "step_00000050"))
     assert main(["ckpt", "repair", str(run_folder), "--step", "40"]) == 1
     assert "without parity" in capsys.readouterr().err
+
+
+def test_verify_names_the_repair_of_each_damaged_step(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    write_step(store, 70, example_state(70), ranks=2)
+    next((store.root / "step_00000050").glob("rank00001*")).write_bytes(b"gone")
+    assert main(["ckpt", "verify", str(run_folder)]) == 1
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: keepstep ")]
+    assert main(told.removeprefix("next: keepstep ").split()) == 0
+    capsys.readouterr()
+    assert main(["ckpt", "verify", str(run_folder)]) == 0
+
+
+def test_steps_that_a_run_removes_meanwhile_are_not_called_damaged(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    check = verify.step_problems
+
+    def check_while_training(place: Store, step: StepFolder) -> list[str]:
+        retention.apply(store, retention.Rules(keep=3), lambda _: None)
+        return check(place, step)
+
+    monkeypatch.setattr(verify, "step_problems", check_while_training)
+    answered = answer(capsys, "verify", str(run_folder))
+    assert answered["steps"] == {"step_00000050": [], "step_00000040": [], "step_00000030": []}
+    assert answered["removed_meanwhile"] == ["step_00000020", "step_00000010"]
+
+
+def test_du_counts_on_while_a_run_removes_steps(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = LocalStore.size
+
+    def size_while_training(store: LocalStore, name: str) -> int:
+        retention.apply(store, retention.Rules(keep=3), lambda _: None)
+        return look(store, name)
+
+    monkeypatch.setattr(LocalStore, "size", size_while_training)
+    assert answer(capsys, "du", str(run_folder))["steps"]["step_00000050"]["bytes"] > 0
 
 
 def test_gc_shows_first_and_deletes_with_yes(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

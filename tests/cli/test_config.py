@@ -30,6 +30,13 @@ def test_show_prints_each_value_with_its_origin(run_yaml: str, capsys: pytest.Ca
     assert len({line.index("#") for line in lines if "#" in line}) == 1
 
 
+def test_show_as_json_leaves_out_defaults_where_asked(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", run_yaml, "seed=3", "--changed", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["seed"]["value"] == 3
+    assert not [path for path, told in shown.items() if told["origin"] == "default"]
+
+
 def test_show_answers_as_json(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "--json", run_yaml, "max_duration=2ep"]) == 0
     answer = json.loads(capsys.readouterr().out)

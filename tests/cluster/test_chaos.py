@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,36 @@ def test_two_hosts_lose_their_network_and_one_of_them(tmp_path: Path) -> None:
     (events,) = tmp_path.glob("chaos-*/lost-host/events.jsonl")
     resumed = [line for line in map(json.loads, events.read_text().splitlines()) if line["kind"] == "resume"]
     assert resumed[0]["folder"] == "memory", "the new host's state comes from the memory of the other one"
+
+
+def test_a_rehearsal_that_is_cancelled_leaves_no_run_behind(tmp_path: Path) -> None:
+    words = [*TINY, f"runs_dir={tmp_path}", "--steps", "1000000", "--kinds", "nan"]
+    rehearsal = subprocess.Popen(
+        [sys.executable, "-m", "keepstep", "chaos", *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    wait_until(lambda: bool(list(tmp_path.glob("chaos-*/undisturbed/metrics.jsonl"))))
+    assert training_in(tmp_path)
+    rehearsal.terminate()
+    assert rehearsal.wait(60) == 128 + signal.SIGTERM
+    wait_until(lambda: not training_in(tmp_path))
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def training_in(folder: Path) -> list[int]:
+    """Processes that were started with this folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if b"keepstep\0train" in command and os.fsencode(folder) in command:
+                found.append(int(entry.name))
+    return found
 
 
 def test_every_run_of_a_rehearsal_computes_with_the_same_threads() -> None:

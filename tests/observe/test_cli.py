@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -68,6 +69,40 @@ def test_compare_shows_config_and_curve_differences(runs: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["curves"]["common_steps"] == 350
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = RunFolder(runs / "broken").create()
+    broken.config.write_text("")
+    broken.metrics.mkdir()
+    assert main(["runs", str(runs), "--json"]) == 0
+    told = capsys.readouterr()
+    assert {row["name"] for row in json.loads(told.out)} == {"base", "warm"}
+    assert "broken is left out" in told.err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
+def test_watch_needs_time_between_looks(runs: Path, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "base", "--runs-dir", str(runs), f"--every={seconds}"]) == 2
+    assert "--every" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_in_one_run_alone_is_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, broken in (("whole", 0), ("broken", 31)):
+        writer = Writer(tmp_path / name, seed=7)
+        for step in range(1, 51):
+            writer.step = step
+            writer.metrics.append({**writer.line(), **({"loss": math.nan} if 0 < broken <= step else {})})
+    assert main(["runs", "compare", "whole", "broken", "--runs-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "identical" not in out
+    assert "curves: first differ at step 31" in out
+    assert "only one of them has a finite loss at 20 of 50 steps" in out
+    assert main(["runs", "compare", "whole", "broken", "--runs-dir", str(tmp_path), "--json"]) == 0
+    curves = json.loads(capsys.readouterr().out)["curves"]
+    assert (curves["identical"], curves["common_steps"], curves["first_difference_step"]) == (False, 50, 31)
+
+
 @pytest.mark.parametrize("words", [["compare", "a"], ["logs"], ["dashboards"], ["a", "b"], ["compare", "base", "bse"]])
 def test_what_makes_no_sense_is_answered_with_a_hint(
     runs: Path, words: list[str], capsys: pytest.CaptureFixture[str]
@@ -115,7 +150,7 @@ def test_a_report_in_markdown_has_its_plots_as_text(runs: Path, capsys: pytest.C
     assert main(["report", str(runs / "warm"), "-o", "-"]) == 0
     text = capsys.readouterr().out
     assert "## Goodput by cause" in text
-    assert "| lost | steps done and lost to a fault |" in text
+    assert "| lost | steps done and gone back from |" in text
     assert "┤" in text
     assert main(["report", str(runs / "warm"), "-o", "x.pdf"]) == 2
 

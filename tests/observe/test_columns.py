@@ -21,10 +21,13 @@ def test_columns_that_come_late_or_never_are_gaps() -> None:
     assert math.isnan(Columns().last("step"))
 
 
-def test_a_rewind_forgets_later_rows_and_tells_what_they_cost() -> None:
+def test_a_rewind_forgets_later_rows_and_hands_them_back() -> None:
     table = Columns()
     table.append([{"step": step, "step_s": 0.5} for step in range(1, 11)])
-    assert table.rewind(7) == {"steps": 4.0, "seconds": 2.0}
+    gone, count = table.rewind(7, ("step", "step_s"))
+    assert count == 4
+    assert gone["step"].tolist() == [7, 8, 9, 10]
+    assert gone["step_s"].sum() == 2.0
     table.append([{"step": 7, "step_s": 1.0, "new": 1.0}])
     assert table.column("step").tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert np.isnan(table.column("new")[:6]).all()

@@ -3,6 +3,7 @@ import math
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,3 +137,20 @@ def test_the_newest_step_of_a_run_that_went_back_is_where_it_is_now(tmp_path: Pa
         metrics.append({"step": step, "loss": 1.0})
     metrics.append({"step": 51, "valid_loss": 1.0})
     assert read_last_step(metrics.path) == 51
+
+
+def test_a_folder_that_is_closed_to_us_does_not_hide_the_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "theirs"):
+        RunFolder(tmp_path / name).create().config.write_text("")
+    look = os.stat
+
+    def refuse(path: Any, **words: Any) -> os.stat_result:
+        # As the system answers everybody but the superuser, who may run these tests.
+        if "theirs/" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return look(path, **words)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert [run.name for run in find_runs(tmp_path)] == ["mine"]

@@ -13,7 +13,7 @@ def test_every_second_of_an_undisturbed_run_is_under_one_cause(tmp_path: Path) -
     writer.take(400)
     writer.finish()
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, now=1e9)
+    goodput = account(seen.events, seen.train, seen.undone, now=1e9)
     assert goodput.wall_s == pytest.approx(writer.now - 1000)
     assert goodput.seconds["startup"] == pytest.approx(12, abs=0.1)
     assert goodput.seconds["checkpoint"] == pytest.approx(0.24)
@@ -30,7 +30,7 @@ def test_a_fault_costs_lost_work_down_time_and_a_new_start(tmp_path: Path) -> No
     writer.recover(lost=40, down_s=30)
     writer.take(60)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, now=writer.now)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
     assert goodput.seconds["lost"] == pytest.approx(20, abs=0.6)
     assert goodput.seconds["down"] == pytest.approx(30, abs=0.1)
     assert goodput.seconds["startup"] == pytest.approx(21, abs=0.2)
@@ -57,7 +57,7 @@ def test_a_start_and_the_resume_that_follows_it_are_one_attempt(tmp_path: Path) 
     writer.now += 5
     writer.take(10)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, now=writer.now)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
     assert goodput.seconds["down"] == pytest.approx(100)
     assert goodput.seconds["startup"] == pytest.approx(22, abs=0.1)
     assert goodput.seconds["lost"] == pytest.approx(0, abs=0.01)
@@ -68,7 +68,7 @@ def test_a_run_killed_without_a_word_is_down_from_its_last_sign(tmp_path: Path) 
     writer.start()
     writer.take(100)
     seen = open_history(writer.folder)
-    silent = account(seen.events, seen.train, now=writer.now + 500)
+    silent = account(seen.events, seen.train, seen.undone, now=writer.now + 500)
     assert silent.seconds["down"] == pytest.approx(500)
     writer.now += 700
     writer.event("start", ranks=8)
@@ -76,7 +76,7 @@ def test_a_run_killed_without_a_word_is_down_from_its_last_sign(tmp_path: Path) 
     writer.now += 10
     writer.take(20)
     seen.refresh()
-    goodput = account(seen.events, seen.train, now=writer.now)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
     assert goodput.seconds["down"] == pytest.approx(700)
     assert goodput.wall_s == pytest.approx(writer.now - 1000)
 
@@ -85,7 +85,7 @@ def test_an_attempt_that_never_stepped_is_all_startup(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0)
     writer.start()
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, now=1030.0)
+    goodput = account(seen.events, seen.train, seen.undone, now=1030.0)
     assert goodput.seconds["startup"] == pytest.approx(30)
     assert goodput.share == 0
 
@@ -93,4 +93,109 @@ def test_an_attempt_that_never_stepped_is_all_startup(tmp_path: Path) -> None:
 def test_a_run_that_has_not_started_has_no_wall_clock(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
     seen = open_history(writer.folder)
-    assert account(seen.events, seen.train, now=1.0).share == 0
+    assert account(seen.events, seen.train, seen.undone, now=1.0).share == 0
+
+
+def test_steps_of_a_run_killed_without_a_word_are_lost_and_not_down(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.now, writer.step = writer.now + 700, 60
+    writer.event("start", ranks=8)
+    writer.event("resume", ranks=8)
+    writer.now += 10
+    seen = open_history(writer.folder)
+    for _ in range(2):  # before the next attempt's first step, and after it
+        goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+        assert goodput.seconds["lost"] == pytest.approx(20, abs=0.6)
+        assert goodput.seconds["down"] == pytest.approx(700, abs=0.1)
+        assert goodput.wall_s == pytest.approx(writer.now - 1000)
+        writer.take(20)
+        seen.refresh()
+
+
+def test_a_run_that_begins_anew_has_lost_every_step_it_did(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.now, writer.step = writer.now + 300, 0
+    writer.start()
+    writer.take(10)
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    assert goodput.seconds["startup"] == pytest.approx(24, abs=0.2)
+    assert goodput.seconds["lost"] == pytest.approx(50, abs=0.6)
+    assert goodput.seconds["down"] == pytest.approx(300, abs=0.1)
+
+
+def test_steps_that_a_run_goes_back_from_by_itself_are_lost(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.event("guard", what="spike", action="rollback")
+    writer.step = 40
+    writer.take(80)
+    writer.finish()
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    assert goodput.seconds["lost"] == pytest.approx(30, abs=0.1)
+    assert [segment.cause for segment in goodput.segments] == ["startup", "training", "lost", "training"]
+
+
+def test_going_back_beyond_the_attempt_before_loses_steps_of_both(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.fault()
+    writer.recover(lost=20, down_s=30)
+    writer.take(40)
+    writer.fault()
+    writer.recover(lost=60, down_s=30)
+    writer.take(10)
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    assert goodput.seconds["lost"] == pytest.approx((100 - 60 + 40) * 0.5, abs=1)
+    assert goodput.seconds["down"] == pytest.approx(60, abs=0.1)
+    assert goodput.wall_s == pytest.approx(writer.now - 1000)
+
+
+def test_until_a_new_attempt_tells_where_it_goes_on_nothing_counts_as_lost(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0)
+    writer.start()
+    writer.take(100)
+    writer.event("stop")
+    writer.now += 5
+    writer.event("start", ranks=8)
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now + 20)
+    assert goodput.seconds["lost"] == 0
+    assert goodput.seconds["productive"] > 40
+
+
+def test_the_save_on_request_before_a_stop_is_not_lost(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.now += 7
+    writer.event("checkpoint_committed", seconds=7, blocked_s=7.0)
+    writer.event("stop")
+    writer.event("start", ranks=8)
+    writer.event("resume", ranks=8)
+    writer.take(10)
+    seen = open_history(writer.folder)
+    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    assert goodput.seconds["checkpoint"] == pytest.approx(7)
+    assert goodput.seconds["lost"] == 0
+
+
+def test_lost_steps_are_known_from_kept_columns_too(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
+    writer.start()
+    writer.take(100)
+    writer.step = 40
+    writer.take(80)
+    seen = open_history(writer.folder)
+    seen.keep_columns()
+    again = open_history(writer.folder)
+    assert again.undone.column("time").tolist() == seen.undone.column("time").tolist()
+    assert len(again.undone) == 60

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from make_runs import Writer, write_long
 
-from keepstep.observe import cache, history, sinks
+from keepstep.observe import cache, history, report, sinks, view
 from keepstep.observe.folder import JsonLines, RunFolder
 from keepstep.observe.history import History, glance, open_history
+from keepstep.observe.terminal import screen
 
 
 def test_a_history_follows_a_growing_run_and_reads_only_what_is_new(tmp_path: Path) -> None:
@@ -33,10 +34,10 @@ def test_after_a_resume_the_undone_steps_are_gone_and_counted(tmp_path: Path) ->
     writer.take(5)
     seen.refresh()
     fresh = open_history(writer.folder)
-    for view in (seen, fresh):
-        assert view.train.column("step").tolist() == list(range(1, 36))
-        assert view.undone_steps == 20
-        assert view.undone_s == pytest.approx(10, rel=0.1)
+    for told in (seen, fresh):
+        assert told.train.column("step").tolist() == list(range(1, 36))
+        assert told.undone.column("step").tolist() == list(range(31, 51))
+        assert told.undone.column("step_s").sum() == pytest.approx(10, rel=0.1)
 
 
 def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +142,57 @@ def test_an_empty_folder_is_an_empty_history(tmp_path: Path) -> None:
     assert seen.newest_samples() == []
     assert seen.facts() == {}
     assert seen.config_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("events", b'{"tyme": 1, "kind": "fault", "step": 3}'),
+        ("events", b'{"time": 1e999, "kind": "checkpoint_committed", "step": 3}'),
+        ("events", b'{"time": 1, "kind": "checkpoint_committed", "step": "x", "total_steps": "x"}'),
+        ("metrics", b'{"step": 1e999, "loss": 1}'),
+        ("metrics", b'{"step": 51, "loss": []}'),
+        ("metrics", b'{"step": 51, "time": 1e9, "loss": 1' + b"0" * 400 + b"}"),
+        ("ranks", b'{"step": 51, "step_s": 7}'),
+    ],
+)
+def test_a_damaged_line_that_is_still_json_ends_no_view(tmp_path: Path, file: str, line: bytes) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.start()
+    writer.take(50)
+    with getattr(writer.folder, file).open("ab") as damaged:
+        damaged.write(line + b"\n")
+    writer.take(1)
+    with getattr(writer.folder, file).open("ab") as damaged:
+        damaged.write(line + b"\n")
+    seen = open_history(writer.folder)
+    assert report.markdown(seen, writer.now)
+    assert screen(seen, writer.now, 100, 40)
+    assert view.overview(seen, writer.now)["verdict"]["step"] == 51
+    assert view.summary(glance(writer.folder), writer.now)["total_steps"] == 1000
+
+
+@pytest.mark.parametrize("piece_bytes", [2**21, 700], ids=["at once", "in pieces"])
+def test_validations_of_an_abandoned_attempt_do_not_count(
+    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_PIECE_BYTES", piece_bytes)
+    writer = Writer(tmp_path / "run", save_every=100)
+    writer.start()
+    writer.take(350)
+    seen = open_history(writer.folder)
+    assert seen.valid.column("step").tolist() == [100, 200, 300]
+    writer.fault()
+    writer.recover(lost=200)
+    writer.take(10)
+    seen.refresh()
+    for told in (seen, open_history(writer.folder)):
+        assert told.valid.column("step").tolist() == [100]
+    writer.take(100)
+    writer.metrics.append({"step": 200, "time": writer.now, "valid_loss": 9.0})
+    seen.refresh()
+    for told in (seen, open_history(writer.folder)):
+        assert told.valid.column("step").tolist() == [100, 200]
+        assert told.valid.last("valid_loss") == 9.0
+        assert told.train.column("step").tolist() == list(range(1, 261))
+        assert len(told.undone) == 200

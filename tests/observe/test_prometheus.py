@@ -99,8 +99,9 @@ def test_the_port_is_open_only_where_asked_and_guarded_beyond_loopback(
     quiet = ObserveConfig(tensorboard=False)
     assert build_sinks(folder, quiet, Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2)) is None
     port = free_port()
-    with pytest.raises(UsageError, match="no token"):
+    with pytest.raises(UsageError, match="no token") as caught:
         build_sinks(folder, ObserveConfig(tensorboard=False, metrics_port=port, metrics_host="0.0.0.0"), Ranks())
+    assert "KEEPSTEP_METRICS_TOKEN" in str(caught.value.hint)
     monkeypatch.setenv("KEEPSTEP_METRICS_TOKEN", "a-long-enough-token")
     sinks = build_sinks(folder, ObserveConfig(tensorboard=False, metrics_port=port, metrics_host="0.0.0.0"), Ranks())
     assert sinks is not None

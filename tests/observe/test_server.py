@@ -204,6 +204,34 @@ def test_with_a_token_only_those_who_know_it_get_in(runs: Path) -> None:
         made.server_close()
 
 
+@pytest.mark.parametrize("token", ["k3+Yt/0u9Q==base64 of openssl", 'semi;colon, "quote" & köln%41'])
+def test_the_printed_link_and_its_cookie_carry_any_token(runs: Path, token: str) -> None:
+    made = PageServer(runs, Access(token=token))
+    made.start()
+    try:
+        link = urlsplit(made.url)
+        status, headers, _ = get(made, f"{link.path}?{link.query}")
+        assert status == 303
+        assert get(made, "/api/runs", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(server: PageServer, runs: Path) -> None:
+    broken = RunFolder(runs / "broken").create()
+    broken.config.write_text("")
+    broken.metrics.mkdir()
+    assert {row["name"] for row in ask(server, "/api/runs")["runs"]} == {"one", "two"}
+    server.warm()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_does_not_exist_is_a_mistake_and_no_crash(port: int) -> None:
+    with pytest.raises(UsageError, match="must be 0 to 65535"):
+        Access(port=port)
+
+
 @pytest.mark.parametrize("token", ["", TOKEN], ids=["loopback", "token"])
 def test_a_link_cannot_write_headers_or_a_page_of_its_own(runs: Path, token: str) -> None:
     made = PageServer(runs, Access(token=token))

@@ -139,3 +139,15 @@ def test_a_run_on_which_a_machine_computed_other_bits_can_be_looked_at(writer: W
     assert "8 to 6 ranks" not in report.markdown(open_history(writer.folder), writer.now)
     writer.recover(ranks=6)
     assert "8 to 6 ranks" in report.markdown(open_history(writer.folder), writer.now)
+
+
+def test_a_straggler_of_an_earlier_attempt_is_not_named(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.start()
+    writer.take(30)
+    writer.rank_lines.append({"time": writer.now, "step": 30, "step_s": [0.5] * 7 + [5.0]})
+    assert judge(open_history(writer.folder), writer.now).straggler["rank"] == 7
+    writer.fault()
+    writer.recover(lost=0, ranks=4)
+    writer.take(5)
+    assert not judge(open_history(writer.folder), writer.now).straggler

@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
         size = ByteSize.parse(args.size).bytes
     except ValueError as error:
         raise UsageError(f"--size is {args.size!r}, but it {error}", "--size 4GiB") from None
-    if args.writers < 1 or size < args.writers << 20:
+    if args.writers < 1:
+        raise UsageError(f"--writers is {args.writers}, but it must be at least 1", "--writers 8")
+    if size < args.writers << 20:
         raise UsageError(f"--size {args.size} is less than 1 MiB for each of {args.writers} writers", "--size 1GiB")
     plan = Plan(read_tiers(args.data, "--data"), read_tiers(args.checkpoints, "--checkpoints"), size, args.writers)
     cells = measure(plan, lambda text: print(text, file=sys.stderr))

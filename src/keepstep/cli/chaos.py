@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, UsageError
 from keepstep.core.files import write_json
 
 if TYPE_CHECKING:
@@ -42,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     path, overrides = split_words(args.words)
     config = load_config(path, overrides).config
-    if args.steps < 12:
-        raise UsageError(f"--steps is {args.steps}, but a rehearsal needs at least 12")
+    _check(args)
     folder = Path(config.runs_dir) / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     words = [*args.words, *same_threads(config, args.procs)]
     stage = Stage(words, folder.absolute(), args.steps, args.procs, args.timeout)
@@ -51,17 +53,55 @@ def run(args: argparse.Namespace) -> int:
         for kind in all_plays(stage):
             print(kind)
         return EXIT_DONE
-    outcomes = _random(args, stage) if args.random else _one_by_one(args, stage)
-    passed = all(outcome.passed for outcome in outcomes)
-    told: dict[str, Any] = {"passed": passed, "faults": [asdict(outcome) for outcome in outcomes]}
+    left_out: dict[str, str] = {}
+    with _tidying_up_when_told_to_end():
+        outcomes = _random(args, stage) if args.random else _one_by_one(args, stage, left_out)
+    survived = all(outcome.passed for outcome in outcomes)
+    # A fault that was asked for and could not be played says nothing about the run: that is no pass.
+    unplayed = bool(left_out) and (not outcomes or bool(args.kinds))
+    passed = survived and not unplayed
+    told: dict[str, Any] = {
+        "passed": passed,
+        "faults": [asdict(outcome) for outcome in outcomes],
+        "left_out": left_out,
+    }
     if args.out:
         write_json(args.out, told)
     if args.json:
         print(json.dumps(told, indent=2))
     else:
         _print_table(outcomes)
-        print(f"{'passed' if passed else 'FAILED'}: logs and runs are in {folder}")
-    return EXIT_DONE if passed else EXIT_FAILED
+        for kind, why in left_out.items():
+            print(f"not played: {kind}, {why}")
+        verdict = "passed" if passed else "FAILED" if not survived else "NOT PLAYED"
+        print(f"{verdict}: logs and runs are in {folder}")
+    return EXIT_DONE if passed else EXIT_FAILED if not survived else EXIT_PREFLIGHT
+
+
+@contextmanager
+def _tidying_up_when_told_to_end() -> Iterator[None]:
+    """SIGTERM, as of a cancelled job, ends the runs too: they have sessions of their own, and would train on."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Numbers that no rehearsal can be played with."""
+    if args.steps < 12:
+        raise UsageError(f"--steps is {args.steps}, but a rehearsal needs at least 12")
+    for name, value in (("--procs", args.procs), ("--mtbf", args.mtbf), ("--timeout", args.timeout)):
+        if not value > 0:
+            raise UsageError(f"{name} is {value}, but it must be more than 0")
+    if args.random < 0:
+        raise UsageError(f"--random is {args.random}, but it is a number of faults", "--random 20")
 
 
 def same_threads(config: RunConfig, processes: int) -> list[str]:
@@ -71,7 +111,8 @@ def same_threads(config: RunConfig, processes: int) -> list[str]:
     return [f"compute.threads={max(1, len(os.sched_getaffinity(0)) // processes)}"]
 
 
-def _one_by_one(args: argparse.Namespace, stage: Any) -> list[Outcome]:
+def _one_by_one(args: argparse.Namespace, stage: Any, left_out: dict[str, str]) -> list[Outcome]:
+    """Play each chosen fault in a run of its own; what cannot be played here goes to `left_out`, with the reason."""
     from keepstep.launch.plays import choose
     from keepstep.launch.rehearsal import play, undisturbed
     from keepstep.launch.two_hosts import UnavailableError
@@ -84,6 +125,7 @@ def _one_by_one(args: argparse.Namespace, stage: Any) -> list[Outcome]:
         try:
             outcome = play(stage, make(), wanted)
         except UnavailableError as error:
+            left_out[kind] = str(error)
             _say(f"{number}/{len(chosen)} {kind}: left out, {error}")
             continue
         _say(f"{number}/{len(chosen)} {kind}: {'survived' if outcome.passed else 'FAILED ' + outcome.note}")

@@ -185,7 +185,7 @@ def _du(args: argparse.Namespace) -> int:
     for name in [only] if only else store.names():
         if parse_folder_name(name) is not None:
             files = store.names(name)
-            sizes[name] = {"bytes": sum(store.size(f"{name}/{file}") for file in files), "committed": MARKER in files}
+            sizes[name] = {"bytes": sum(_size(store, f"{name}/{file}") for file in files), "committed": MARKER in files}
     total = sum(int(entry["bytes"]) for entry in sizes.values())
     free = store.free_bytes()
     answer = {"place": store.locate(), "steps": sizes, "total_bytes": total, "free_bytes": free}
@@ -197,6 +197,14 @@ def _du(args: argparse.Namespace) -> int:
     lines.append(f"next: keepstep ckpt gc {args.places[0]}")
     _print(args, answer, lines)
     return EXIT_DONE
+
+
+def _size(store: Store, name: str) -> int:
+    """Bytes of a file; none where a run that is under way has just removed it."""
+    try:
+        return store.size(name)
+    except FileNotFoundError:
+        return 0
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -247,6 +255,7 @@ def _short(value: Any) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from keepstep.checkpoint.manifest import MARKER
     from keepstep.checkpoint.verify import step_problems
 
     store, name = _open(args.places[0])
@@ -255,16 +264,31 @@ def _verify(args: argparse.Namespace) -> int:
         steps = [_choose(args.places[0], args.step)[1]]
     else:
         steps = _steps(store, damages)
-    found = {step.name: step_problems(store, step) for step in steps}
+    found: dict[str, list[str]] = {}
+    removed: list[str] = []
+    for step in steps:
+        wrong = step_problems(store, step)
+        # Reading takes long, and a run that is under way removes old steps meanwhile, their marker first.
+        if wrong and MARKER not in store.names(step.name):
+            removed.append(step.name)
+        else:
+            found[step.name] = wrong
     problems = [error.message for error in damages] + [
         problem for found_here in found.values() for problem in found_here
     ]
     whole = [name for name, found_here in found.items() if not found_here]
-    answer = {"place": store.locate(), "steps": found, "damaged_markers": [error.message for error in damages]}
+    answer = {
+        "place": store.locate(),
+        "steps": found,
+        "damaged_markers": [error.message for error in damages],
+        "removed_meanwhile": removed,
+    }
     lines = [f"{name:<20} {'whole' if not found[name] else 'DAMAGED'}" for name in found]
+    lines += [f"{name:<20} removed meanwhile" for name in removed]
     lines += [f"  {problem}" for problem in problems]
     if problems:
-        lines.append(f"next: keepstep ckpt repair {args.places[0]}")
+        # Each by its own folder: without a step, repair looks at the newest only.
+        lines += [f"next: keepstep ckpt repair {store.locate(name)}" for name in found if found[name]]
     elif whole:
         lines.append("every byte is as it was written")
     else:

@@ -44,7 +44,7 @@ def _show(args: argparse.Namespace) -> int:
     from keepstep.config.show import show_as_json, show_config
 
     loaded = load_config(*split_words(args.words))
-    print(json.dumps(show_as_json(loaded), indent=2) if args.json else show_config(loaded, args.changed))
+    print(json.dumps(show_as_json(loaded, args.changed), indent=2) if args.json else show_config(loaded, args.changed))
     return 0
 
 

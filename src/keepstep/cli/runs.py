@@ -59,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(runs_dir: Path, as_json: bool) -> int:
     now = time.time()
-    rows = [summary(glance(folder), now) for folder in find_runs(runs_dir)]
+    rows = []
+    for folder in find_runs(runs_dir):
+        try:
+            rows.append(summary(glance(folder), now))
+        except OSError as error:
+            # Deleted just now, or another user's and closed: no reason to list none of the others.
+            print(f"notice: {folder.root} is left out: {error.strerror}", file=sys.stderr)
     rows.sort(key=lambda row: row["updated"], reverse=True)
     if as_json:
         print(json.dumps(jsonable(rows), indent=2))
@@ -114,10 +120,13 @@ def _curves(gap: dict[str, Any]) -> str:
         return "curves: no common steps"
     if gap["identical"]:
         return f"curves: identical over all {gap['common_steps']:,} common steps"
-    return (
-        f"curves: first differ at step {gap['first_difference_step']:,}; largest gap {gap['largest_gap']:+.4g} at step "
-        f"{gap['largest_gap_step']:,}; mean gap over the last tenth {gap['mean_gap_last_tenth']:+.4g}"
-    )
+    parts = [f"curves: first differ at step {gap['first_difference_step']:,}"]
+    if gap["largest_gap"] is not None:
+        parts.append(f"largest gap {gap['largest_gap']:+.4g} at step {gap['largest_gap_step']:,}")
+        parts.append(f"mean gap over the last tenth {gap['mean_gap_last_tenth']:+.4g}")
+    if gap["not_finite"]:
+        parts.append(f"only one of them has a finite loss at {gap['not_finite']:,} of {gap['common_steps']:,} steps")
+    return "; ".join(parts)
 
 
 def _logs(name: str, runs_dir: Path, as_json: bool) -> int:

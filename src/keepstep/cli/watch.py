@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from keepstep.core.errors import UsageError
 from keepstep.observe import cache
 from keepstep.observe.folder import find_run
 from keepstep.observe.history import History
@@ -32,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Redraw until the run ends; once where stdout is not a terminal."""
+    if not args.every > 0:
+        raise UsageError(f"--every is {args.every:g}, but it must be more than 0 seconds", "--every 2")
     history = History(find_run(args.run, Path(args.runs_dir)), cache.default_dir())
     history.refresh()
     if args.json:

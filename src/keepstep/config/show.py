@@ -28,9 +28,10 @@ def _comment(text: str) -> str:
     return " ".join(text.split())
 
 
-def show_as_json(loaded: LoadedConfig) -> dict[str, Any]:
-    """Each dotted field with its value and origin."""
+def show_as_json(loaded: LoadedConfig, changed_only: bool = False) -> dict[str, Any]:
+    """Each dotted field with its value and origin; `changed_only` leaves out what is at its default."""
     return {
         path: {"value": plain_value(value_at(loaded.config, path)), "origin": str(loaded.origins[path])}
         for path in all_fields()
+        if not changed_only or loaded.origins[path].kind != "default"
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from keepstep.core.errors import HardwareError, UsageError
 
@@ -30,6 +30,8 @@ class Access:
     token: str = ""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"the port is {self.port}, but it must be 0 to 65535", "0 takes a free one")
         if not is_loopback(self.host) and not self.token:
             raise UsageError(
                 f"host is {self.host}, which others can reach, but there is no token",
@@ -116,14 +118,15 @@ class Handler(BaseHTTPRequestHandler):
             cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
         except CookieError:
             cookie = None
-        return [*offered, cookie.value] if cookie else offered
+        return [*offered, unquote(cookie.value)] if cookie else offered
 
     def _keep_token(self) -> None:
         """Move the token from the address, where it is copied and logged, into a cookie."""
         self.send_response(HTTPStatus.SEE_OTHER)
         # Nothing that the request said goes into a header: a link could write headers, and a page, of its own there.
         if self.server.access.token:
-            self.send_header("Set-Cookie", f"{COOKIE}={self.server.access.token}; HttpOnly; SameSite=Strict; Path=/")
+            kept = quote(self.server.access.token, safe="")
+            self.send_header("Set-Cookie", f"{COOKIE}={kept}; HttpOnly; SameSite=Strict; Path=/")
         self.send_header("Location", "/")
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -187,7 +190,8 @@ class AccessServer(ThreadingHTTPServer):
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.access.host, self.access.host)
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        suffix = f"?token={self.access.token}" if self.access.token else ""
+        # A token of `openssl rand -base64` has a plus, which means a space in an address.
+        suffix = f"?token={quote(self.access.token, safe='')}" if self.access.token else ""
         return f"http://{host}:{self.server_address[1]}/{suffix}"
 
     def start(self) -> threading.Thread:

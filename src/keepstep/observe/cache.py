@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WORTH_BYTES = 2 * 2**20
 """Less than this parses faster than it is worth keeping."""
-_FORMAT = "keepstep columns 1"
+_FORMAT = "keepstep columns 2"
 _ENDS_BYTES = 4096
 
 
@@ -42,14 +42,12 @@ def place(folder: RunFolder, cache_dir: Path) -> Path:
 
 def store(history: History, path: Path, offset: int) -> None:
     """Keep the columns as they are after the first `offset` bytes; a copy that cannot be written is none."""
-    tables = {"train": history.train, "valid": history.valid}
+    tables = _tables(history)
     header = {
         "format": _FORMAT,
         "offset": offset,
         "fingerprint": _fingerprint(history.folder.metrics, offset),
         "tables": {kind: {"rows": len(table), "columns": table.names} for kind, table in tables.items()},
-        "undone_steps": history.undone_steps,
-        "undone_s": history.undone_s,
         "sources": history.sources,
     }
     body = b"".join(table.column(name).tobytes() for table in tables.values() for name in table.names)
@@ -61,6 +59,10 @@ def load(history: History, cache_dir: Path | None) -> int:
     """Fill an empty history and return how many bytes of metrics.jsonl that covers; 0 where there is no good copy."""
     places = [history.folder.columns, *([place(history.folder, cache_dir)] if cache_dir else [])]
     return next((offset for path in places if (offset := _load(history, path))), 0)
+
+
+def _tables(history: History) -> dict[str, Columns]:
+    return {"train": history.train, "valid": history.valid, "undone": history.undone}
 
 
 def _load(history: History, path: Path) -> int:
@@ -76,9 +78,9 @@ def _load(history: History, path: Path) -> int:
             return 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    at = _fill(history.train, header["tables"]["train"], numbers, 0)
-    _fill(history.valid, header["tables"]["valid"], numbers, at)
-    history.undone_steps, history.undone_s = header["undone_steps"], header["undone_s"]
+    at = 0
+    for kind, table in _tables(history).items():
+        at = _fill(table, header["tables"][kind], numbers, at)
     history.sources = header["sources"]
     return int(header["offset"])
 

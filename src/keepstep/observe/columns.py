@@ -63,20 +63,22 @@ class Columns:
             held[self.count : end] = np.nan if values is None else values
         self.count = end
 
-    def rewind(self, step: float) -> dict[str, float]:
-        """Forget rows at `step` and beyond; tells how many there were (`steps`) and their seconds (`seconds`)."""
+    def rewind(self, step: float, names: Sequence[str]) -> tuple[dict[str, FloatArray], int]:
+        """Forget rows at `step` and beyond; gives back these columns of theirs, and how many they were."""
         kept = int(np.searchsorted(self.column("step"), step))
-        gone = self.column("step_s")[kept:]
-        undone = {"steps": float(self.count - kept), "seconds": float(np.nansum(gone))}
-        self.count = kept
-        return undone
+        gone = {name: self.column(name)[kept:].copy() for name in names}
+        count, self.count = self.count - kept, kept
+        return gone, count
 
 
 def _values(records: Sequence[Record], name: str) -> FloatArray:
     try:
-        return np.array(list(map(itemgetter(name), records)), dtype=np.float64)
-    except (KeyError, TypeError, ValueError):
-        return np.fromiter((number(record.get(name)) for record in records), np.float64, len(records))
+        values = np.array(list(map(itemgetter(name), records)), dtype=np.float64)
+        if values.ndim == 1:
+            return values
+    except (KeyError, TypeError, ValueError, OverflowError):
+        pass
+    return np.fromiter((number(record.get(name)) for record in records), np.float64, len(records))
 
 
 def smooth(values: Sequence[float] | FloatArray, weight: float) -> FloatArray:

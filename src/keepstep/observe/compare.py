@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from keepstep.observe.columns import FloatArray
 from keepstep.observe.folder import Record
 from keepstep.observe.history import History
 
@@ -68,25 +69,34 @@ def curve_difference(left: History, right: History, name: str = "loss") -> Recor
     steps, at_left, at_right = np.intersect1d(
         left.train.column("step"), right.train.column("step"), assume_unique=True, return_indices=True
     )
-    gaps = right.train.column(name)[at_right] - left.train.column(name)[at_left]
-    finite = np.isfinite(gaps)
-    if not finite.any():
+    before, after = left.train.column(name)[at_left], right.train.column(name)[at_right]
+    if not (np.isfinite(before) | np.isfinite(after)).any():
         return {}
-    steps, gaps = steps[finite], gaps[finite]
-    apart = np.flatnonzero(gaps)
-    largest = int(np.argmax(np.abs(gaps)))
-    recent = gaps[-max(1, len(gaps) // 10) :]
+    # A loss that is no number on one side alone is the largest difference there is, though it has no size.
+    apart = np.flatnonzero((before != after) & ~(np.isnan(before) & np.isnan(after)))
+    with np.errstate(invalid="ignore"):
+        gaps = after - before
+    finite = np.isfinite(gaps)
+    sized, sized_steps = gaps[finite], steps[finite]
+    largest = int(np.argmax(np.abs(sized))) if len(sized) else None
+    recent = sized[-max(1, len(sized) // 10) :]
     return {
         "common_steps": len(steps),
         "identical": not len(apart),
         "first_difference_step": int(steps[apart[0]]) if len(apart) else None,
-        "largest_gap": float(gaps[largest]),
-        "largest_gap_step": int(steps[largest]),
-        "final_gap": float(gaps[-1]),
-        "mean_gap_last_tenth": float(recent.mean()),
+        "largest_gap": float(sized[largest]) if largest is not None else None,
+        "largest_gap_step": int(sized_steps[largest]) if largest is not None else None,
+        "final_gap": float(sized[-1]) if len(sized) else None,
+        "mean_gap_last_tenth": float(recent.mean()) if len(recent) else None,
+        "not_finite": _not_finite(before, after),
         "left_last": _last(left, name),
         "right_last": _last(right, name),
     }
+
+
+def _not_finite(before: FloatArray, after: FloatArray) -> int:
+    """Common steps at which one side has a number and the other has none."""
+    return int((np.isfinite(before) != np.isfinite(after)).sum())
 
 
 def _last(history: History, name: str) -> float | None:

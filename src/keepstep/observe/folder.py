@@ -102,8 +102,9 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether a run has written here."""
-        return any(path.is_file() for path in (self.metrics, self.events, self.config))
+        """Whether a run has written here, as far as this user may see."""
+        # Not Path.is_file, which raises for a folder that is closed to us: others' runs lie in shared folders too.
+        return any(os.path.isfile(path) for path in (self.metrics, self.events, self.config))  # noqa: PTH113
 
 
 def find_runs(runs_dir: Path) -> list[RunFolder]:
@@ -243,7 +244,8 @@ def is_validation(line: Record) -> bool:
 def number(value: Any) -> float:
     """A metric as a float; what is absent or no number is NaN. `"NaN"` and `"Infinity"` are read back."""
     if isinstance(value, int | float):
-        return float(value)
+        # An integer of hundreds of digits is damage, not a number.
+        return float(value) if abs(value) < 2**1023 or isinstance(value, float) else math.nan
     if isinstance(value, str):
         try:
             return float(value)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from keepstep.observe.columns import Columns
+from keepstep.observe.columns import Columns, FloatArray
 from keepstep.observe.folder import Record, number
 
 Cause = Literal["training", "startup", "lost", "down"]
@@ -18,7 +18,7 @@ CAUSES: dict[str, str] = {
     "checkpoint": "training held up by a save",
     "evaluate": "validation",
     "startup": "from the start of an attempt to its first step",
-    "lost": "steps done and lost to a fault",
+    "lost": "steps done and gone back from",
     "down": "nothing ran",
 }
 """What the wall clock is split into, in the order it is shown."""
@@ -61,32 +61,59 @@ class _Attempt:
     begin: float
     end: float
     resumed_at: float
-    """Step the next attempt went on from; infinite when nothing came after."""
+    """Step that a later attempt went on from; infinite when none did, or none has told yet."""
+    tail: Cause
+    """What the time after its last step is: a save on request, or a step that was never done."""
 
 
-def account(events: Sequence[Record], train: Columns, now: float) -> Goodput:
-    """Split the run's wall clock. `now` counts only while the run has neither finished nor stopped."""
-    attempts = _attempts(events, train, now)
-    steps, times, step_s = (train.column(name) for name in ("step", "time", "step_s"))
+def account(events: Sequence[Record], train: Columns, undone: Columns, now: float) -> Goodput:
+    """Split the run's wall clock. `now` counts only while the run has neither finished nor stopped.
+
+    `undone` are the steps that were done and then gone back from: they ran, but count as lost.
+    """
+    steps = _Steps.of(train, undone)
+    attempts = _attempts(events, steps.times, now)
     segments: list[Segment] = []
     for index, attempt in enumerate(attempts):
         if index and attempts[index - 1].end < attempt.begin:
             segments.append(Segment(attempts[index - 1].end, attempt.begin, "down"))
-        first, last = np.searchsorted(times, attempt.begin), np.searchsorted(times, attempt.end, side="right")
-        kept = int(min(last, np.searchsorted(steps, attempt.resumed_at, side="right")))
-        if kept <= first:
-            redone = attempt.resumed_at < np.inf and _has_fault(events, attempt)
-            segments.append(Segment(attempt.begin, attempt.end, "lost" if redone else "startup"))
-            continue
-        took = step_s[first] if np.isfinite(step_s[first]) else 0.0
-        stepping = float(max(attempt.begin, times[first] - took))
-        # A clean stop loses nothing: what follows its last step is the save on request.
-        solid = float(times[kept - 1]) if kept < last or attempt.resumed_at < np.inf else attempt.end
-        segments.append(Segment(attempt.begin, stepping, "startup"))
-        segments.append(Segment(stepping, solid, "training"))
-        segments.append(Segment(solid, attempt.end, "lost"))
+        segments += _attempt_segments(attempt, steps)
     segments = [*_silence(segments, events, train)]
     return Goodput(_seconds(segments, events, train), segments)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Every step that was ever done, by time: when it ended, its number (infinite once undone) and its seconds."""
+
+    times: FloatArray
+    numbers: FloatArray
+    took_s: FloatArray
+
+    @classmethod
+    def of(cls, train: Columns, undone: Columns) -> _Steps:
+        numbers = np.concatenate([train.column("step"), np.full(len(undone), np.inf)])
+        times, took_s = (np.concatenate([train.column(name), undone.column(name)]) for name in ("time", "step_s"))
+        if not len(undone):
+            return cls(times, numbers, took_s)
+        order = np.argsort(times, kind="stable")
+        return cls(times[order], numbers[order], took_s[order])
+
+
+def _attempt_segments(attempt: _Attempt, steps: _Steps) -> list[Segment]:
+    """Startup, then training and lost in turns: a run that goes back by itself loses steps in the midst of one."""
+    first = int(np.searchsorted(steps.times, attempt.begin))
+    inside = slice(first, int(np.searchsorted(steps.times, attempt.end, side="right")))
+    times, took_s, numbers = steps.times[inside], steps.took_s[inside], steps.numbers[inside]
+    if not len(times):
+        return [Segment(attempt.begin, attempt.end, "startup")]
+    lost = (numbers > attempt.resumed_at) | np.isinf(numbers)
+    first_s = float(took_s[0]) if np.isfinite(took_s[0]) else 0.0
+    segments = [Segment(attempt.begin, max(attempt.begin, float(times[0]) - first_s), "startup")]
+    # A stretch ends with its last step: where the next one is of the other kind, and at the end.
+    for place in [*np.flatnonzero(np.diff(lost)), len(times) - 1]:
+        segments.append(Segment(segments[-1].end, float(times[place]), "lost" if lost[place] else "training"))
+    return [*segments, Segment(segments[-1].end, attempt.end, attempt.tail)]
 
 
 def _silence(segments: Sequence[Segment], events: Sequence[Record], train: Columns) -> list[Segment]:
@@ -106,57 +133,53 @@ def _silence(segments: Sequence[Segment], events: Sequence[Record], train: Colum
     return kept[:-1] + [piece for piece in pieces if piece.end > piece.start]
 
 
-def _attempts(events: Sequence[Record], train: Columns, now: float) -> list[_Attempt]:
+def _attempts(events: Sequence[Record], times: FloatArray, now: float) -> list[_Attempt]:
     begins = [index for index, event in enumerate(events) if event.get("kind") in BEGINS]
     # A resume that follows its own start (the launcher's, then the trainer's) is one attempt, not two.
-    begins = [b for i, b in enumerate(begins) if not i or _ended_between(events, begins[i - 1], b, train)]
+    begins = [b for i, b in enumerate(begins) if not i or _ended_between(events, begins[i - 1], b, times)]
     attempts: list[_Attempt] = []
-    for place, index in enumerate(begins):
-        until = begins[place + 1] if place + 1 < len(begins) else len(events)
+    resumed_at = np.inf
+    until = len(events)
+    # From the newest back: an attempt may go on from before the one that came before it.
+    for index in reversed(begins):
         within = events[index:until]
         begin = number(within[0].get("time"))
-        ends = [number(event.get("time")) for event in within if event.get("kind") in ENDS]
-        if until < len(events):
-            following = events[until:]
-            resumed_at = _resume_step(following)
-            next_begin = number(following[0].get("time"))
-            end = ends[0] if ends else _last_sign(train, within, next_begin)
+        told = next((event for event in within if event.get("kind") in ENDS), None)
+        if told is not None:
+            end = number(told.get("time"))
+        elif until < len(events):
+            end = _last_sign(times, within, number(events[until].get("time")))
         else:
-            resumed_at = np.inf
-            end = ends[0] if ends else max(now, begin)
-        attempts.append(_Attempt(begin, max(begin, end), resumed_at))
-    return attempts
+            end = max(now, begin)
+        clean = until == len(events) or (told is not None and told.get("kind") != "fault")
+        attempts.append(_Attempt(begin, max(begin, end), resumed_at, "training" if clean else "lost"))
+        resumed_at = min(resumed_at, _resume_step(within))
+        until = index
+    return attempts[::-1]
 
 
-def _ended_between(events: Sequence[Record], before: int, after: int, train: Columns) -> bool:
+def _ended_between(events: Sequence[Record], before: int, after: int, times: FloatArray) -> bool:
     if events[after].get("kind") == "start" or any(event.get("kind") in ENDS for event in events[before:after]):
         return True
-    times = train.column("time")
     start, end = np.searchsorted(times, (number(events[before].get("time")), number(events[after].get("time"))))
     return bool(end > start)
 
 
-def _resume_step(following: Sequence[Record]) -> float:
-    for event in following:
+def _resume_step(within: Sequence[Record]) -> float:
+    """Where an attempt went on from. One that began anew needs no telling: its first line undoes all before it."""
+    for event in within:
         if event.get("kind") == "resume":
             return number(event.get("step") or 0)
         if event.get("kind") in ENDS:
             break
-    return 0.0
+    return float(np.inf)
 
 
-def _last_sign(train: Columns, within: Sequence[Record], before: float) -> float:
+def _last_sign(times: FloatArray, within: Sequence[Record], before: float) -> float:
     """An attempt that was killed outright tells no end: its last line is the last we know of it."""
-    times = train.column("time")
     place = int(np.searchsorted(times, before))
     stepped = [float(times[place - 1])] if place else []
     return max([number(event.get("time")) for event in within] + stepped)
-
-
-def _has_fault(events: Sequence[Record], attempt: _Attempt) -> bool:
-    return any(
-        event.get("kind") == "fault" and attempt.begin <= number(event.get("time")) <= attempt.end for event in events
-    )
 
 
 def _seconds(segments: Sequence[Segment], events: Sequence[Record], train: Columns) -> dict[str, float]:
@@ -164,15 +187,17 @@ def _seconds(segments: Sequence[Segment], events: Sequence[Record], train: Colum
         cause: sum(segment.end - segment.start for segment in segments if segment.cause == cause)
         for cause in ("training", "startup", "lost", "down")
     }
-    counted = [(segment.start, segment.end) for segment in segments if segment.cause == "training"]
+    counted = [segment for segment in segments if segment.cause == "training"]
+    starts, ends = (np.array([getattr(segment, name) for segment in counted]) for name in ("start", "end"))
 
     def told(kind: str, key: str) -> float:
-        values = [
-            number(event.get(key))
-            for event in events
-            if event.get("kind") == kind and any(start <= number(event.get("time")) <= end for start, end in counted)
-        ]
-        return float(np.nansum(values)) if values else 0.0
+        of_kind = [event for event in events if event.get("kind") == kind]
+        if not counted or not of_kind:
+            return 0.0
+        times, values = (np.array([number(event.get(name)) for event in of_kind]) for name in ("time", key))
+        # Looked up and not compared one by one: a scrape must stay cheap in the process that trains.
+        place = np.searchsorted(starts, times, side="right") - 1
+        return float(np.nansum(values[(place >= 0) & (times <= ends[place])]))
 
     inside = {
         "data": float(np.nansum(train.column("data_s"))),

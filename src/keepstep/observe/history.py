@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 
 from keepstep.observe import cache
 from keepstep.observe.columns import Columns
-from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, read_from
+from keepstep.observe.folder import JsonLines, Record, RunFolder, is_validation, number, read_from
 
 _T = TypeVar("_T")
 _TAIL_BYTES = 4 * 2**20
@@ -36,8 +37,8 @@ class History:
     def _reset(self) -> None:
         self.train, self.valid = Columns(), Columns()
         self.events: list[Record] = []
-        self.undone_steps = 0.0
-        self.undone_s = 0.0
+        self.undone = Columns()
+        """Steps that were done and then gone back from: when each ended and how long it took, in no order."""
         self.sources: dict[str, Any] = {}
         self._offsets = {"metrics": 0, "events": 0}
         self._remembered: dict[Any, tuple[int, Any]] = {}
@@ -53,7 +54,8 @@ class History:
                 self.version += bool(self._offsets["metrics"])
             read_bytes = self._read_metrics()
             events, self._offsets["events"] = read_from(self.folder.events, self._offsets["events"])
-            self.events.extend(events)
+            # Every event has a time: one without is a damaged line, which is worth nothing to anybody.
+            self.events.extend(event for event in events if math.isfinite(number(event.get("time"))))
             self.version += bool(events)
             if self._cache_dir and read_bytes > cache.WORTH_BYTES:
                 cache.store(self, cache.place(self.folder, self._cache_dir), self._offsets["metrics"])
@@ -112,22 +114,35 @@ class History:
             self.version += 1
 
     def _take(self, lines: Sequence[Record]) -> None:
-        for table, rows in ((self.train, _of_kind(lines, False)), (self.valid, _of_kind(lines, True))):
-            if not rows:
-                continue
-            steps = np.array([row["step"] for row in rows], dtype=np.float64)
-            # Where the step does not rise the run resumed from before: what it undid goes, in this table's own time.
-            newest = table.last("step") if len(table) else -np.inf
-            breaks = [0, *(np.flatnonzero(np.diff(steps) <= 0) + 1).tolist(), len(rows)]
-            for first, end in pairwise(breaks):
-                if steps[first] <= newest:
-                    undone = table.rewind(float(steps[first]))
-                    if table is self.train:
-                        self.undone_steps += undone["steps"]
-                        self.undone_s += undone["seconds"]
-                table.append(rows[first:end])
-                newest = float(steps[end - 1])
+        rows = [line for line in lines if _is_step(line.get("step"))]
+        places = [place for place, row in enumerate(rows) if not is_validation(row)]
+        steps = np.array([_newest_step(self.train), *(rows[place]["step"] for place in places)], dtype=np.float64)
+        # Where the step does not rise the run resumed from before, and what it undid goes: validations, too.
+        falls = [places[fall] for fall in np.flatnonzero(np.diff(steps) <= 0)]
+        for first, end in pairwise([0, *falls, len(rows)]):
+            if first in falls and end > first:
+                self._go_back(float(rows[first]["step"]))
+            piece = rows[first:end]
+            if train := [row for row in piece if not is_validation(row)]:
+                self.train.append(train)
+            if valid := [row for row in piece if is_validation(row)]:
+                self._take_validations(valid)
         self.sources = next((line["sources"] for line in reversed(lines) if "sources" in line), self.sources)
+
+    def _go_back(self, step: float) -> None:
+        """The run does `step` again."""
+        self.undone.append_arrays(*self.train.rewind(step, ("step", "time", "step_s")))
+        self.valid.rewind(step, ())
+
+    def _take_validations(self, rows: Sequence[Record]) -> None:
+        """A run that resumes may validate the step it resumed at once more: the later one counts."""
+        steps = np.array([_newest_step(self.valid), *(row["step"] for row in rows)], dtype=np.float64)
+        falls = np.flatnonzero(np.diff(steps) <= 0).tolist()
+        for first, end in pairwise([0, *falls, len(rows)]):
+            if first in falls and end > first:
+                self.valid.rewind(float(rows[first]["step"]), ())
+            if end > first:
+                self.valid.append(rows[first:end])
 
     def newest_ranks(self) -> Record:
         """The newest look at all ranks, or an empty record."""
@@ -171,8 +186,13 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _of_kind(lines: Sequence[Record], valid: bool) -> list[Record]:
-    return [line for line in lines if isinstance(line.get("step"), int | float) and is_validation(line) is valid]
+def _newest_step(table: Columns) -> float:
+    return table.last("step") if len(table) else -math.inf
+
+
+def _is_step(value: Any) -> bool:
+    """Whether this counts steps, and is not what is left of a damaged line."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def tail(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Record]:

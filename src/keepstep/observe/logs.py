@@ -104,7 +104,13 @@ def _merge(files: list[list[Record]]) -> MergedLogs:
 
 def format_line(line: Record) -> str:
     """One line for people."""
-    moment = time.strftime("%H:%M:%S", time.localtime(number(line.get("time"))))
-    millis = int(number(line.get("time")) % 1 * 1000)
     who = f"{line.get('role', '?')}/{line.get('rank', '?')}"
-    return f"{moment}.{millis:03d}  {line.get('level', ''):<7}  {who:<12}  {line.get('text', '')}"
+    return f"{_moment(number(line.get('time')))}  {line.get('level', '')!s:<7}  {who:<12}  {line.get('text', '')}"
+
+
+def _moment(time_s: float) -> str:
+    """Time of day; a line whose time is damaged may still say what matters."""
+    try:
+        return f"{time.strftime('%H:%M:%S', time.localtime(time_s))}.{int(time_s % 1 * 1000):03d}"
+    except (ValueError, OverflowError):
+        return f"{'?':<12}"

@@ -140,7 +140,7 @@ class Exporter:
     def _job(self, history: History, now: float) -> Iterable[tuple[str, dict[str, str], float]]:
         history.refresh()
         verdict, train, events = judge(history, now), history.train, history.events
-        goodput = account(events, train, now)
+        goodput = account(events, train, history.undone, now)
         commits = [event for event in events if event.get("kind") == "checkpoint_committed"]
         values = {
             "keepstep_step": float(verdict.step),

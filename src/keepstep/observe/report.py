@@ -74,7 +74,7 @@ def _plan(history: History) -> Table:
 
 
 def _goodput(history: History, now: float) -> Table:
-    goodput = account(history.events, history.train, now)
+    goodput = account(history.events, history.train, history.undone, now)
     rows = [
         (cause, CAUSES[cause], format_seconds(spent), f"{spent / goodput.wall_s:.1%}")
         for cause, spent in goodput.seconds.items()

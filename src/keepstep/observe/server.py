@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -54,7 +54,8 @@ class PageServer(AccessServer):
         """Read the newest runs ahead of the first visitor."""
         folders = sorted(self._folders().values(), key=lambda folder: -_changed(folder)[0])
         for folder in folders[:_MAX_OVERLAID]:
-            self._history(folder)
+            with suppress(OSError):
+                self._history(folder)
 
     def _folders(self) -> dict[str, RunFolder]:
         return {folder.name: folder for folder in find_runs(self.runs_dir)}
@@ -71,9 +72,13 @@ class PageServer(AccessServer):
         for folder in self._folders().values():
             changed = _changed(folder)
             known = self._glances.get(folder.name)
-            if known is None or known[0] != changed:
-                self._glances[folder.name] = known = (changed, glance(folder))
-            rows.append(summary(known[1], now))
+            try:
+                if known is None or known[0] != changed:
+                    self._glances[folder.name] = known = (changed, glance(folder))
+                rows.append(summary(known[1], now))
+            except OSError:
+                # Deleted just now, or another user's and closed: no reason to show none of the others.
+                continue
         rows.sort(key=lambda row: -(row["updated"] if math.isfinite(row["updated"]) else 0))
         return _json({"now": now, "runs_dir": self.runs_dir.name, "runs": rows})
 

@@ -245,7 +245,12 @@ def _prometheus(folder: RunFolder, options: ObserveConfig, ranks: Ranks) -> Sink
     here = range(ranks.rank, ranks.rank + ranks.local_world_size)
     exporter = Exporter(folder, job=ranks.is_first, node=socket.gethostname(), local_ranks=here)
     token = os.environ.get("KEEPSTEP_METRICS_TOKEN", "")
-    return PrometheusSink(exporter, Access(options.metrics_host, options.metrics_port, token))
+    try:
+        access = Access(options.metrics_host, options.metrics_port, token)
+    except UsageError as error:
+        hint = "set KEEPSTEP_METRICS_TOKEN to 16 characters or more, or observe.metrics_host=127.0.0.1"
+        raise UsageError(f"observe.metrics_host: {error.message}", hint) from None
+    return PrometheusSink(exporter, access)
 
 
 def _try(name: str, build: Callable[[], Sink]) -> list[Sink]:

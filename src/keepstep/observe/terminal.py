@@ -34,7 +34,7 @@ def paint_state(state: str, colour: bool) -> str:
 def screen(history: History, now: float, width: int, height: int, colour: bool = False) -> str:
     """The whole view: verdict, figures, loss curve, goodput and the latest events, in `width` × `height` characters."""
     verdict = judge(history, now)
-    goodput = account(history.events, history.train, now)
+    goodput = account(history.events, history.train, history.undone, now)
     head = [_headline(history, verdict, width, colour)]
     if verdict.reasons:
         head.append(f"  {'; '.join(verdict.reasons)}"[:width])

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from keepstep.core.units import Duration, format_seconds
+from keepstep.observe.columns import FloatArray
 from keepstep.observe.folder import Record, number
 from keepstep.observe.goodput import SILENT_S, SILENT_STEPS
 from keepstep.observe.history import History
@@ -64,7 +65,7 @@ def judge(history: History, now: float) -> Verdict:
     silent_s = now - max([t for t in (last_step_time, _last_time(events)) if math.isfinite(t)], default=now)
     step = int(train.last("step")) if len(train) else 0
     checkpoint = _newest(events, "checkpoint_committed")
-    straggler = find_straggler(history.newest_ranks())
+    straggler = find_straggler(_ranks_now(history))
     state, reasons = _state(history, now, silent_s, straggler)
     at_risk_s, at_risk_steps = _at_risk(history, checkpoint)
     return Verdict(
@@ -74,7 +75,7 @@ def judge(history: History, now: float) -> Verdict:
         total_steps=total_steps(history),
         loss=train.last("loss"),
         eta_s=_eta_s(history, step) if state not in ("finished", "stopped", "failed") else math.nan,
-        checkpoint_step=int(number(checkpoint.get("step"))) if checkpoint.get("step") is not None else -1,
+        checkpoint_step=int(saved) if math.isfinite(saved := number(checkpoint.get("step"))) else -1,
         checkpoint_age_s=now - number(checkpoint.get("time")),
         at_risk_s=at_risk_s,
         at_risk_steps=at_risk_steps,
@@ -175,13 +176,25 @@ def own_seconds(ranks: Record) -> list[float]:
     Waiting is `wait_s` where it was measured. Else the wait for data tells: all ranks meet at the start of a step, so
     one whose data came early waited there for the one whose data came last.
     """
-    seconds = np.array([number(value) for value in ranks.get("step_s") or []])
-    waits = np.array([number(value) for value in ranks.get("wait_s") or []])
-    data = np.array([number(value) for value in ranks.get("data_s") or []])
+    seconds, waits, data = (_by_rank(ranks.get(name)) for name in ("step_s", "wait_s", "data_s"))
     if len(waits) != len(seconds):
         waits = data.max() - data if len(data) and len(data) == len(seconds) else np.zeros(len(seconds))
     own: list[float] = (seconds - np.nan_to_num(waits)).tolist()
     return own
+
+
+def _ranks_now(history: History) -> Record:
+    """The newest look at all ranks, where it is of the processes that train now: numbers go to others at a start."""
+    begun = max((number(e.get("time")) for e in history.events if e.get("kind") in _BEGINS), default=-math.inf)
+    look = history.newest_ranks()
+    return {} if number(look.get("time")) < begun else look
+
+
+_BEGINS = ("start", "resume", "resize")
+
+
+def _by_rank(values: object) -> FloatArray:
+    return np.array([number(value) for value in values] if isinstance(values, list) else [], dtype=np.float64)
 
 
 def _at_risk(history: History, checkpoint: Record) -> tuple[float, int]:
@@ -212,10 +225,10 @@ def _usual_step_s(history: History) -> float:
 def total_steps(history: History) -> int:
     """Steps the run is to take: as its newest start told, or as its configuration says in steps; 0 when unknown."""
     for event in reversed(history.events):
-        if event.get("total_steps"):
-            return int(number(event["total_steps"]))
-    if total := history.facts().get("total_steps"):
-        return int(number(total))
+        if total := _whole(event.get("total_steps")):
+            return total
+    if total := _whole(history.facts().get("total_steps")):
+        return total
     for line in history.config_text().splitlines():
         key, _, value = line.partition(":")
         if key == "max_duration":
@@ -225,6 +238,12 @@ def total_steps(history: History) -> int:
                 return 0
             return int(duration.value) if duration.unit == "ba" else 0
     return 0
+
+
+def _whole(value: object) -> int:
+    """A count as the files tell it; 0 where it is none."""
+    told = number(value)
+    return int(told) if math.isfinite(told) else 0
 
 
 def _ranks(events: Sequence[Record]) -> int:

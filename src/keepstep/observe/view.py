@@ -25,7 +25,7 @@ _EVENTS_SHOWN = 400
 def overview(history: History, now: float) -> dict[str, Any]:
     """Verdict, goodput, timeline, ranks, data position, samples and evaluations of one run."""
     verdict = judge(history, now)
-    goodput = account(history.events, history.train, now)
+    goodput = account(history.events, history.train, history.undone, now)
     train, ranks = history.train, history.newest_ranks()
     return {
         "name": history.folder.name,

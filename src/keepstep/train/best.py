@@ -30,12 +30,17 @@ class BestWeights:
         """Whether validation has not improved for as long as the configuration waits."""
         return 0 < self._config.patience <= self._without
 
-    def offer(self, step: int, loss: float, weights: Callable[[], dict[str, Any]]) -> bool:
-        """Keep these weights if none were better; True when they were. Collective; CheckpointError if it fails."""
+    def offer(
+        self, step: int, loss: float, weights: Callable[[], dict[str, Any]], origin: dict[str, Any] | None = None
+    ) -> bool:
+        """Keep these weights if none were better; True when they were. Collective; CheckpointError if it fails.
+
+        `origin` says what the run began with and is kept with them: adapters belong to those weights alone.
+        """
         self._lowest, self._without = (loss, 0) if loss < self._lowest else (self._lowest, self._without + 1)
         if self._checkpointer is None or not loss < self._kept:
             return False
-        self._checkpointer.save(step, {"model": weights(), "loss": loss}, {})
+        self._checkpointer.save(step, {"model": weights(), "loss": loss, "origin": origin}, {})
         self._kept = loss
         return True
 

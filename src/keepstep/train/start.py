@@ -131,6 +131,15 @@ def find_tokenizer(where: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def find_chat_template(where: Path, config: RunConfig) -> str:
+    """The template that `chat.template` named when the run was trained; empty where it is the tokenizer's own."""
+    if not config.chat.template:
+        return ""
+    # The run's own copy: the file that was named may have been edited, or be gone.
+    kept = where / TOKENIZER / "chat_template.jinja"
+    return str(kept) if kept.is_file() else config.chat.template if Path(config.chat.template).is_file() else ""
+
+
 def fill_weights(model: Transformer, config: RunConfig, origin: Origin | None = None) -> Origin | None:
     """First weights of a model that is on its device, sharded or whole; adapters start so that they change nothing.
 

@@ -106,7 +106,9 @@ class Speaker:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, the model's limit is {self.room}", "start afresh"
             )
-        decode = self.open_decoder(torch.zeros(1, dtype=torch.int64), self.room)
+        most = min(room, sampling.max_new_tokens)
+        # Not for all the model has room for: at 128k tokens that is more than the weights.
+        decode = self.open_decoder(torch.zeros(1, dtype=torch.int64), len(ids) + most)
         seen = 0
 
         def forward(tokens: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class Speaker:
         choose = chooser(sampling.temperature, sampling.top_p, sampling.seed)
         written: list[int] = []
         shown = ""
-        for token in stream(forward, ids, choose, max_new_tokens=min(room, sampling.max_new_tokens)):
+        for token in stream(forward, ids, choose, max_new_tokens=most):
             if token in self.ends:
                 break
             written.append(token)
@@ -136,7 +138,7 @@ class Speaker:
         cache = KeyValueCache(self.config.model.layers, capacity, padding)
 
         def decode(tokens_bt: Tensor) -> Tensor:
-            logits: Tensor = self.model(tokens_bt.to(device), cache=cache)[:, -1]
+            logits: Tensor = self.model(tokens_bt.to(device), cache=cache, last_only=True)[:, -1]
             return logits
 
         return decode

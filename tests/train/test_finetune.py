@@ -137,6 +137,21 @@ def test_two_processes_import_what_one_process_reads(tmp_path: Path) -> None:
     assert main([*words, "--procs", "1"]) == 2, "a run that is there is never written over"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [["evaluate.keep_best=true"], []])
+def test_a_run_that_begins_anew_does_not_answer_with_the_best_of_the_one_before(
+    again: list[str], tmp_path: Path
+) -> None:
+    run_here(tmp_path, "evaluate.keep_best=true", "max_duration=12ba")
+    run_here(tmp_path, *again, "seed=99", "checkpoint.autoresume=false", "optimizer.lr=1e-4", "max_duration=4ba")
+    model, config, step = whole_model(tmp_path / "run")
+    assert (step, config.seed) == (4, 99)
+    newest = {name: torch.empty_like(item) for name, item in model.named_parameters()}
+    Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig()).load_newest({"model": newest})
+    assert all(torch.equal(item, newest[name]) for name, item in model.named_parameters())
+    assert Checkpointer(tmp_path / "run" / "best.old", CheckpointConfig()).find() is not None, "nothing is lost"
+
+
 def test_the_best_weights_are_kept_and_patience_runs_out(tmp_path: Path) -> None:
     weight = torch.zeros(3)
     best = BestWeights(tmp_path / "best", EvaluateConfig(keep_best=True, patience=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ class BestWeights:
     """Told every validation loss. All processes are told the same number, so they decide alike."""
 
     def __init__(self, folder: Path, config: EvaluateConfig) -> None:
+        self._folder = folder
         self._config = config
         self._checkpointer = Checkpointer(folder, CheckpointConfig(keep=1)) if config.keep_best else None
         self._lowest = self._kept = math.inf
@@ -43,6 +45,18 @@ class BestWeights:
         self._checkpointer.save(step, {"model": weights(), "loss": loss, "origin": origin}, {})
         self._kept = loss
         return True
+
+    def begin(self, is_first: bool) -> Path | None:
+        """The run begins anew: what an earlier one of its name kept is not its best, and the first process moves it.
+
+        Gives back where it lies now, if there was something.
+        """
+        self._lowest = self._kept = math.inf
+        if not is_first or not self._folder.is_dir():
+            return None
+        aside = self._folder.with_name(f"{self._folder.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        return self._folder.rename(aside)
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint: how long it is since validation improved."""

@@ -311,6 +311,7 @@ class _Run:
         self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
         if (settings.autoresume or settings.resume_from) and (self._resume_from_memory() or self._resume_from_disk()):
             return
+        self._begin_best()
         if not self.filled:
             # What seemed to be there does not fit: begin after all.
             self._build(fill=True)
@@ -326,6 +327,8 @@ class _Run:
         loaded = self.checkpointer.load_newest(into)
         if loaded is None:
             return False
+        if begins:
+            self._begin_best()
         if weights_only:
             self.state.optimizers.adopt(into["model"])
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
@@ -338,6 +341,11 @@ class _Run:
                 note = f"the run began at {settings.resume_from}; checkpoint.autoresume=false would begin there again"
                 self.recorder.note(note)
         return True
+
+    def _begin_best(self) -> None:
+        aside = self.best.begin(self.world.is_first)
+        if aside is not None:
+            self.recorder.note(f"the best weights that an earlier run of this name kept are in {aside} now")
 
     def _resume_from_memory(self) -> bool:
         """Go on from what the agent's memory holds, where that is newer than every checkpoint."""

@@ -69,6 +69,18 @@ def test_bf16_survives_the_round_trip_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(before[key], after[key]) and after[key].dtype == torch.bfloat16 for key in before)
 
 
+@pytest.mark.slow
+def test_weights_of_two_precisions_survive_the_round_trip_bit_by_bit(tmp_path: Path) -> None:
+    theirs = reference("llama").to(torch.bfloat16)
+    theirs.model.norm.to(torch.float32).weight.data += 1e-5
+    theirs.save_pretrained(tmp_path / "hf")
+    folder = import_weights(tmp_path / "hf", import_model(tmp_path / "hf", "run", str(tmp_path), 1))
+    export_model(folder.root, tmp_path / "out")
+    before, after = HfTensors(tmp_path / "hf"), HfTensors(tmp_path / "out")
+    assert before["model.norm.weight"].dtype == torch.float32
+    assert all(torch.equal(before[key].float(), after[key].float()) for key in before)
+
+
 def test_a_wrong_export_fails_loudly(tmp_path: Path) -> None:
     reference("llama").save_pretrained(tmp_path)
     shape = ModelConfig(**model_config_from_hf(json.loads((tmp_path / "config.json").read_text())))

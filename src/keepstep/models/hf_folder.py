@@ -50,8 +50,18 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def dtype(self) -> torch.dtype:
-        """The precision of the weights, told by the largest kind there is."""
-        return self[next(name for name in self._files if name.endswith("weight"))].dtype
+        """The precision that holds every weight as it is: the widest there is, fp32 where none holds them all."""
+        kinds = {_dtype(self._folder / file, name) for name, file in self._files.items() if name.endswith("weight")}
+        return kinds.pop() if len(kinds) == 1 else torch.float32
+
+
+def _dtype(path: Path, name: str) -> torch.dtype:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        part = file.get_slice(name)
+        kind: torch.dtype = part[: min(1, part.get_shape()[0])].dtype
+    return kind
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from keepstep.cli.finetune import finetune_words
 from keepstep.cli.main import main
 from keepstep.config.load import load_config
 from keepstep.config.schema import CheckpointConfig, EvaluateConfig, ModelConfig
-from keepstep.core.errors import CheckpointError, UsageError
+from keepstep.core.errors import ConfigError, UsageError
 from keepstep.models.hf_describe import describe_hf
 from keepstep.models.hf_folder import fingerprint, save_hf, write_shards
 from keepstep.models.init import init_weights
@@ -61,9 +61,9 @@ def test_adapters_stay_on_the_weights_they_began_with_though_their_run_trains_on
     assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
 
     run_here(tmp_path, "name=base", "max_duration=12ba", "checkpoint.keep=1")
-    with pytest.raises(CheckpointError, match=r"does not hold the weights any more .* step 6 is gone"):
+    with pytest.raises(ConfigError, match=r"does not hold the weights any more .* step 6 is gone"):
         whole_model(tmp_path / "whole")
-    with pytest.raises(CheckpointError, match="does not hold the weights any more"):
+    with pytest.raises(ConfigError, match="does not hold the weights any more"):
         finetune_here(tmp_path, *start, "name=whole", "max_duration=10ba")
 
 
@@ -78,7 +78,7 @@ def test_adapters_are_not_merged_into_other_hugging_face_weights(tmp_path: Path)
     assert (tmp_path / "tuned" / BEST).is_dir()
     whole_model(tmp_path / "tuned")
     (tmp_path / "other" / "model.safetensors").replace(tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(CheckpointError, match="does not hold the weights any more"):
+    with pytest.raises(ConfigError, match="does not hold the weights any more"):
         whole_model(tmp_path / "tuned")
 
 

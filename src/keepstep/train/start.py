@@ -18,7 +18,7 @@ from keepstep.checkpoint.finding import LoadedStep
 from keepstep.checkpoint.objects import parse_url
 from keepstep.config.load import LoadedConfig, load_config
 from keepstep.config.schema import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
-from keepstep.core.errors import CheckpointError, HardwareError, UsageError
+from keepstep.core.errors import CheckpointError, ConfigError, HardwareError, UsageError
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_folder import fingerprint, is_hf_folder, load_hf, read_hf_config
 from keepstep.models.init import init_weights
@@ -181,10 +181,11 @@ def fill_from(model: Transformer, where: Path, origin: Origin | None = None) -> 
     return {"step": loaded.step, "manifest": loaded.where.marker.manifest_hash}
 
 
-def _changed(where: Path, origin: Origin | None = None) -> CheckpointError:
+def _changed(where: Path, origin: Origin | None = None) -> ConfigError:
     named = f": step {origin['step']} is gone" if origin else ""
-    return CheckpointError(
-        f"{where} does not hold the weights any more that the run began with{named}",
+    # No fault that another attempt could get over, as a checkpoint's would be.
+    return ConfigError(
+        f"finetune.start_from is {where}, which does not hold the weights any more that the run began with{named}",
         f"put them back there, or train anew from what {where} holds now, under another name",
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.store import open_store
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError, ConfigError
+from keepstep.train.start import whole_model
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -90,3 +93,12 @@ def test_a_bucket_that_does_not_exist_is_refused_before_training(bucket: str) ->
     assert open_store(bucket).names() == []
     with pytest.raises(ConfigError, match="cannot be written"):
         Checkpointer("s3://nowhere-to-be-found/run", CheckpointConfig()).check_place()
+
+
+def test_a_run_whose_steps_lie_in_a_bucket_opens_for_evaluation_and_export(bucket: str, tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+    from tiny_runs import run_here
+
+    run_here(tmp_path, f"checkpoint.folder={bucket}")
+    _, _, step = whole_model(tmp_path / "run")
+    assert step == 6

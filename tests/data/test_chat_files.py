@@ -16,6 +16,7 @@ from keepstep.core.errors import EXIT_CONFIG, DataError
 from keepstep.data.chat_files import NumberedRow, Reject, read_conversations, write_canonical
 from keepstep.data.chat_loader import ChatSource, build_chat_loaders
 from keepstep.data.chat_rows import calls_of
+from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.tokenize import load
 
 
@@ -144,3 +145,20 @@ def test_prepared_rows_follow_the_tokens_that_the_tokenizers_folder_names(tmp_pa
         batch = build_chat_loaders(source, tmp_path / "cache").train.rows(0, 1)
         known = load(tokenizer)
         assert known.decode(batch.inputs[0][:40].tolist(), skip_special_tokens=False).startswith(f"Hello?Yes.{end}")
+
+
+def test_a_tokenizer_that_takes_anothers_place_gets_none_of_its_files(tmp_path: Path) -> None:
+    for name, files in (("first", ("tokenizer.json", "chat_template.jinja")), ("second", ("tokenizer.json",))):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text(name)
+    kept = tmp_path / "run"
+    keep_tokenizer(tmp_path / "first" / "tokenizer.json", kept)
+    assert (kept / "chat_template.jinja").read_text() == "first"
+    keep_tokenizer(tmp_path / "second" / "tokenizer.json", kept)
+    assert [path.name for path in kept.iterdir()] == ["tokenizer.json"]
+    keep_tokenizer(kept / "tokenizer.json", kept)
+    assert (kept / "tokenizer.json").read_text() == "second"
+    (tmp_path / "named.jinja").write_text("named")
+    keep_tokenizer(tmp_path / "second" / "tokenizer.json", kept, str(tmp_path / "named.jinja"))
+    assert (kept / "chat_template.jinja").read_text() == "named"

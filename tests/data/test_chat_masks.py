@@ -156,6 +156,15 @@ def test_a_token_across_the_edge_is_cut_there_whatever_its_offsets_leave_out(tmp
             assert tokenizer.decode(row.tokens[row.loss].tolist()) == text[span.start : span.end]
 
 
+def test_a_turn_that_says_nothing_gives_what_follows_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenize.train_bpe(["abcd"] * 100, tokenize.SMALLEST_VOCAB + 3, path)
+    # One token covers abcd, so that the text is cut at both edges; the first turn is empty.
+    row = encode_rendered(Rendered("wxyzabcd", (Span(2, 2, 0), Span(6, 8, 1))), tokenize.load(path))
+    learnt = [int(number) for number, counted in zip(row.tokens, row.loss, strict=True) if counted]
+    assert tokenize.load(path).decode(learnt) == "cd"
+
+
 def test_loss_on_tool_calls_leaves_out_turns_that_only_talk(tokenizer: Any) -> None:
     messages = [
         {"role": "user", "content": "do it"},

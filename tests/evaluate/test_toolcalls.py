@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -56,6 +57,19 @@ def test_parallel_calls_may_come_in_any_order() -> None:
     calls = [("weather", {"city": "A"}), ("news", {"city": "B"})]
     text = hermes("news", '{"city": "B"}') + "\n" + hermes("weather", '{"city": "A"}')
     assert judge(Task("parallel", TOOLS, calls), text).exact
+
+
+def test_many_parallel_calls_may_come_in_any_order() -> None:
+    calls = [("news", {"city": str(number)}) for number in range(20)]
+    text = "\n".join(hermes("news", json.dumps(arguments)) for _, arguments in reversed(calls))
+    assert judge(Task("parallel", TOOLS, calls), text).exact
+    assert judge(Task("parallel", TOOLS, [*calls[:-1], calls[0]]), text).error == "value_error"
+
+
+@pytest.mark.parametrize("wanted", [{"city": "A", "days": "3"}, {"city": "A", "unit": "C"}, {}])
+def test_the_very_answer_that_a_row_wants_is_right_whatever_its_schema_says(wanted: dict[str, Any]) -> None:
+    text = hermes("weather", json.dumps(wanted))
+    assert judge(Task("simple", TOOLS, [("weather", wanted)]), text).exact
 
 
 def test_a_request_that_needs_no_call_must_get_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,23 @@ def test_windows_that_are_switched_off_are_off() -> None:
     mistral = {**LLAMA_1B, "model_type": "mistral", "sliding_window": 4096}
     assert model_config_from_hf(mistral)["sliding_window"] == 4096
     assert model_config_from_hf({**mistral, "sliding_window": None})["sliding_window"] == 0
+
+
+def test_a_window_that_the_file_leaves_out_is_the_familys_own() -> None:
+    unsaid = {**LLAMA_1B, "model_type": "mistral"}
+    assert model_config_from_hf(unsaid)["sliding_window"] == 4096
+    assert model_config_from_hf(LLAMA_1B)["sliding_window"] == 0
+    qwen = {key: value for key, value in QWEN2_05B.items() if key not in ("sliding_window", "max_window_layers")}
+    assert model_config_from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0})["sliding_window"] == 4096
+    with pytest.raises(ConfigError, match="mixes layers"):
+        model_config_from_hf({**qwen, "use_sliding_window": True})
+
+
+def test_a_vocabulary_below_that_of_the_weights_is_told() -> None:
+    config = VARIANTS["grouped rotary"]
+    tensors = to_hf(build(config).state_dict(), config, "llama")
+    with pytest.raises(CheckpointError, match=r"rows, more than model\.vocab \(5\)"):
+        from_hf(tensors, replace(config, vocab=5, vocab_multiple=1), "llama")
 
 
 @pytest.mark.parametrize(

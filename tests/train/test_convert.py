@@ -267,6 +267,13 @@ def test_what_our_decoder_does_not_compute_is_refused(tmp_path: Path) -> None:
     arguments = vars(arguments_of(LLAMA))
     with pytest.raises(ConfigError, match="num_experts"):
         model_config_from_megatron({**arguments, "num_experts": 8})
+    for key, value in (
+        ("rotary_seq_len_interpolation_factor", 4),
+        ("apply_residual_connection_post_layernorm", True),
+        ("qk_l2_norm", True),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            model_config_from_megatron({**arguments, key: value})
     with pytest.raises(ConfigError, match="num_layers"):
         model_config_from_megatron({})
     write_legacy(tmp_path, LLAMA, megatron_weights(LLAMA, weights_of(LLAMA)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from keepstep.cli.main import main
-from keepstep.config.schema import ModelConfig
+from keepstep.config.dump import dump_config
+from keepstep.config.schema import ChatConfig, ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError, UsageError
-from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
+from keepstep.data.chat_tokenizer import VOCAB, keep_tokenizer, prepare_tokenizer
 from keepstep.data.tokenize import END_OF_TEXT, SMALLEST_VOCAB, train_bpe
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
@@ -23,7 +25,7 @@ from keepstep.models.transformer import Transformer
 from keepstep.train import exchange
 from keepstep.train.exchange import check_export, export_model, fetch_source, import_model, import_weights
 from keepstep.train.speaker import Prompt, Sampling, open_speaker
-from keepstep.train.start import whole_model
+from keepstep.train.start import run_config, whole_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 transformers = pytest.importorskip("transformers")
@@ -65,6 +67,18 @@ def test_bf16_survives_the_round_trip_bit_by_bit(tmp_path: Path) -> None:
     assert exported.dtype == "bf16"
     before, after = HfTensors(tmp_path / "hf"), HfTensors(tmp_path / "out")
     assert all(torch.equal(before[key], after[key]) and after[key].dtype == torch.bfloat16 for key in before)
+
+
+@pytest.mark.slow
+def test_weights_of_two_precisions_survive_the_round_trip_bit_by_bit(tmp_path: Path) -> None:
+    theirs = reference("llama").to(torch.bfloat16)
+    theirs.model.norm.to(torch.float32).weight.data += 1e-5
+    theirs.save_pretrained(tmp_path / "hf")
+    folder = import_weights(tmp_path / "hf", import_model(tmp_path / "hf", "run", str(tmp_path), 1))
+    export_model(folder.root, tmp_path / "out")
+    before, after = HfTensors(tmp_path / "hf"), HfTensors(tmp_path / "out")
+    assert before["model.norm.weight"].dtype == torch.float32
+    assert all(torch.equal(before[key].float(), after[key].float()) for key in before)
 
 
 def test_a_wrong_export_fails_loudly(tmp_path: Path) -> None:
@@ -192,6 +206,50 @@ def test_the_token_that_ends_a_text_is_told_even_when_its_number_is_zero(tmp_pat
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert settings["eos_token_id"] == 0
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END_OF_TEXT
+
+
+HEADERS = (
+    "{% for m in messages %}{{ '<|head|>' + m['role'] + '\n' + m['content'] + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_a_base_model_that_learnt_a_template_stops_at_its_turns_in_chat_and_in_the_export(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    run = imported(tmp_path)
+    path = run / "tokenizer" / "tokenizer.json"
+    train_bpe(["a few words"], SMALLEST_VOCAB, path)
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<|head|>", "<|eot|>"])
+    tokenizer.save(str(path))
+    settings = {"eos_token_id": 0, "temperature": 0.6, "do_sample": True}
+    (run / "tokenizer" / "generation_config.json").write_text(json.dumps(settings))
+    (run / "tokenizer" / "chat_template.jinja").write_text(HEADERS)
+
+    ends = {0, tokenizer.token_to_id("<|eot|>")}
+    assert open_speaker(run).ends == ends
+    export_model(run, tmp_path / "out")
+    written = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert set(written.eos_token_id) == ends
+    assert written.temperature == 0.6
+    assert set(json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]) == ends
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_template_it_was_trained_with_though_the_file_is_edited(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(HEADERS)
+    run = imported(tmp_path)
+    train_bpe(["a few words"], SMALLEST_VOCAB, tmp_path / "tokenizer.json")
+    keep_tokenizer(tmp_path / "tokenizer.json", run / "tokenizer", str(template))
+    config = replace(run_config(run), chat=ChatConfig(template=str(template)))
+    (run / "config.yaml").write_text(dump_config(config))
+    template.write_text("another")
+    assert open_speaker(run).template.source == HEADERS
+    export_model(run, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == HEADERS
 
 
 @pytest.mark.slow

@@ -12,13 +12,16 @@ from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.cli.finetune import finetune_words
 from keepstep.cli.main import main
 from keepstep.config.load import load_config
-from keepstep.config.schema import CheckpointConfig, EvaluateConfig
-from keepstep.core.errors import UsageError
+from keepstep.config.schema import CheckpointConfig, EvaluateConfig, ModelConfig
+from keepstep.core.errors import ConfigError, UsageError
+from keepstep.models.hf_describe import describe_hf
+from keepstep.models.hf_folder import fingerprint, save_hf, write_shards
+from keepstep.models.init import init_weights
 from keepstep.models.neftune import add_embedding_noise
 from keepstep.models.transformer import Transformer
 from keepstep.train.best import BestWeights
 from keepstep.train.run import train
-from keepstep.train.start import adopt_start, run_config, start_model, whole_model
+from keepstep.train.start import BEST, adopt_start, run_config, start_model, whole_model
 
 LORA = ["lora.rank=2", "lora.targets=[q, v, up, down]"]
 
@@ -38,6 +41,57 @@ def test_adapters_learn_in_one_process_and_in_two_alike_and_resume_exactly(tmp_p
     run_here(tmp_path, *LORA, "name=cut", "max_duration=12ba")
     assert losses(tmp_path, "cut") == losses(tmp_path, "one")
     assert losses(tmp_path, "one")[-1] < losses(tmp_path, "one")[0]
+
+
+@pytest.mark.slow
+def test_adapters_stay_on_the_weights_they_began_with_though_their_run_trains_on(tmp_path: Path) -> None:
+    run_here(tmp_path, "name=base")
+    start = [f"finetune.start_from={tmp_path}/base", *LORA]
+    finetune_here(tmp_path, *start, "name=whole", "max_duration=8ba")
+    finetune_here(
+        tmp_path, *start, "name=cut", "max_duration=8ba", "checkpoint.interval=5ba", "checkpoint.at_end=false"
+    )
+    tokens_bt = torch.arange(12)[None]
+    merged, began = (opened(tmp_path / "whole")[0](tokens_bt) for opened in (whole_model, start_model))
+
+    run_here(tmp_path, "name=base", "max_duration=9ba")
+    assert torch.equal(whole_model(tmp_path / "whole")[0](tokens_bt), merged)
+    assert torch.equal(start_model(tmp_path / "whole")[0](tokens_bt), began)
+    finetune_here(tmp_path, *start, "name=cut", "max_duration=8ba")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+
+    run_here(tmp_path, "name=base", "max_duration=12ba", "checkpoint.keep=1")
+    with pytest.raises(ConfigError, match=r"does not hold the weights any more .* step 6 is gone"):
+        whole_model(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="does not hold the weights any more"):
+        finetune_here(tmp_path, *start, "name=whole", "max_duration=10ba")
+
+
+@pytest.mark.slow
+def test_adapters_are_not_merged_into_other_hugging_face_weights(tmp_path: Path) -> None:
+    shape = ModelConfig(layers=2, hidden=32, heads=4, vocab=128, seq_len=16)
+    for name, seed in (("hf", 1), ("other", 2)):
+        model = Transformer(shape)
+        init_weights(model, seed)
+        save_hf(dict(model.named_parameters()), shape, describe_hf(shape, "float32"), tmp_path / name, torch.float32)
+    finetune_here(tmp_path, f"finetune.start_from={tmp_path}/hf", *LORA, "name=tuned", "evaluate.keep_best=true")
+    assert (tmp_path / "tuned" / BEST).is_dir()
+    whole_model(tmp_path / "tuned")
+    (tmp_path / "other" / "model.safetensors").replace(tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ConfigError, match="does not hold the weights any more"):
+        whole_model(tmp_path / "tuned")
+
+
+def test_a_fingerprint_tells_weights_apart_and_not_files(tmp_path: Path) -> None:
+    tensors = {f"t{number}.weight": torch.full((10, 10), float(number)) for number in range(5)}
+    for folder, bytes_each in (("one", 10_000), ("many", 900)):
+        (tmp_path / folder).mkdir()
+        write_shards(tensors.items(), tmp_path / folder, largest_bytes=bytes_each)
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "many")
+    tensors["t3.weight"][9, 9] = 0.0
+    (tmp_path / "changed").mkdir()
+    write_shards(tensors.items(), tmp_path / "changed")
+    assert fingerprint(tmp_path / "changed") != fingerprint(tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -81,6 +135,21 @@ def test_two_processes_import_what_one_process_reads(tmp_path: Path) -> None:
     one, two = (whole_model(tmp_path / f"by-{processes}")[0].state_dict() for processes in (1, 2))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert main([*words, "--procs", "1"]) == 2, "a run that is there is never written over"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [["evaluate.keep_best=true"], []])
+def test_a_run_that_begins_anew_does_not_answer_with_the_best_of_the_one_before(
+    again: list[str], tmp_path: Path
+) -> None:
+    run_here(tmp_path, "evaluate.keep_best=true", "max_duration=12ba")
+    run_here(tmp_path, *again, "seed=99", "checkpoint.autoresume=false", "optimizer.lr=1e-4", "max_duration=4ba")
+    model, config, step = whole_model(tmp_path / "run")
+    assert (step, config.seed) == (4, 99)
+    newest = {name: torch.empty_like(item) for name, item in model.named_parameters()}
+    Checkpointer(tmp_path / "run" / "checkpoints", CheckpointConfig()).load_newest({"model": newest})
+    assert all(torch.equal(item, newest[name]) for name, item in model.named_parameters())
+    assert Checkpointer(tmp_path / "run" / "best.old", CheckpointConfig()).find() is not None, "nothing is lost"
 
 
 def test_the_best_weights_are_kept_and_patience_runs_out(tmp_path: Path) -> None:

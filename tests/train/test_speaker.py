@@ -15,10 +15,13 @@ from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data import tokenize
 from keepstep.data.chat_template import ChatTemplate
+from keepstep.models.cache import KeyValueCache
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
+from keepstep.train import speaker as speaker_module
 from keepstep.train.speaker import Prompt, Sampling, Speaker
 from keepstep.train.start import open_device, start_model
+from keepstep.train.tooltest import ask, load_questions, write_answers
 
 PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -140,3 +143,55 @@ def test_the_start_of_a_run_that_went_on_from_another_is_not_made_up(tmp_path: P
     facts = tmp_path / "first" / "facts.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "imported_from": "somewhere"}))
     assert start_model(tmp_path / "first")[2] == 6, "what was imported is what it began with"
+
+
+def test_an_answer_takes_memory_for_its_own_tokens_and_logits_of_the_last_place_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = speaker(tmp_path, room=4096)
+    rooms: list[int] = []
+    places: list[int] = []
+    shown = here.model.tied_output
+
+    def tied_output(hidden_btd: Any, *others: Any) -> Any:
+        places.append(hidden_btd.shape[1])
+        return shown(hidden_btd, *others)
+
+    class Counted(KeyValueCache):
+        def __init__(self, layers: int, capacity: int, padding_b: Any = None) -> None:
+            rooms.append(capacity)
+            super().__init__(layers, capacity, padding_b)
+
+    monkeypatch.setattr(speaker_module, "KeyValueCache", Counted)
+    here.model.tied_output = tied_output
+    prompt, sampling = asking("abcdef"), Sampling(max_new_tokens=5)
+    assert "".join(here.stream(prompt, sampling)) == here.answers([prompt], sampling, batch=1)[0]
+    assert rooms == [len(here.encode(prompt)) + 5] * 2
+    assert set(places) == {1}
+
+
+def test_a_greeting_is_no_answer_and_rows_that_ask_nothing_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    hello, asked = {"role": "assistant", "content": "hello"}, {"role": "user", "content": "add 1"}
+    rows = [{"messages": messages, "tools": tools} for messages in ([hello, asked, calls], [hello], [asked, calls])]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    questions = load_questions(str(path), 10)
+    assert [item.task.category for item in questions] == ["simple", "simple"]
+    assert [len(item.prompt.messages) for item in questions] == [2, 1]
+    assert "row 2: nobody asks anything" in capsys.readouterr().err
+    answered = ask(speaker(tmp_path), questions, Sampling(max_new_tokens=2), batch=2)
+    write_answers(answered.lines, tmp_path / "new" / "answers.jsonl")
+    assert len((tmp_path / "new" / "answers.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_place_that_takes_no_answers_is_told_before_the_first_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "answers.jsonl"):
+        assert main(["eval", "tools", str(tmp_path / "no-model"), "--answers", str(place)]) == 2
+        assert f"{place} cannot be written" in capsys.readouterr().err

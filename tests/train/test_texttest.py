@@ -71,7 +71,9 @@ def test_what_cannot_be_measured_says_so(texts: tuple[Path, Path], tmp_path: Pat
 def test_a_row_that_is_no_json_is_named_and_a_rare_line_end_inside_one_is_text(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": "one\u2028two\u0085three"}, ensure_ascii=False) + "\n")
-    assert [text for text in read_texts(rows) if text] == ["one\u2028two\u0085three"]
+    assert list(read_texts(rows)) == ["one\u2028two\u0085three"]
+    rows.write_text('{"text": "one"}\n\n{"text": ""}\n')
+    assert list(read_texts(rows)) == ["one", ""], "an empty line is no document, and costs no end-of-text token"
     rows.write_text('{"text": "one"}\n{"text": \n')
     with pytest.raises(DataError, match="line 2 is no JSON"):
         list(read_texts(rows))

@@ -342,13 +342,14 @@ class Checkpointer:
         """
         return self._finder.load(where, into, strict)
 
-    def load_newest(self, into: dict[str, Any], strict: bool = True) -> LoadedStep | None:
+    def load_newest(self, into: dict[str, Any], strict: bool = True, only: str = "") -> LoadedStep | None:
         """Load the newest whole step, repairing it or falling back past it if it is damaged, with an event for each.
 
         None when there is no step at all; when there are steps but none is whole this raises: starting over in
-        silence would lose the run. So does a state that does not fit the step.
+        silence would lose the run. So does a state that does not fit the step. `only` names one step by the hash of its
+        manifest, and None then means that it is not there.
         """
-        loaded = self._finder.load_newest(into, strict)
+        loaded = self._finder.load_newest(into, strict, only)
         if loaded is not None:
             self._last = (loaded.step, loaded.where.marker.time)
         return loaded

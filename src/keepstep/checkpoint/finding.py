@@ -74,18 +74,18 @@ class Finder:
         """
         return self._load(where, into, strict).values
 
-    def load_newest(self, into: dict[str, Any], strict: bool = True) -> LoadedStep | None:
+    def load_newest(self, into: dict[str, Any], strict: bool = True, only: str = "") -> LoadedStep | None:
         """Load the newest whole step, repairing it or falling back past it if it is damaged, with an event for each.
 
         None when there is no step at all; when there are steps but none is whole this raises: starting over in
-        silence would lose the run.
+        silence would lose the run. `only` names one step by the hash of its manifest.
         """
         elsewhere = frozenset().union(*self._together.gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
         tried: set[StepFolder] = set()
         waits_s = list(_WAITS_S)
         # Looked for anew after each that fails: a run that is under way may have retired it, and has a newer one then.
-        while (where := next((step for step in self._candidates() if step not in tried), None)) is not None:
+        while (where := self._next(tried, only)) is not None:
             tried.add(where)
             loaded, problem = self._try_load(where, into, strict, elsewhere)
             while isinstance(problem, UnreadableError) and waits_s:
@@ -109,6 +109,10 @@ class Finder:
                 problem.hint,
             )
         return None
+
+    def _next(self, tried: set[StepFolder], only: str) -> StepFolder | None:
+        steps = (step for step in self._candidates() if only in ("", step.marker.manifest_hash))
+        return next((step for step in steps if step not in tried), None)
 
     def _try_load(
         self, where: StepFolder, into: dict[str, Any], strict: bool, elsewhere: frozenset[str]

@@ -69,7 +69,8 @@ def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
 
 def _piecewise(rendered: Rendered, edges: list[int], tokenizer: Any) -> MaskedTokens:
     bounds = [0, *edges, len(rendered.text)]
-    spoken = {span.start for span in rendered.spans}
+    # A turn that says nothing begins where the next one does, and that is somebody else's.
+    spoken = {span.start for span in rendered.spans if span.end > span.start}
     ids: list[int] = []
     loss: list[bool] = []
     for start, end in pairwise(bounds):

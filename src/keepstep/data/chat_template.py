@@ -96,6 +96,16 @@ class ChatTemplate:
         self._marks.set("", "")
         return self._render(messages, tools, add_generation_prompt=True)
 
+    def turn_end(self) -> str:
+        """The special token that the assistant's turn ends with; empty where the template puts none there."""
+        said = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"})
+        self._marks.set("", "")
+        try:
+            text = self._render(said, ()).rstrip()
+        except BadRow:
+            return ""
+        return max((end for end in self._ends if text.endswith(end)), key=len, default="")
+
     def render(self, conversation: Conversation, *, by_prefix: bool = False) -> Rendered:
         """Text and spans; `by_prefix` ignores the template's own marks. Raises BadRow where it cannot be done."""
         if self.marks_turns and not by_prefix:

@@ -99,7 +99,12 @@ def keep_tokenizer(tokenizer: Path, folder: Path, template: str = "") -> None:
     """Copy a tokenizer's files beside a run, so that the run is whole without the data it came from."""
     for name in FILES:
         source = tokenizer if name == "tokenizer.json" else tokenizer.parent / name
-        if source.is_file() and source.resolve() != (folder / name).resolve():
+        if source.resolve() == (folder / name).resolve():
+            continue
+        if source.is_file():
             write_atomic(folder / name, source.read_bytes())
+        else:
+            # What a tokenizer that was there before had beside it would be taken for this one's.
+            (folder / name).unlink(missing_ok=True)
     if template:
         write_atomic(folder / "chat_template.jinja", Path(template).read_bytes())

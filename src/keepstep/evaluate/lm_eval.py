@@ -40,7 +40,7 @@ class KeepstepLM(LM):  # type: ignore[misc]
         """Log-probability of each continuation after its context, and whether greedy decoding would give it."""
         rows = []
         for request in requests:
-            context, continuation = request.args
+            context, continuation = _without_last_spaces(*request.args)
             if not context:
                 rows.append(([self._first(), *self._encode(continuation)], 1))
                 continue
@@ -63,20 +63,24 @@ class KeepstepLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
         """Greedy continuations up to a stop text."""
         answers = [""] * len(requests)
-        prompts = []
-        for request in requests:
-            most = int(request.args[1].get("max_gen_toks", 256))
-            prompts.append(self._encode(request.args[0])[-(self._room - most) :])
-        for places in by_length(prompts, self._batch):
-            options = [requests[place].args[1] for place in places]
-            most = max(int(option.get("max_gen_toks", 256)) for option in options)
-            made = generate_batch(
-                self._open_decoder, [prompts[place] for place in places], max_new_tokens=most, ends=self._ends
-            )
-            for place, option, ids in zip(places, options, made, strict=True):
-                text = self._tokenizer.decode(ids[: int(option.get("max_gen_toks", 256))])
-                answers[place] = _cut(text, option.get("until") or [])
+        by_most: dict[int, list[int]] = {}
+        for place, request in enumerate(requests):
+            # At least one token of the prompt stays, however long the answer may be.
+            most = min(int(request.args[1].get("max_gen_toks", 256)), self._room - 1)
+            by_most.setdefault(most, []).append(place)
+        for most, chosen in by_most.items():
+            prompts = [self._prompt(requests[place].args[0], self._room - most) for place in chosen]
+            for group in by_length(prompts, self._batch):
+                encoded = [prompts[number] for number in group]
+                made = generate_batch(self._open_decoder, encoded, max_new_tokens=most, ends=self._ends)
+                for number, ids in zip(group, made, strict=True):
+                    until = requests[chosen[number]].args[1].get("until") or []
+                    stops = [until] if isinstance(until, str) else until
+                    answers[chosen[number]] = _cut(self._tokenizer.decode(ids), stops)
         return answers
+
+    def _prompt(self, text: str, room: int) -> list[int]:
+        return self._encode(text)[-room:] or [self._first()]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -101,6 +105,15 @@ class KeepstepLM(LM):  # type: ignore[misc]
                 picked = predicted.gather(1, wanted[:, None]).sum()
                 results[place] = (float(picked), bool((predicted.argmax(-1) == wanted).all()))
         return results
+
+
+def _without_last_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Spaces at the context's end belong to what follows, as in the harness's own models: most tokens begin with one.
+
+    Else the token that holds both would count as the context's, and its probability would be left out.
+    """
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -6,11 +6,11 @@ forgives: case, spaces and punctuation inside strings.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import Any, Literal
 
 from keepstep.data.chat_rows import Tool
@@ -24,8 +24,6 @@ ERROR_NAMES: tuple[ErrorName, ...] = (
     "wrong_func_name", "missing_required", "unexpected_param", "type_error", "value_error",
     "wrong_count", "malformed", "irrelevance",
 )  # fmt: skip
-_MOST_ORDERS = 6
-"""Up to this many parallel calls every order is tried; beyond, the order counts."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +68,37 @@ def compare(task: Task, calls: Sequence[Call], *, lenient: bool) -> ErrorName | 
         return "wrong_count"
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in task.tools}
 
-    def first_error(order: Sequence[Call]) -> ErrorName | None:
-        found = (_check(want, got, schemas, lenient) for want, got in zip(task.expected, order, strict=True))
-        return next((error for error in found if error), None)
+    errors = [[_check(want, got, schemas, lenient) for got in calls] for want in task.expected]
+    if _all_paired([[error is None for error in row] for row in errors]):
+        return None
+    # What is wrong is told of the calls in the order they came.
+    return next(row[place] for place, row in enumerate(errors) if row[place])
 
-    orders = permutations(calls) if len(calls) <= _MOST_ORDERS else [tuple(calls)]
-    errors = [first_error(order) for order in orders]
-    return None if None in errors else errors[0]
+
+def _all_paired(fits: Sequence[Sequence[bool]]) -> bool:
+    """Whether every wanted call (a row) can have a given one (a column) of its own that fits."""
+    taken: dict[int, int] = {}
+
+    def place(want: int, seen: set[int]) -> bool:
+        for got in (number for number, fit in enumerate(fits[want]) if fit):
+            if got not in seen:
+                seen.add(got)
+                # Whoever has it moves on to another one, if there is one.
+                if got not in taken or place(taken[got], seen):
+                    taken[got] = want
+                    return True
+        return False
+
+    return all(place(want, set()) for want in range(len(fits)))
 
 
 def _check(want: Call, got: Call, schemas: Mapping[str, Any], lenient: bool) -> ErrorName | None:
     (name, expected), (called, given) = want, got
     if called != name:
         return "wrong_func_name"
+    if _json(given) == _json(expected):
+        # Right to the letter, though the schema that came with the row may say otherwise.
+        return None
     schema = schemas.get(name, {})
     properties = schema.get("properties", {})
     if any(required not in given for required in schema.get("required", ())):
@@ -96,6 +112,10 @@ def _check(want: Call, got: Call, schemas: Mapping[str, Any], lenient: bool) -> 
     if all(_same(expected[parameter], given[parameter], lenient) for parameter in expected):
         return None
     return "value_error"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)
 
 
 def has_type(value: Any, kind: Any) -> bool:

@@ -157,7 +157,8 @@ def _rotary(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
 
 
 def _sliding_window(config: HfConfig, family: Family) -> int:
-    window = config.get("sliding_window") or 0
+    # A file without the key means the family's own window; null means none.
+    window = config.get("sliding_window", 4096) or 0
     if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         return 0
     if family == "llama" or not window:
@@ -165,7 +166,7 @@ def _sliding_window(config: HfConfig, family: Family) -> int:
     kinds = set(config.get("layer_types") or ["sliding_attention"])
     if kinds == {"full_attention"}:
         return 0
-    first = config.get("max_window_layers", 0) if family != "mistral" else 0
+    first = config.get("max_window_layers", 28) if family != "mistral" else 0
     if kinds != {"sliding_attention"} or (first and not config.get("layer_types")):
         raise ConfigError("config.json mixes layers with and without a sliding window", "all layers must be alike")
     return int(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -49,8 +50,18 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def dtype(self) -> torch.dtype:
-        """The precision of the weights, told by the largest kind there is."""
-        return self[next(name for name in self._files if name.endswith("weight"))].dtype
+        """The precision that holds every weight as it is: the widest there is, fp32 where none holds them all."""
+        kinds = {_dtype(self._folder / file, name) for name, file in self._files.items() if name.endswith("weight")}
+        return kinds.pop() if len(kinds) == 1 else torch.float32
+
+
+def _dtype(path: Path, name: str) -> torch.dtype:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        part = file.get_slice(name)
+        kind: torch.dtype = part[: min(1, part.get_shape()[0])].dtype
+    return kind
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -74,6 +85,33 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             return dict.fromkeys(file.keys(), SINGLE)
     except SafetensorError as error:
         raise CheckpointError(f"{folder / SINGLE} is damaged: {error}", "fetch the file again") from None
+
+
+_SAMPLES, _SAMPLE_BYTES = 16, 256
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that tells a folder's weights from others: names, shapes and evenly spread bytes of every tensor.
+
+    A whole hash would read hundreds of gigabytes at every start. However the tensors are spread over files, it is the
+    same.
+    """
+    found: dict[str, str] = {}
+    for file in sorted(set(_tensor_files(folder).values())):
+        with (folder / file).open("rb") as data:
+            size = int.from_bytes(data.read(8), "little")
+            header = json.loads(data.read(size))
+            for name, described in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = described["data_offsets"]
+                digest = hashlib.sha256(f"{described['dtype']} {described['shape']}".encode())
+                for sample in range(_SAMPLES):
+                    at = start + max(0, end - start - _SAMPLE_BYTES) * sample // (_SAMPLES - 1)
+                    data.seek(8 + size + at)
+                    digest.update(data.read(min(_SAMPLE_BYTES, end - at)))
+                found[name] = digest.hexdigest()
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -167,6 +167,11 @@ def vocab_rows(ours: str, theirs: str, config: ModelConfig) -> Rule:
 
     def pack(tensor: Tensor) -> Tensor:
         padding = config.padded_vocab - tensor.shape[0]
+        if padding < 0:
+            raise CheckpointError(
+                f"{theirs} has {tensor.shape[0]} rows, more than model.vocab ({config.vocab})",
+                "does config.json belong to these weights? give no model.vocab below theirs",
+            )
         return torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]) if padding else tensor
 
     return Rule(ours, (theirs,), pack, lambda tensor: (tensor[: config.vocab],))

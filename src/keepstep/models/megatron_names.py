@@ -20,7 +20,8 @@ _POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "none": "none"}
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0), "apply_layernorm_1p": (False,), "rotary_interleaved": (False,), "rotary_percent": (1,),
     "use_rope_scaling": (False,), "rope_scaling_type": (None,), "squared_relu": (False,), "window_size": (None,),
-    "multi_latent_attention": (False,), "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False,), "mtp_num_layers": (None, 0), "rotary_seq_len_interpolation_factor": (None, 1),
+    "apply_residual_connection_post_layernorm": (False,), "qk_l2_norm": (False,),
 }  # fmt: skip
 """What our decoder computes of each argument; anything else would load and compute something else."""
 

@@ -92,8 +92,12 @@ class Transformer(nn.Module):
         document_bounds: Bounds | None = None,
         loss_chunks: int = 0,
         cache: KeyValueCache | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits [b, t, v] without targets; with them the sum of token losses, an fp32 scalar.
+
+        With `last_only` logits [b, 1, v] of each row's last token: decoding needs no others, and those of whole prompts
+        take more memory than the model.
 
         A target of -100 adds no loss. `documents_bt` numbers the documents packed into a row: tokens attend within
         their own, and positions start again with each unless `positions_bt` says otherwise. `document_bounds` say the
@@ -121,6 +125,8 @@ class Transformer(nn.Module):
         _, x_btd = add_and_norm(x_btd, added_btd, self.norm)
         if cache is not None:
             cache.advance(tokens_bt.shape[1])
+        if last_only:
+            x_btd = x_btd[:, -1:]
         if self.head is None:
             return self.tied_output(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
         output: Tensor = self.head(x_btd, targets_bt, loss_chunks)

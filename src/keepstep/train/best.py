@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ class BestWeights:
     """Told every validation loss. All processes are told the same number, so they decide alike."""
 
     def __init__(self, folder: Path, config: EvaluateConfig) -> None:
+        self._folder = folder
         self._config = config
         self._checkpointer = Checkpointer(folder, CheckpointConfig(keep=1)) if config.keep_best else None
         self._lowest = self._kept = math.inf
@@ -30,14 +32,31 @@ class BestWeights:
         """Whether validation has not improved for as long as the configuration waits."""
         return 0 < self._config.patience <= self._without
 
-    def offer(self, step: int, loss: float, weights: Callable[[], dict[str, Any]]) -> bool:
-        """Keep these weights if none were better; True when they were. Collective; CheckpointError if it fails."""
+    def offer(
+        self, step: int, loss: float, weights: Callable[[], dict[str, Any]], origin: dict[str, Any] | None = None
+    ) -> bool:
+        """Keep these weights if none were better; True when they were. Collective; CheckpointError if it fails.
+
+        `origin` says what the run began with and is kept with them: adapters belong to those weights alone.
+        """
         self._lowest, self._without = (loss, 0) if loss < self._lowest else (self._lowest, self._without + 1)
         if self._checkpointer is None or not loss < self._kept:
             return False
-        self._checkpointer.save(step, {"model": weights(), "loss": loss}, {})
+        self._checkpointer.save(step, {"model": weights(), "loss": loss, "origin": origin}, {})
         self._kept = loss
         return True
+
+    def begin(self, is_first: bool) -> Path | None:
+        """The run begins anew: what an earlier one of its name kept is not its best, and the first process moves it.
+
+        Gives back where it lies now, if there was something.
+        """
+        self._lowest = self._kept = math.inf
+        if not is_first or not self._folder.is_dir():
+            return None
+        aside = self._folder.with_name(f"{self._folder.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        return self._folder.rename(aside)
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint: how long it is since validation improved."""

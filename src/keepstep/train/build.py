@@ -23,7 +23,7 @@ from keepstep.train.master import MasterWeights
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.record import measured_peak_flops
 from keepstep.train.scaler import LossScaler
-from keepstep.train.start import fill_weights, prepare_adapters
+from keepstep.train.start import Origin, fill_weights, prepare_adapters
 from keepstep.train.step import StepSettings, TrainStep
 
 
@@ -35,6 +35,8 @@ class Learner:
     optimizers: Optimizers
     scaler: LossScaler
     step: TrainStep
+    origin: Origin | None = None
+    """What the model was filled with, where that was not made by a seed."""
 
 
 def build_learner(config: RunConfig, grid: Grid, device: torch.device, *, fill: bool = True) -> Learner:
@@ -79,8 +81,7 @@ def fill_learner(
     for stage in stages:
         stage.to_empty(device="cpu" if config.parallel.offload else device)
     # Adapters train on top of frozen weights that no checkpoint holds.
-    if fill or config.lora.rank:
-        fill_weights(model, config)
+    origin = fill_weights(model, config) if fill or config.lora.rank else None
     if config.finetune.neftune:
         add_embedding_noise(model, config.finetune.neftune)
     masters = MasterWeights(model) if not sharded and dtype == torch.bfloat16 else None
@@ -98,9 +99,9 @@ def fill_learner(
     if config.reproducible == "elastic":
         microbatches = config.global_batch // config.microbatch
         exact = ExactStep(model, optimizers, scaler, settings, seed=config.seed, microbatches=microbatches)
-        return Learner(model, optimizers, scaler, exact)
+        return Learner(model, optimizers, scaler, exact, origin)
     pipeline = _build_pipeline(config, grid, stages, dtype) if grid.layout.pipeline > 1 else None
-    return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline))
+    return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline), origin)
 
 
 def _build_pipeline(config: RunConfig, grid: Grid, stages: list[Transformer], dtype: torch.dtype) -> Pipeline:

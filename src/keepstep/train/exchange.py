@@ -30,7 +30,7 @@ from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data import tokenize
-from keepstep.data.chat_template import find_template
+from keepstep.data.chat_template import ChatTemplate, find_template
 from keepstep.data.chat_tokenizer import FILES, keep_tokenizer
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
@@ -46,6 +46,7 @@ from keepstep.train.speaker import end_tokens
 from keepstep.train.start import (
     TOKENIZER,
     describe_start,
+    find_chat_template,
     find_tokenizer,
     run_config,
     run_facts,
@@ -142,10 +143,11 @@ def export_model(where: Path, out: Path, dtype: str = "auto") -> Exported:
     facts = run_facts(where)
     chosen = dtype if dtype != "auto" else str(facts.get("dtype", "fp32"))
     tokenizer = find_tokenizer(where)
-    described = describe_hf(config.model, _long_name(chosen), _token_ids(tokenizer))
+    template = find_template(tokenizer, find_chat_template(where, config)) if tokenizer else None
+    described = describe_hf(config.model, _long_name(chosen), _token_ids(tokenizer, template))
     with finished_in(out) as aside:
         size = save_hf(dict(model.named_parameters()), config.model, described, aside, _NAMES[chosen])
-        _write_tokenizer(tokenizer, config, described, aside)
+        _write_tokenizer(tokenizer, template, config, described, aside)
         difference, theirs = check_export(model, aside, _NAMES[chosen])
         exported = Exported(
             folder=out,
@@ -244,18 +246,24 @@ def _transformers_logits(out: Path, tokens_bt: Tensor) -> Tensor | None:
     return logits
 
 
-def _write_tokenizer(tokenizer: Path | None, config: RunConfig, described: dict[str, Any], out: Path) -> None:
+def _write_tokenizer(
+    tokenizer: Path | None, template: ChatTemplate | None, config: RunConfig, described: dict[str, Any], out: Path
+) -> None:
     ids = {
         key: described[key]
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         if described.get(key) is not None
     }
-    write_json(out / "generation_config.json", {"_from_model_config": False, **ids})
-    if tokenizer is None:
+    generation = out / "generation_config.json"
+    if tokenizer is not None:
+        keep_tokenizer(tokenizer, out)
+    kept = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    # Readers stop at what stands here, whatever config.json says: what the imported model stopped at is not enough.
+    ends = {key: value for key, value in ids.items() if key == "eos_token_id"}
+    write_json(generation, {"_from_model_config": False, **ids, **kept, **ends})
+    if tokenizer is None or template is None:
         return
-    keep_tokenizer(tokenizer, out)
-    template = config.chat.template if Path(config.chat.template).is_file() else ""
-    write_atomic(out / "chat_template.jinja", find_template(tokenizer, template).source)
+    write_atomic(out / "chat_template.jinja", template.source)
     settings = out / "tokenizer_config.json"
     known = json.loads(settings.read_text()) if settings.is_file() else {}
     known.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -266,11 +274,11 @@ def _write_tokenizer(tokenizer: Path | None, config: RunConfig, described: dict[
     write_json(settings, known)
 
 
-def _token_ids(tokenizer: Path | None) -> dict[str, Any]:
-    if tokenizer is None:
+def _token_ids(tokenizer: Path | None, template: ChatTemplate | None) -> dict[str, Any]:
+    if tokenizer is None or template is None:
         return {}
     loaded = tokenize.load(tokenizer)
-    ends = sorted(end_tokens(tokenizer, loaded))
+    ends = sorted(end_tokens(tokenizer, loaded, template))
     settings = tokenizer.parent / "tokenizer_config.json"
     known = json.loads(settings.read_text()) if settings.is_file() else {}
     ids: dict[str, Any] = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}

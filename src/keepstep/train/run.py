@@ -53,7 +53,7 @@ from keepstep.train.recheck import compare_bits
 from keepstep.train.record import Rates, Recorder
 from keepstep.train.rewind import Rewind, SkippedSamples
 from keepstep.train.saver import Saver
-from keepstep.train.start import BEST, TOKENIZER, find_tokenizer
+from keepstep.train.start import BEST, TOKENIZER, Origin, fill_from, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
 from keepstep.train.validate import ValidationRows, validate
 
@@ -140,7 +140,7 @@ class _Run:
         """Model, optimizer and step. A state that is about to be loaded needs no first weights to `fill` them with."""
         seed_everything(self.config.seed, self.world.ranks.rank)
         learner = build_learner(self.config, self.grid, self.world.device, fill=fill)
-        self.filled = fill
+        self.filled, self.origin, self.model = fill, learner.origin, learner.model
         self.step = learner.step
         self.state = TrainState(learner.model, learner.optimizers, learner.scaler, self.clock)
         self.keeper = Keeper(self.world.ranks.memory_files, self.config.resilience, self.state, self.world.device)
@@ -227,6 +227,7 @@ class _Run:
             "tail": list(self.recorder.tail),
             "best": self.best.state(),
             "order": self.loaders.train.order_facts,
+            "origin": self.origin,
         }
 
     def _before_update(self) -> None:
@@ -286,7 +287,7 @@ class _Run:
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
         try:
-            kept = self.best.offer(self.clock.step, result.loss, self.state.weights)
+            kept = self.best.offer(self.clock.step, result.loss, self.state.weights, self.origin)
         except CheckpointError as error:
             # A full disk, say. The run is worth more than this copy, and its own saves go on.
             self.recorder.event("warning", step=self.clock.step, reason="best_failed", message=error.message)
@@ -310,6 +311,7 @@ class _Run:
         self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
         if (settings.autoresume or settings.resume_from) and (self._resume_from_memory() or self._resume_from_disk()):
             return
+        self._begin_best()
         if not self.filled:
             # What seemed to be there does not fit: begin after all.
             self._build(fill=True)
@@ -325,6 +327,8 @@ class _Run:
         loaded = self.checkpointer.load_newest(into)
         if loaded is None:
             return False
+        if begins:
+            self._begin_best()
         if weights_only:
             self.state.optimizers.adopt(into["model"])
             self.recorder.note(f"weights from {loaded.where.name}; optimizer, schedule and data start afresh")
@@ -337,6 +341,11 @@ class _Run:
                 note = f"the run began at {settings.resume_from}; checkpoint.autoresume=false would begin there again"
                 self.recorder.note(note)
         return True
+
+    def _begin_best(self) -> None:
+        aside = self.best.begin(self.world.is_first)
+        if aside is not None:
+            self.recorder.note(f"the best weights that an earlier run of this name kept are in {aside} now")
 
     def _resume_from_memory(self) -> bool:
         """Go on from what the agent's memory holds, where that is newer than every checkpoint."""
@@ -358,6 +367,7 @@ class _Run:
             self.recorder.complete(tail, recorded)
         if "best" in values:
             self.best.restore(values["best"])
+        self._restore_origin(values.get("origin"))
         self.recorder.event("resume", step=self.clock.step, folder=source)
         self.recorder.note(f"resumed at step {self.clock.step} from {source}")
         before, now = values.get("order"), self.loaders.train.order_facts
@@ -367,6 +377,14 @@ class _Run:
                 "is another row now, so some rows come twice and some not at all; for one unbroken stream give the run "
                 "the data it began with"
             )
+
+    def _restore_origin(self, origin: Origin | None) -> None:
+        """Adapters go on over the weights they began with, though the folder may hold others by now."""
+        if origin is None:
+            return
+        if self.config.lora.rank and origin != self.origin:
+            fill_from(self.model, Path(self.config.finetune.start_from), origin)
+        self.origin = origin
 
     def _open_recorder(self, dtype: torch.dtype) -> Recorder:
         config, device = self.config, self.world.device

@@ -21,7 +21,7 @@ from keepstep.evaluate.batch import Decoder, by_length, generate_batch
 from keepstep.evaluate.generate import chooser, stream
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.transformer import Transformer
-from keepstep.train.start import find_tokenizer, open_device, start_model, whole_model
+from keepstep.train.start import find_chat_template, find_tokenizer, open_device, start_model, whole_model
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ class Speaker:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, the model's limit is {self.room}", "start afresh"
             )
-        decode = self.open_decoder(torch.zeros(1, dtype=torch.int64), self.room)
+        most = min(room, sampling.max_new_tokens)
+        # Not for all the model has room for: at 128k tokens that is more than the weights.
+        decode = self.open_decoder(torch.zeros(1, dtype=torch.int64), len(ids) + most)
         seen = 0
 
         def forward(tokens: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class Speaker:
         choose = chooser(sampling.temperature, sampling.top_p, sampling.seed)
         written: list[int] = []
         shown = ""
-        for token in stream(forward, ids, choose, max_new_tokens=min(room, sampling.max_new_tokens)):
+        for token in stream(forward, ids, choose, max_new_tokens=most):
             if token in self.ends:
                 break
             written.append(token)
@@ -136,7 +138,7 @@ class Speaker:
         cache = KeyValueCache(self.config.model.layers, capacity, padding)
 
         def decode(tokens_bt: Tensor) -> Tensor:
-            logits: Tensor = self.model(tokens_bt.to(device), cache=cache)[:, -1]
+            logits: Tensor = self.model(tokens_bt.to(device), cache=cache, last_only=True)[:, -1]
             return logits
 
         return decode
@@ -171,7 +173,7 @@ def open_speaker(where: Path, device: str = "auto", tokenizer: Path | None = Non
     if path is None:
         raise DataError(f"{where} has no tokenizer.json", "name one with --tokenizer")
     loaded = tokenize.load(path)
-    template = find_template(path, config.chat.template if Path(config.chat.template).is_file() else "")
+    template = find_template(path, find_chat_template(where, config))
     return Speaker(
         model=model.to(chosen),
         config=config,
@@ -179,12 +181,13 @@ def open_speaker(where: Path, device: str = "auto", tokenizer: Path | None = Non
         tokenizer=loaded,
         tokenizer_path=path,
         template=template,
-        ends=end_tokens(path, loaded),
+        ends=end_tokens(path, loaded, template),
     )
 
 
-def end_tokens(path: Path, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer: those the folder's files name, and the usual ones where the tokenizer has them."""
+def end_tokens(path: Path, tokenizer: Any, template: ChatTemplate) -> frozenset[int]:
+    """Tokens that end an answer: those the folder's files name, the one that the template ends a turn with, and the
+    usual ones where the tokenizer has them."""
     ids: set[int] = set()
     for name in ("generation_config.json", "tokenizer_config.json"):
         file = path.parent / name
@@ -195,5 +198,6 @@ def end_tokens(path: Path, tokenizer: Any) -> frozenset[int]:
             text = config.get("eos_token")
             named = tokenizer.token_to_id(text.get("content") if isinstance(text, dict) else text) if text else None
             ids.update([] if named is None else [named])
-    known = (tokenizer.token_to_id(text) for text in (TURN_END, END_OF_TEXT))
+    # A base model's files know the end of a text only; what it has been taught to end a turn with is the template's.
+    known = (tokenizer.token_to_id(text) for text in (template.turn_end(), TURN_END, END_OF_TEXT) if text)
     return frozenset(ids | {number for number in known if number is not None})

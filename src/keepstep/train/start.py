@@ -14,16 +14,20 @@ from typing import Any
 import torch
 
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.checkpoint.finding import LoadedStep
+from keepstep.checkpoint.objects import parse_url
 from keepstep.config.load import LoadedConfig, load_config
 from keepstep.config.schema import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
-from keepstep.core.errors import CheckpointError, HardwareError, UsageError
+from keepstep.core.errors import CheckpointError, ConfigError, HardwareError, UsageError
 from keepstep.models.hf_config import model_config_from_hf
-from keepstep.models.hf_folder import is_hf_folder, load_hf, read_hf_config
+from keepstep.models.hf_folder import fingerprint, is_hf_folder, load_hf, read_hf_config
 from keepstep.models.init import init_weights
 from keepstep.models.lora import apply_lora, init_adapters, merge_lora
 from keepstep.models.transformer import Transformer
 from keepstep.observe.folder import RunFolder
 
+Origin = dict[str, Any]
+"""Which weights a run began with, in plain values, told by their content: a folder's weights may change afterwards."""
 DEFAULT_SEQ_LEN = 2048
 """Rows of a fine-tuning run are this long at most unless the user says otherwise: long contexts cost memory."""
 BEST = "best"
@@ -127,21 +131,41 @@ def find_tokenizer(where: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def fill_weights(model: Transformer, config: RunConfig) -> None:
-    """First weights of a model that is on its device, sharded or whole; adapters start so that they change nothing."""
+def find_chat_template(where: Path, config: RunConfig) -> str:
+    """The template that `chat.template` named when the run was trained; empty where it is the tokenizer's own."""
+    if not config.chat.template:
+        return ""
+    # The run's own copy: the file that was named may have been edited, or be gone.
+    kept = where / TOKENIZER / "chat_template.jinja"
+    return str(kept) if kept.is_file() else config.chat.template if Path(config.chat.template).is_file() else ""
+
+
+def fill_weights(model: Transformer, config: RunConfig, origin: Origin | None = None) -> Origin | None:
+    """First weights of a model that is on its device, sharded or whole; adapters start so that they change nothing.
+
+    Gives back what they were; with an `origin` they are those and no others. None where a seed made them.
+    """
+    began: Origin | None = None
     if config.finetune.start_from:
-        fill_from(model, Path(config.finetune.start_from))
+        began = fill_from(model, Path(config.finetune.start_from), origin)
     else:
         init_weights(model, config.seed)
     if config.lora.rank:
         init_adapters(model, config.seed)
+    return began
 
 
-def fill_from(model: Transformer, where: Path) -> None:
-    """Weights from a folder into a model, adapters left alone. Each process reads its own part."""
+def fill_from(model: Transformer, where: Path, origin: Origin | None = None) -> Origin:
+    """Weights from a folder into a model, adapters left alone. Each process reads its own part.
+
+    With an `origin` that the folder does not hold any more this raises: on other weights adapters mean nothing.
+    """
     if is_hf_folder(where):
+        found = {"fingerprint": fingerprint(where)}
+        if origin not in (None, found):
+            raise _changed(where)
         load_hf(model, where)
-        return
+        return found
     config = run_config(where)
     weights = {name: item for name, item in model.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
     if config.lora.rank:
@@ -149,23 +173,42 @@ def fill_from(model: Transformer, where: Path) -> None:
             f"{where} holds adapters, not whole weights",
             f"keepstep export {where} --hf OUT merges them; start from OUT",
         )
-    loaded = load_step(where, {"model": weights}, cast=True)
+    if origin is not None and "manifest" not in origin:
+        raise _changed(where)
+    loaded = load_step(where, {"model": weights}, cast=True, only=origin["manifest"] if origin else "")
     if loaded is None:
-        raise CheckpointError(f"{where} holds no whole checkpoint", "train the run first")
+        raise _changed(where, origin) if origin else _nothing_in(where)
+    return {"step": loaded.step, "manifest": loaded.where.marker.manifest_hash}
 
 
-def load_step(where: Path, into: dict[str, Any], *, cast: bool = False) -> int | None:
-    """Fill tensors from a run's best weights where it kept them, else from its newest checkpoint; the step."""
+def _changed(where: Path, origin: Origin | None = None) -> ConfigError:
+    named = f": step {origin['step']} is gone" if origin else ""
+    # No fault that another attempt could get over, as a checkpoint's would be.
+    return ConfigError(
+        f"finetune.start_from is {where}, which does not hold the weights any more that the run began with{named}",
+        f"put them back there, or train anew from what {where} holds now, under another name",
+    )
+
+
+def _nothing_in(where: Path) -> CheckpointError:
+    return CheckpointError(f"{where} holds no whole checkpoint", "train the run first")
+
+
+def load_step(where: Path, into: dict[str, Any], *, cast: bool = False, only: str = "") -> LoadedStep | None:
+    """Fill tensors from a run's best weights where it kept them, else from its newest checkpoint.
+
+    `only` names one step by the hash of its manifest. None where there is nothing to load.
+    """
     folder = RunFolder(where)
     config = run_config(where)
     newest = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
     filled = _in_fp32(into) if cast else into
     for place in (folder.root / BEST, newest):
-        if place.is_dir():
-            loaded = Checkpointer(place, CheckpointConfig()).load_newest(filled)
+        if place.is_dir() or parse_url(str(place)):
+            loaded = Checkpointer(place, CheckpointConfig()).load_newest(filled, only=only)
             if loaded is not None:
                 _copy_back(filled, into)
-                return loaded.step
+                return loaded
     return None
 
 
@@ -207,16 +250,21 @@ def whole_model(where: Path, *, merge: bool = True) -> tuple[Transformer, RunCon
         return model.eval(), replace(RunConfig(), name=where.resolve().name, model=shape), 0
     config = run_config(where)
     model = Transformer(config.model)
+    start = config.finetune.start_from
     if config.lora.rank:
         apply_lora(model, config.lora)
-        fill_weights(model, config)
+        if not start:
+            fill_weights(model, config)
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    step = load_step(where, {"model": trained})
-    if step is None:
-        raise CheckpointError(f"{where} holds no whole checkpoint", "train the run first")
+    loaded = load_step(where, {"model": trained})
+    if loaded is None:
+        raise _nothing_in(where)
+    if config.lora.rank and start:
+        # Below the adapters go the weights they were trained on, whatever the folder's newest are by now.
+        fill_from(model, Path(start), loaded.values.get("origin"))
     if config.lora.rank and merge:
         merge_lora(model)
-    return model.eval(), config, step
+    return model.eval(), config, loaded.step
 
 
 def start_model(where: Path) -> tuple[Transformer, RunConfig, int]:
@@ -229,7 +277,8 @@ def start_model(where: Path) -> tuple[Transformer, RunConfig, int]:
             f"{where} began with the weights of {config.checkpoint.resume_from}", "name the run that these belong to"
         )
     model = Transformer(config.model)
-    fill_weights(model, replace(config, lora=LoraConfig()))
+    loaded = load_step(where, {})
+    fill_weights(model, replace(config, lora=LoraConfig()), loaded.values.get("origin") if loaded else None)
     return model.eval(), config, 0
 
 

@@ -88,8 +88,10 @@ def read_texts(path: Path) -> Iterator[str]:
 def _rows(lines: str, file: Path) -> Iterator[str]:
     # Not splitlines: JSON may hold other signs that it takes for the end of a line.
     for number, line in enumerate(lines.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else {"text": ""}
+            row = json.loads(line)
         except ValueError as error:
             raise DataError(f"{file} line {number} is no JSON: {error}", 'rows look like {"text": "…"}') from None
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):

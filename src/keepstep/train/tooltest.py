@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import DataError
+from keepstep.core.files import write_atomic
 from keepstep.data.chat_files import Reject, read_conversations
 from keepstep.data.chat_generate import generate_rows
 from keepstep.data.chat_loader import GENERATED
@@ -56,6 +57,10 @@ def _from_file(path: Path, rows: int) -> Iterator[Question]:
             refused += 1
             print(f"{item.file} row {item.row}: {item.reason}", file=sys.stderr)
         elif item.conversation.tools and rows:
+            if answer_place(item.conversation) is None:
+                refused += 1
+                print(f"{item.file} row {item.row}: nobody asks anything before the assistant speaks", file=sys.stderr)
+                continue
             rows -= 1
             yield question(item.conversation)
     if refused:
@@ -63,11 +68,19 @@ def _from_file(path: Path, rows: int) -> Iterator[Question]:
 
 
 def question(conversation: Conversation, category: str = "") -> Question:
-    """The conversation up to the assistant's first turn, and that turn's calls as the right answer."""
-    turn = next(number for number, item in enumerate(conversation.messages) if item["role"] == "assistant")
+    """The conversation up to the assistant's first answer, and that turn's calls as the right ones."""
+    turn = answer_place(conversation)
+    assert turn is not None, "somebody asks something"
     expected = calls_of(conversation.messages[turn])
     prompt = Prompt(conversation.messages[:turn], conversation.tools)
     return Question(prompt, Task(category or _category(conversation, len(expected)), conversation.tools, expected))
+
+
+def answer_place(conversation: Conversation) -> int | None:
+    """Where the assistant first answers somebody; what it says before, a greeting say, is no answer."""
+    roles = [item["role"] for item in conversation.messages]
+    asked = roles.index("user") if "user" in roles else len(roles)
+    return roles.index("assistant", asked) if "assistant" in roles[asked:] else None
 
 
 def _category(conversation: Conversation, calls: int) -> str:
@@ -103,4 +116,4 @@ def ask(
 
 def write_answers(lines: list[dict[str, Any]], path: Path) -> None:
     """One JSON line for each answer."""
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -30,7 +30,7 @@ class TrainedModel:
 
         def forward(tokens: Tensor) -> Tensor:
             new = tokens[:, cache.length :].to(device)
-            logits: Tensor = self.model(new, cache=cache)[0, -1]
+            logits: Tensor = self.model(new, cache=cache, last_only=True)[0, -1]
             return logits
 
         return forward

@@ -82,7 +82,7 @@ def fill_learner(
     if fill or config.lora.rank:
         fill_weights(model, config)
     if config.finetune.neftune:
-        add_embedding_noise(model, config.finetune.neftune)
+        add_embedding_noise(model, config.finetune.neftune, grid.layout.context * grid.layout.tensor)
     masters = MasterWeights(model) if not sharded and dtype == torch.bfloat16 else None
     optimizers = Optimizers(model, config.optimizer, masters)
     scaler = LossScaler(enabled=dtype == torch.float16)

@@ -76,7 +76,7 @@ def test_a_pipeline_says_how_many_micro_batches_it_needs() -> None:
         ),
         (
             ["parallel.pipeline=2", "parallel.schedule=zero_bubble", "compute.recompute=selective"],
-            "keeps products for one backward pass, and parallel.schedule zero_bubble makes two\n hint: compute.recompute",
+            "keeps products for one backward pass, and parallel.schedule zero_bubble makes two\n hint: compute.r",
         ),
     ],
 )

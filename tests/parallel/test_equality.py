@@ -116,7 +116,7 @@ def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tm
     cases = []
     for layout, settings in layouts.items():
         for kind, word in kinds.items():
-            words = case(layout, settings, "deep mpt")["words"]
+            words = case(layout, settings, "deep llama")["words"]
             cases.append({"name": f"{layout} {kind}", "words": [*words, word], "steps": 0})
     results = run_world(2, cases, tmp_path)
     bound = 5 / (32 * 32) ** 0.5

@@ -26,7 +26,7 @@ from keepstep.core.ranks import from_environment
 from keepstep.data.loader import Batch
 from keepstep.parallel.mesh import Grid, build_grid
 from keepstep.parallel.world import joined_world
-from keepstep.train.build import build_learner
+from keepstep.train.build import Learner, build_learner
 
 STEPS = 10
 
@@ -62,6 +62,21 @@ def fingerprints(tensors: dict[str, Any]) -> dict[str, str]:
     return joined
 
 
+def embedding_noise(built: Learner, batch: Batch) -> float:
+    """The most that training changes what an embedding returns, over all processes."""
+    seen: list[torch.Tensor] = []
+    embed = built.model._modules["embed"]
+    if embed is not None:
+        embed.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    with torch.no_grad():
+        built.step.evaluate(batch)
+        built.model.eval()
+        built.step.evaluate(batch)
+    largest = (seen[0] - seen[1]).abs().max() if seen else torch.zeros(())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     config = load_config(None, case["words"]).config
     grid = build_grid(check_layout(config, dist.get_world_size()), "cpu")
@@ -84,6 +99,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         result["ended"] = fingerprints(weights) | fingerprints(moments)
     if case.get("save"):
         Checkpointer(case["save"], CheckpointConfig()).save(1, state, {})
+    if config.finetune.neftune:
+        result["noise"] = embedding_noise(built, micro_batches(config, grid, STEPS, packed)[0])
     built.model.eval()
     totals = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from keepstep.config.layout import Layout, check_microbatches, resolve_layout, stage_layers
 from keepstep.config.load import load_config
@@ -11,6 +14,9 @@ from keepstep.config.schema import ParallelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.data.loader import Batch
 from keepstep.parallel.context import own_part
+from keepstep.train.build import recompute_modes
+
+_CUDA = torch.device("cuda")
 
 
 def test_what_is_left_goes_to_the_open_axis() -> None:
@@ -68,6 +74,10 @@ def test_a_pipeline_says_how_many_micro_batches_it_needs() -> None:
             ["parallel.pipeline=2", "parallel.schedule=zero_bubble", "compute.compile=true"],
             "splits the backward pass, which compiled blocks cannot",
         ),
+        (
+            ["parallel.pipeline=2", "parallel.schedule=zero_bubble", "compute.recompute=selective"],
+            "keeps products for one backward pass, and parallel.schedule zero_bubble makes two\n hint: compute.r",
+        ),
     ],
 )
 def test_degrees_that_do_not_fit_the_model_are_named_with_some_that_do(words: list[str], expected: str) -> None:
@@ -76,6 +86,20 @@ def test_degrees_that_do_not_fit_the_model_are_named_with_some_that_do(words: li
     found = "\n".join(caught.value.lines())
     assert expected in found
     assert found.count("error:") == 1
+
+
+def test_recomputation_chosen_by_memory_suits_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, layout = SimpleNamespace(total_memory=24 * 2**30), Layout(1, 1, pipeline=2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device: device)
+    words = ["model=llama-1b", "microbatch=8", "model.seq_len=2048", "parallel.pipeline=2", "compute.recompute=auto"]
+    chosen = {
+        schedule: set(
+            recompute_modes(load_config(None, [*words, f"parallel.schedule={schedule}"]).config, layout, _CUDA)
+        )
+        for schedule in ("1f1b", "zero_bubble")
+    }
+    assert chosen["1f1b"] == {"selective", "full"}
+    assert chosen["zero_bubble"] == {"full"}
 
 
 def test_parts_of_a_row_hold_every_token_once_with_its_position() -> None:

@@ -22,8 +22,11 @@ MODELS: dict[str, list[str]] = {
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
     "deep llama": ["model=llama-1b", "model.layers=5", "model.kv_heads=2", "model.tied=false"],
+    "lora": ["model=llama-1b", "model.kv_heads=2", "lora.rank=4", "lora.dropout=0"],
+    "lora gpt": ["model=gpt3-125m", "lora.rank=4", "lora.dropout=0", "lora.targets=[q, v, o, up, down]"],
+    "deep lora": ["model=llama-1b", "model.layers=5", "model.kv_heads=2", "lora.rank=4", "lora.dropout=0"],
 }
-"""Tied and untied heads, biases, grouped-query attention, every kind of position, both optimizers."""
+"""Tied and untied heads, biases, grouped-query attention, every kind of position, both optimizers, adapters."""
 
 TINY = [
     "model.layers=2", "model.hidden=32", "model.heads=4", "model.seq_len=32", "model.max_positions=0",
@@ -42,13 +45,13 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "dp2": ("shard=2 microbatch=1", EVERY_MODEL),
         "pp2": ("pipeline=2", (*EVERY_MODEL, "llama+packed")),
         "cp2": ("context=2", (*EVERY_MODEL, *PACKED)),
-        "tp2": ("tensor=2", ("gpt", "llama+packed")),
+        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt")),
         "tp2 bounds": ("tensor=2", ("llama+packed", "window+packed")),
         "dp2 bounds": ("shard=2 microbatch=1", ("llama+packed", "window")),
         "ddp2": ("replicate=-1 shard=1", ("mpt",)),
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),
-        "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama")),
+        "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama", "deep lora")),
         "pp2 zero-bubble": ("pipeline=2 schedule=zero_bubble", ("gpt", "llama")),
         "cp2 recomputed": ("context=2 compute.recompute=selective", ("llama",)),
     },
@@ -104,6 +107,23 @@ def test_every_layout_trains_like_one_process(processes: int, alone: dict[str, A
         if off > TOLERANCE or result["targets"] != expected["targets"]:
             wrong.append(f"{name}: off by {off:.1e}; {result['numbers'][0]} for {expected['numbers'][0]}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tmp_path: Path) -> None:
+    layouts = {"tp2": "tensor=2", "cp2": "context=2", "pp2": "pipeline=2", "pp2x2": "pipeline=2 schedule=interleaved"}
+    kinds = {"plain": "model.dropout=0", "dropout": "model.dropout=0.5", "noise": "finetune.neftune=5"}
+    cases = []
+    for layout, settings in layouts.items():
+        for kind, word in kinds.items():
+            words = case(layout, settings, "deep llama")["words"]
+            cases.append({"name": f"{layout} {kind}", "words": [*words, word], "steps": 0})
+    results = run_world(2, cases, tmp_path)
+    bound = 5 / (32 * 32) ** 0.5
+    for layout in layouts:
+        plain, dropout, noise = (results[f"{layout} {kind}"] for kind in kinds)
+        assert dropout["valid"] == noise["valid"] == plain["valid"]
+        assert 0.9 * bound < noise["noise"] <= bound + 1e-6, layout
 
 
 @pytest.mark.slow

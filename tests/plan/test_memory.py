@@ -34,6 +34,7 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} microbatch=8 global_batch=32 compute.recompute=selective parallel.tensor=2", 4),
         (f"{LLAMA} microbatch=4 global_batch=16 parallel.pipeline=2 parallel.shard=2", 4),
         (f"{LLAMA} microbatch=4 global_batch=20 reproducible=elastic", 3),
+        (f"{LLAMA} microbatch=1 global_batch=5 reproducible=elastic lora.rank=16", 3),
         (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16", 2),
     ],
 )
@@ -43,6 +44,18 @@ def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) ->
     for stage in traced.stages:
         assert abs(stage.memory_error) < 0.05, list(traced.lines())
         assert stage.traffic_error is None or abs(stage.traffic_error) < 0.05, list(traced.lines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_schedules_hold_what_their_trace_holds(schedule: str) -> None:
+    words = f"{LLAMA} model.layers=8 microbatch=4 global_batch=16 parallel.pipeline=2 parallel.schedule={schedule}"
+    config = load_config(None, [*words.split(), "precision=bf16"]).config
+    traced = dry_run(config, workload_of(config, 2), _spread_step)
+    for stage in traced.stages:
+        assert -0.05 < stage.memory_error < 0.15, list(traced.lines())
+        assert stage.traffic_error is not None
+        assert abs(stage.traffic_error) < 0.01, list(traced.lines())
 
 
 @pytest.mark.slow

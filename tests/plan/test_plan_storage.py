@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from keepstep.config.load import load_config
 from keepstep.config.presets import preset_fields
 from keepstep.config.schema import ModelConfig
-from keepstep.plan.cluster import read_profiles
+from keepstep.models.lora import apply_lora
+from keepstep.models.transformer import Transformer
+from keepstep.plan.cluster import find_cluster, read_profiles
+from keepstep.plan.goodput import known_recoveries
+from keepstep.plan.plan import Assumptions, make_plan
 from keepstep.plan.storage import cheapest, checkpoint_bytes, dataset_bytes, save_time, save_times, smallest_size_tib
 
 
@@ -17,6 +23,19 @@ def model(name: str) -> ModelConfig:
 @pytest.mark.parametrize(("name", "gib"), [("mpt-30b", 336), ("mpt-70b", 725)])
 def test_checkpoints_of_mpt_are_as_large_as_published(name: str, gib: float) -> None:
     assert checkpoint_bytes(model(name)) / 2**30 == pytest.approx(gib, rel=0.005)
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 3), ("muon", 2)])
+def test_a_checkpoint_of_adapters_holds_nothing_else(optimizer: str, numbers: int) -> None:
+    words = ["model=llama-8b", "lora.rank=16", f"optimizer={optimizer}", "global_batch=2", "microbatch=1"]
+    config = load_config(None, [*words, "parallel.tensor=2"]).config
+    with torch.device("meta"):
+        trained = Transformer(config.model)
+    apply_lora(trained, config.lora)
+    adapters = sum(item.numel() for item in trained.parameters() if item.requires_grad)
+    cluster = find_cluster("h200:2", read_profiles())
+    plan = make_plan(config, cluster, Assumptions(known_recoveries()["keepstep"]))
+    assert plan.storage.checkpoint_bytes == 4 * numbers * adapters
 
 
 def test_a_megatron_checkpoint_of_175b_is_about_2_3_tib() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.config.check import check_layout
 from keepstep.config.load import load_config
 from keepstep.plan.cluster import find_cluster, read_profiles
 from keepstep.plan.fit import fits, remedies
@@ -50,6 +51,18 @@ def test_words_of_a_layout_ask_for_that_very_layout() -> None:
         best.work.microbatch,
         best.work.recompute,
     )
+
+
+@pytest.mark.parametrize(
+    "words", ["reproducible=elastic", "model.linear=bitnet", "parallel.schedule=zero_bubble compute.compile=false"]
+)
+def test_every_layout_found_is_one_that_a_run_takes(words: str) -> None:
+    run = f"model=llama-1b model.layers=4 microbatch=1 global_batch=16 {words}"
+    found = search(workload(run, 4), find_cluster("h100:4", read_profiles()), Factors(), ("bf16",))
+    assert found
+    for each in found:
+        config = load_config(None, [*run.split(), *each.words()]).config
+        check_layout(config, 4)
 
 
 def test_remedies_fit_and_change_as_little_as_possible() -> None:

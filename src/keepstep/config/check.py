@@ -241,6 +241,15 @@ def _zero_bubble_runs_uncompiled(config: RunConfig) -> Found:
     return "splits the backward pass, which compiled blocks cannot", "compute.compile=false, or schedule=interleaved"
 
 
+def _zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble":
+        return None
+    if config.compute.recompute != "selective":
+        return None
+    rule = "keeps products for one backward pass, and parallel.schedule zero_bubble makes two"
+    return rule, "compute.recompute=full or none, or parallel.schedule=interleaved"
+
+
 def _context_splits_rows(config: RunConfig) -> Found:
     degree, seq_len = config.parallel.context, config.model.seq_len
     if degree == 1 or seq_len % (2 * degree) == 0:
@@ -383,6 +392,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("parallel.pipeline", "parallel.stages", "model.layers"), _stages_have_blocks),
     (("parallel.stages", "parallel.schedule"), _stages_suit_the_schedule),
     (("parallel.schedule", "parallel.pipeline", "compute.compile"), _zero_bubble_runs_uncompiled),
+    (("compute.recompute", "parallel.schedule", "parallel.pipeline"), _zero_bubble_recomputes_whole_blocks),
     (("parallel.context", "model.seq_len"), _context_splits_rows),
     (("parallel.async_tensor", "parallel.tensor", "compute.device", "compute.compile"), _async_tensor_needs_kernels),
     (

@@ -136,7 +136,8 @@ class Transformer(nn.Module):
         x_btd: Tensor = self.embed(tokens_bt)
         if self.position is not None:
             x_btd = x_btd + self.position(positions_bt)
-        return F.dropout(x_btd, self.config.dropout, self.training)
+        # The embedding's own mode: a stage shares modules with the model that is set to evaluate, but not its flag.
+        return F.dropout(x_btd, self.config.dropout, self.embed.training)
 
     def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> int:
         """Tokens that came before these; raises where these do not fit."""

@@ -27,6 +27,8 @@ from keepstep.parallel.mesh import Grid
 
 Held = TypeVar("Held")
 
+_BESIDE_BLOCKS = ("embed", "position", "norm", "head")
+
 
 def split_stages(model: Transformer, rank: int, processes: int, stages_per_process: int) -> list[Transformer]:
     """Keep this process's part of a model on the meta device, in place; returns its stages, which share its modules."""
@@ -35,16 +37,22 @@ def split_stages(model: Transformer, rank: int, processes: int, stages_per_proce
     count = processes * stages_per_process
     stages = []
     for index in range(rank, count, processes):
-        if stages_per_process == 1:
-            stage = model
-        else:
-            with torch.device("meta"):
-                stage = Transformer(model.config)
+        stage = model if stages_per_process == 1 else _same_modules(model)
         _keep_stage(stage, index, count)
         stages.append(stage)
     if stages_per_process > 1:
         _join_names(model, stages)
     return stages
+
+
+def _same_modules(model: Transformer) -> Transformer:
+    """Another holder of a model's own modules: with their adapters, and frozen where they are."""
+    with torch.device("meta"):
+        holder = Transformer(model.config)
+    holder.blocks = nn.ModuleDict(dict(model.blocks.items()))
+    for name in _BESIDE_BLOCKS:
+        setattr(holder, name, getattr(model, name))
+    return holder
 
 
 def _keep_stage(model: Transformer, index: int, count: int) -> None:
@@ -63,7 +71,7 @@ def _keep_stage(model: Transformer, index: int, count: int) -> None:
 def _join_names(model: Transformer, stages: list[Transformer]) -> None:
     """Make `model` the holder of all stages' modules: each parameter keeps the name it has in the whole model."""
     model.blocks = nn.ModuleDict({name: block for stage in stages for name, block in stage.blocks.items()})
-    for name in ("embed", "position", "norm", "head"):
+    for name in _BESIDE_BLOCKS:
         held = [stage._modules.get(name) for stage in stages]
         setattr(model, name, next((module for module in held if module is not None), None))
 

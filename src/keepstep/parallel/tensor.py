@@ -63,11 +63,14 @@ def _split_mlp(mlp: GatedMLP | PlainMLP, mesh: DeviceMesh) -> None:
 
 
 def _split_products(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: DeviceMesh) -> None:
-    """A sub-block of two products: the first split by outputs, the last by inputs."""
+    """A sub-block of two products: the first split by outputs, the last by inputs; adapters as the weights they are on.
+
+    The adapters' other factors stay whole: all outputs come out of one `lora_a`, all inputs end in one `lora_b`.
+    """
     group = mesh.get_group()
-    place_module(first, mesh, {"weight": ROWS, "bias": ROWS})
+    place_module(first, mesh, {"weight": ROWS, "bias": ROWS, "lora_b": ROWS})
     # Outputs of the last are sums over processes, so each adds its share of the bias only.
-    place_module(last, mesh, {"weight": COLUMNS}, {"bias": 1.0 / mesh.size()})
+    place_module(last, mesh, {"weight": COLUMNS, "lora_a": COLUMNS}, {"bias": 1.0 / mesh.size()})
 
     def gather_row(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return gather_parts(inputs[0], TOKENS, group), *inputs[1:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from keepstep.plan.activations import FP32, BlockActivations, block_activations, mask_bytes, stream_width
-from keepstep.plan.parameters import StageParameters, stage_parameters
+from keepstep.plan.parameters import StageParameters, received_streams, stage_parameters
 from keepstep.plan.workload import Workload
 
 PIECE_SHARE = 16
@@ -73,8 +73,22 @@ def plan_memory(work: Workload) -> MemoryPlan:
 
 
 def in_flight(work: Workload, stage: int) -> int:
-    """Micro batches whose activations a stage holds at once under one-forward-one-backward."""
-    return min(work.degrees.pipeline - stage, work.microbatches)
+    """Passes of micro batches through one of a process's stages whose activations it holds at once.
+
+    Interleaved schedules begin with a round of each stage but the last, and wait there and back for the others.
+    Zero-bubble ones hold what weight gradients need until the bubble, the later the stage the longer.
+    """
+    pipeline, rounds = work.degrees.pipeline, work.stages_per_process - 1
+    if pipeline == 1:
+        return 1
+    match work.schedule:
+        case "1f1b":
+            passes = pipeline - stage
+        case "interleaved":
+            passes = rounds * pipeline + 2 * (pipeline - 1 - stage) + 1
+        case "zero_bubble":
+            passes = rounds * pipeline + pipeline
+    return min(passes, work.microbatches * work.stages_per_process)
 
 
 def loss_pieces(work: Workload) -> int:
@@ -117,8 +131,17 @@ class _Account:
         self.row = self.size * work.model.hidden * work.tokens_per_microbatch
         """The residual stream of a micro batch, split along the tensor axis and whole."""
         self.first, self.last = stage == 0, stage == degrees.pipeline - 1
-        self.waiting = min(in_flight(work, stage) - 1, work.microbatches - (2 if earlier else 1))
-        """Other micro batches whose activations are held."""
+        self.stages = work.stages_per_process if degrees.pipeline > 1 else 1
+        self.stage_blocks = -(-self.counts.blocks // self.stages)
+        """Blocks that a micro batch goes through before it is handed on."""
+        passes = work.microbatches * self.stages
+        self.waiting = min(in_flight(work, stage) - 1, passes - (2 if earlier else 1))
+        """Other passes of micro batches through a stage whose activations are held."""
+        # The first stage has no inputs to give gradients to, and nothing to put off.
+        self.splits = degrees.pipeline > 1 and work.schedule == "zero_bubble" and (stage > 0 or self.stages > 1)
+        """Gradients of weights are computed later than those of inputs, for which everything is kept."""
+        self.unweighted = min(stage, passes - 1) if self.splits else 0
+        """Passes whose weights have no gradients yet."""
         self.accumulates = earlier
         self.local_gradients = work.stays_gathered and work.microbatches > 1
         """Gradients are summed whole on each process and reduced once."""
@@ -138,14 +161,14 @@ class _Account:
     def instants(self) -> dict[str, Parts]:
         """Bytes at each instant that can be the highest."""
         chosen = {
-            "backward of the last block": self._backward(blocks_left=self.counts.blocks),
+            "backward of the last block": self._backward(blocks_left=self.stage_blocks),
             "backward of the first block": self._backward(blocks_left=1),
             "update": replace(self.fixed, gradients=self._gradients(self.counts.trained)),
         }
         if self.last:
             chosen["loss"] = self._loss()
         if not self.work.whole:
-            chosen["reduction of the last block"] = self._reduction(blocks_left=self.counts.blocks)
+            chosen["reduction of the last block"] = self._reduction(blocks_left=self.stage_blocks)
             chosen["reduction of the first block"] = self._reduction(blocks_left=1)
         if self.counts.table:
             chosen["gradient of the embedding"] = self._embedding()
@@ -163,7 +186,7 @@ class _Account:
         """Gradients of `done` parameters; all of them where an earlier micro batch has left its sum."""
         if self.work.exact:
             # Sums in 64 bits; gradients are freed as they come.
-            return 2 * FP32 * self.counts.total
+            return 2 * FP32 * self.counts.trained
         if self.work.whole:
             # In compute precision as they come; sums of several micro batches are fp32.
             return self.size * done + (FP32 * self.counts.trained if self.accumulates else 0)
@@ -181,15 +204,27 @@ class _Account:
         return self.size * (self.counts.ends + kept)
 
     def _activations(self, blocks: int) -> int:
-        """Kept by `blocks` blocks of this micro batch and by all blocks of the others in flight."""
-        waiting = self.waiting * (self.counts.blocks * self.block.kept + self.stream)
+        """Kept by `blocks` blocks of this pass through a stage and by all blocks of the others in flight."""
+        waiting = self.waiting * (self.counts.blocks * self.block.kept // self.stages + self.stream)
         return blocks * self.block.kept + waiting + mask_bytes(self.work) + self._received()
+
+    def _split_backward(self, passes: int) -> int:
+        """What passes hold between gradients of inputs and of weights: gradients of what each operation gave.
+
+        On the last stage also the head's own, which its loss computes on the way.
+        """
+        model = self.work.model
+        qkv = (model.heads + 2 * model.key_value_heads) * model.head_size
+        wide = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+        width = (7 * model.hidden + qkv + wide + model.ffn_size) // self.work.degrees.tensor
+        gradients = self.size * width * self.work.tokens_per_microbatch * self.stage_blocks
+        return passes * (gradients + (FP32 * self.counts.table if self.last else 0))
 
     def _received(self) -> int:
         """A pipeline's stage has a buffer for every micro batch of a step that it receives, each way."""
         if self.work.degrees.pipeline == 1:
             return 0
-        return self.work.microbatches * self.stream * (int(not self.first) + int(not self.last))
+        return self.work.microbatches * self.stream * received_streams(self.work, self.stage)
 
     def _head_gradient(self) -> int:
         """The head's gradient waits in compute precision for the root unit's reduction."""
@@ -198,10 +233,11 @@ class _Account:
     def _loss(self) -> Parts:
         # The last gathered buffer waits for a next gather to be freed.
         last_gather = 0 if self.shard == 1 else self.size * self.counts.block
+        activations = self._activations(self.stage_blocks) + self._split_backward(self.unweighted)
         return replace(
             self.fixed,
             gradients=self._gradients(0),
-            activations=self._activations(self.counts.blocks) + self.stream + self.row,
+            activations=activations + self.stream + self.row,
             logits=self._pieces_bytes() + self.row,
             buffers=self._gathered() + last_gather,
         )
@@ -210,7 +246,7 @@ class _Account:
         """What one piece of head and loss holds at its worst, with the head's gradient."""
         work, tensor, pieces = self.work, self.work.degrees.tensor, loss_pieces(self.work)
         piece = -(-work.tokens_per_microbatch // pieces) * (work.model.padded_vocab // tensor)
-        if tensor == 1:
+        if tensor == 1 and not self.splits:
             # The kernel overwrites logits with their gradient; one piece's product needs no wider sum.
             return self.size * piece + (self.size if pieces == 1 else FP32) * self.counts.table
         # fp32 logits, overwritten by their gradient, and that in compute precision; the head's gradient is added up.
@@ -224,12 +260,16 @@ class _Account:
         if counts.adapters:
             weight_gradient = 0
         whole = self.work.whole
-        reducing = 0 if whole or self.local_gradients or blocks_left == counts.blocks else FP32 * counts.trained_block
+        nothing_yet = whole or self.local_gradients or blocks_left == self.stage_blocks
+        reducing = 0 if nothing_yet else FP32 * counts.trained_block
         gathered = 0 if whole or self.work.stays_gathered else self.gather_copies * self.size * counts.block
+        activations = self._activations((self.stage_blocks if self.splits else blocks_left) - 1)
+        if self.splits:
+            activations += self._split_backward(self.unweighted + 1)
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient() + weight_gradient,
-            activations=self._activations(blocks_left - 1) + self.block.whole + self.block.working,
+            activations=activations + self.block.whole + self.block.working,
             buffers=self._gathered() + gathered + reducing,
         )
 

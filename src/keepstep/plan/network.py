@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepstep.plan.activations import FP32
 from keepstep.plan.cluster import Cluster
-from keepstep.plan.parameters import StageParameters
+from keepstep.plan.parameters import StageParameters, received_streams
 from keepstep.plan.workload import Workload
 
 LINK_SHARE = 0.85
@@ -124,7 +124,7 @@ class Network:
             return 0.0
         row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch / work.degrees.tensor
         rate = self.rate_gb_s("pipeline", work.degrees.pipeline) * 1e9
-        return 2 * (row / rate + LATENCY_S) * self._factor
+        return 2 * work.stages_per_process * (row / rate + LATENCY_S) * self._factor
 
 
 def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes:
@@ -146,7 +146,7 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
         ends = int(last) + int(first)
         gathered += each * row * (counts.blocks * (4 + 2 * again) + ends)
         reduced += each * row * (counts.blocks * (4 + again) + ends)
-    sends = each * row // degrees.tensor * (int(not first) + int(not last)) + each * counts.blocks * ring_bytes(work)
+    sends = each * row // degrees.tensor * received_streams(work, stage) + each * counts.blocks * ring_bytes(work)
     if degrees.pipeline > 1 and work.model.tied and (first or last):
         sends += FP32 * counts.table // degrees.weight_shards
     replicas = gradient_bytes(work) * counts.trained // degrees.weight_shards if degrees.replicate > 1 else 0

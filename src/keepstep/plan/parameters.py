@@ -64,6 +64,16 @@ def stage_parameters(work: Workload, stage: int) -> StageParameters:
     return StageParameters(block_parameters(model, tensor), blocks, ends, learned_table, block_adapters(work))
 
 
+def received_streams(work: Workload, stage: int) -> int:
+    """How often a micro batch reaches a process of the pipeline, there and back: twice for each of its stages.
+
+    The first stage gets tokens and the last makes its own gradients.
+    """
+    if work.degrees.pipeline == 1:
+        return 0
+    return 2 * work.stages_per_process - int(stage == 0) - int(stage == work.degrees.pipeline - 1)
+
+
 def block_adapters(work: Workload) -> int:
     """Numbers in one block's adapters: the first factor has a row a rank for each projection, the second is shared."""
     model, targets = work.model, set(work.lora_targets)

@@ -18,6 +18,7 @@ from keepstep.plan.memory import MemoryPlan, plan_memory
 from keepstep.plan.speed import UNCALIBRATED, Factors, SpeedPlan, plan_speed
 from keepstep.plan.storage import (
     SaveTime,
+    adapter_bytes,
     cheapest,
     checkpoint_bytes,
     dataset_bytes,
@@ -102,7 +103,7 @@ def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, pre
     speed = plan_speed(work, cluster, assumptions.factors)
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     fits = memory.needed <= cluster.gpu.memory_gib * GIB
-    storage = _storage(config, cluster, assumptions.save_within_s)
+    storage = _storage(config, work, cluster, assumptions.save_within_s)
     recovery = assumptions.recovery
     if not recovery.lag_s:
         recovery = replace(recovery, lag_s=_lag_s(storage))
@@ -130,8 +131,8 @@ def _least_recompute(work: Workload) -> Workload:
     return next((each for each in choices if plan_memory(each).needed <= work.device_bytes), choices[-1])
 
 
-def _storage(config: RunConfig, cluster: Cluster, within_s: float) -> StoragePlan:
-    size = checkpoint_bytes(config.model, config.optimizer.name)
+def _storage(config: RunConfig, work: Workload, cluster: Cluster, within_s: float) -> StoragePlan:
+    size = adapter_bytes(work) if work.lora_rank else checkpoint_bytes(config.model, config.optimizer.name)
     # One more than is kept: a new step is whole before an old one goes.
     copies = (config.checkpoint.keep or 10) + 1
     tokens = _tokens(config)

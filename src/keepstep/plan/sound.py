@@ -9,6 +9,10 @@ def sound(work: Workload) -> bool:
     """Whether a run with these degrees would start and every process would have the same work."""
     model, degrees = work.model, work.degrees
     tensor, context = degrees.tensor, degrees.context
+    if work.exact and max(tensor, context, degrees.pipeline) > 1:
+        return False
+    if tensor > 1 and model.linear == "bitnet":
+        return False
     if model.key_value_heads % tensor or model.ffn_size % tensor or model.padded_vocab % tensor:
         return False
     # Each context rank holds two pieces of a row (an early and a late one); the tensor axis splits what it holds.
@@ -18,6 +22,8 @@ def sound(work: Workload) -> bool:
         return False
     if degrees.pipeline == 1:
         return True
+    if work.schedule == "zero_bubble" and (work.compiled or work.recompute == "selective"):
+        return False
     stages = degrees.pipeline * work.stages_per_process
     if stages > model.layers or work.microbatches < stages:
         return False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.size import parameter_count
 from keepstep.plan.cluster import Cluster, Storage
-from keepstep.plan.parameters import block_parameters
+from keepstep.plan.parameters import block_adapters, block_parameters
+from keepstep.plan.workload import Degrees, Workload
 
 TIB = 2**40
 
@@ -46,6 +47,12 @@ def checkpoint_bytes(
         matrices = block_parameters(model) * model.layers
         return 8 * matrices + 12 * (parameters - matrices)
     return (14 if layout == "megatron" else 12) * parameters
+
+
+def adapter_bytes(work: Workload) -> int:
+    """One checkpoint of a run that trains adapters: frozen weights come back from where the run began."""
+    adapters = block_adapters(replace(work, degrees=Degrees())) * work.model.layers
+    return (8 if work.optimizer == "muon" else 12) * adapters
 
 
 def dataset_bytes(tokens: float, vocab: int) -> int:

@@ -83,7 +83,7 @@ def fill_learner(
     # Adapters train on top of frozen weights that no checkpoint holds.
     origin = fill_weights(model, config) if fill or config.lora.rank else None
     if config.finetune.neftune:
-        add_embedding_noise(model, config.finetune.neftune)
+        add_embedding_noise(model, config.finetune.neftune, grid.layout.context * grid.layout.tensor)
     masters = MasterWeights(model) if not sharded and dtype == torch.bfloat16 else None
     optimizers = Optimizers(model, config.optimizer, masters)
     scaler = LossScaler(enabled=dtype == torch.float16)
@@ -123,7 +123,11 @@ def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> 
         return ["none"] * config.model.layers
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     state_ranks = layout.weight_shards * layout.tensor * layout.pipeline
-    return choose_modes(config.model, MemoryFacts(config.microbatch, state_ranks, total_bytes))
+    modes = choose_modes(config.model, MemoryFacts(config.microbatch, state_ranks, total_bytes))
+    if layout.pipeline > 1 and config.parallel.schedule == "zero_bubble":
+        # What selective recomputation keeps serves one backward pass, and this schedule makes two.
+        return ["full" if mode == "selective" else mode for mode in modes]
+    return modes
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -12,8 +12,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from keepstep import __version__
+from keepstep.core.endings import AskedToEnd, ending_as_interrupt, exit_code_of
 from keepstep.core.errors import EXIT_FAILED, KeepstepError
 from keepstep.core.output import unbreakable_output
 
@@ -101,10 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in _RUNS:
-        with unbreakable_output():
+    with unbreakable_output() if words and words[0] in _RUNS else nullcontext():
+        if "RANK" in os.environ:
+            # One of a run's processes: whoever watches it wants to know which signal it died of.
             return _run_and_report(words)
-    return _run_and_report(words)
+        with ending_as_interrupt():
+            return _run_and_report(words)
 
 
 def _run_and_report(words: Sequence[str]) -> int:
@@ -117,9 +121,9 @@ def _run_and_report(words: Sequence[str]) -> int:
     except KeepstepError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print(f"ended by {error}" if isinstance(error, AskedToEnd) else "interrupted", file=sys.stderr)
+        return exit_code_of(error)
     except BrokenPipeError:
         # `keepstep … | head` closed the pipe: nothing is wrong, and Python must not complain at exit.
         _drop_output()

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from io import TextIOWrapper
 
 from keepstep import __version__
 from keepstep.core.endings import AskedToEnd, ending_as_interrupt, exit_code_of
@@ -102,6 +103,7 @@ def _answer(words: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _open_closed_streams()
+    _print_what_can_be_printed()
     words = list(sys.argv[1:] if arguments is None else arguments)
     with unbreakable_output() if words and words[0] in _RUNS else nullcontext():
         if "RANK" in os.environ:
@@ -179,3 +181,10 @@ def _open_closed_streams() -> None:
             os.dup2(handle, number)
             os.close(handle)
         setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _print_what_can_be_printed() -> None:
+    """A terminal that knows less than Unicode, or a path that is none, costs a character and not the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")

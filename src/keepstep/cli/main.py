@@ -11,9 +11,11 @@ import errno
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from io import TextIOWrapper
+from typing import NoReturn
 
 from keepstep import __version__
 from keepstep.core.endings import AskedToEnd, ending_as_interrupt, exit_code_of
@@ -105,12 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     _print_what_can_be_printed()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Of one of a run's processes whoever watches it wants to know which signal it died of.
+    one_of_many = "RANK" in os.environ
     with unbreakable_output() if words and words[0] in _RUNS else nullcontext():
-        if "RANK" in os.environ:
-            # One of a run's processes: whoever watches it wants to know which signal it died of.
-            return _run_and_report(words)
-        with ending_as_interrupt():
-            return _run_and_report(words)
+        try:
+            with nullcontext() if one_of_many else ending_as_interrupt():
+                return _run_and_report(words)
+        except KeyboardInterrupt as error:
+            print(f"ended by {error}" if isinstance(error, AskedToEnd) else "interrupted", file=sys.stderr)
+            code = exit_code_of(error)
+    if arguments is None and threading.active_count() > 1:
+        _leave(code)
+    return code
 
 
 def _run_and_report(words: Sequence[str]) -> int:
@@ -123,9 +131,6 @@ def _run_and_report(words: Sequence[str]) -> int:
     except KeepstepError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as error:
-        print(f"ended by {error}" if isinstance(error, AskedToEnd) else "interrupted", file=sys.stderr)
-        return exit_code_of(error)
     except BrokenPipeError:
         # `keepstep … | head` closed the pipe: nothing is wrong, and Python must not complain at exit.
         _drop_output()
@@ -161,6 +166,14 @@ def _is_users_to_mend(error: OSError) -> bool:
     known = error.errno in _MENDED_BY_USERS
     told = error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
     return known and told and "RANK" not in os.environ
+
+
+def _leave(code: int) -> NoReturn:
+    """End without waiting for threads: one inside a library stays there for minutes, or crashes as Python ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _drop_output() -> None:

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from keepstep.core.endings import ending_as_interrupt
 
 VERB = """
 import multiprocessing, subprocess, time
@@ -77,3 +80,16 @@ def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_stumbles_over_an_interrupt_was_interrupted(number: signal.Signals) -> None:
+    def stumble() -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        raise RecursionError("a library that is half imported")
+
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ending_as_interrupt():
+        stumble()
+    assert signal.getsignal(number) is before

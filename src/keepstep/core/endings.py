@@ -33,7 +33,11 @@ def exit_code_of(error: KeyboardInterrupt) -> int:
 
 @contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """Raise `AskedToEnd` on SIGTERM and SIGHUP, where they would end the process and nobody else takes care of them."""
+    """Raise `AskedToEnd` on SIGTERM and SIGHUP, where they would end the process and nobody else takes care of them.
+
+    What fails after an interrupt, Ctrl-C's too, failed because of it: libraries that are interrupted while they are
+    imported go on half imported, and stumble over that.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [number for number in _ENDINGS if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
     owner, asked_at = os.getpid(), -_ONE_REQUEST_S
@@ -47,12 +51,28 @@ def ending_as_interrupt() -> Iterator[None]:
             return
         before, asked_at = asked_at, time.monotonic()
         if asked_at - before >= _ONE_REQUEST_S:
-            raise AskedToEnd(number)
+            interrupts.append(AskedToEnd(number))
+            raise interrupts[-1]
+
+    interrupts: list[KeyboardInterrupt] = []
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        interrupts.append(KeyboardInterrupt())
+        raise interrupts[-1]
 
     for number in numbers:
         signal.signal(number, end)
+    takes_interrupts = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except Exception:
+        if interrupts:
+            raise interrupts[-1] from None
+        raise
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+        if takes_interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

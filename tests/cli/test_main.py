@@ -63,3 +63,22 @@ def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(FileExistsError):
         main(["new", "taken"])
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_that_knows_less_than_unicode_costs_characters_and_nothing_else(
+    encoding: str, tmp_path: Path
+) -> None:
+    # A name in another encoding than the system's, as old archives hold them.
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    Path(folder).mkdir()
+    (Path(folder) / "raw.txt").write_text("some text\n")
+    words = ["data", "train-tokenizer", folder, "--out", f"{folder}/tokenizer.json", "--vocab", "257"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "keepstep", *words],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"caf?/tokenizer.json" in ended.stdout

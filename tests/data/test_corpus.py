@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -101,3 +104,33 @@ def test_a_prepared_folder_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(Path, "rename", rename)
     assert (corpus.prepare_folder(tmp_path / "made", build) / "inside" / "b.npy").is_file()
+
+
+class _DeafTokenizer:
+    """As the real one while it trains: its code hears no Ctrl-C before it has done its work."""
+
+    released = threading.Event()
+
+    def __init__(self, _: object) -> None:
+        pass
+
+    def train_from_iterator(self, _: object, __: object) -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.released.wait(5)
+
+    def to_str(self) -> str:
+        return "trained to the end"
+
+    def get_vocab_size(self) -> int:
+        return 0
+
+
+def test_the_training_of_a_tokenizer_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenizers.Tokenizer", _DeafTokenizer)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tokenize.train_bpe(["some text"], 300, tmp_path / "tokenizer.json")
+    finally:
+        _DeafTokenizer.released.set()
+    assert not list(tmp_path.iterdir())

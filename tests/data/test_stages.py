@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -274,3 +279,46 @@ def test_what_is_no_lines_of_json_is_refused_before_anything_is_fetched(tmp_path
     (tmp_path / "notes.txt").write_text("a text\n")
     with pytest.raises(DataError, match="no lines of JSON"):
         pipeline(tmp_path / "out", tmp_path / "notes.txt").run("download")
+
+
+class _NeverDone(BaseHTTPRequestHandler):
+    """Promises a file, and sends it so slowly that nobody lives to see its end."""
+
+    asked = threading.Event()
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.asked.set()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.05)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is said."""
+
+
+def test_an_interrupt_does_not_wait_for_a_download(tmp_path: Path, tokenizer: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _NeverDone)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}/far.jsonl"
+    words = ["data", "pipeline", address, "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "keepstep", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert _NeverDone.asked.wait(30)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            server.shutdown()
+            server.server_close()
+    assert (process.returncode, said) == (128 + signal.SIGINT, "stage download\ninterrupted\n")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core.ranks import from_environment
@@ -172,3 +173,21 @@ def one_says_nothing(words: list[str]) -> int:
     while node:
         time.sleep(0.05)
     return 1
+
+
+class SlowToArrive(str):
+    """An argument that takes its time where a new process reads it, as a worker's on a busy machine does."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive_late, (str(self),)
+
+
+def _arrive_late(text: str) -> str:
+    time.sleep(1.0)
+    return text
+
+
+def never_stops_by_itself(words: list[str]) -> int:
+    (Path(words[0]) / "started").touch()
+    time.sleep(20)
+    return 0

@@ -141,3 +141,32 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_stop_request_is_heard_while_the_processes_are_being_started(tmp_path: Path) -> None:
+    # Ctrl-C while everything is imported reaches the warm process as well, however young it is.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if any('forkserver' in word for word in sys.orig_argv):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+    )
+    program = (
+        "import sys, agent_targets\n"
+        "from keepstep.resilience.agent import run_processes\n"
+        "from keepstep.resilience.workers import Task\n"
+        "folder = agent_targets.SlowToArrive(sys.argv[1])\n"
+        "sys.exit(run_processes(Task(agent_targets.never_stops_by_itself, [folder]), 2))\n"
+    )
+    paths = (tmp_path, Path(__file__).parent, *sys.path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()) == (
+        EXIT_STOPPED,
+        [
+            "stopped on request: nothing new was there to save",
+            " hint: start the same command to go on from the last checkpoint",
+        ],
+    )
+    assert not (tmp_path / "started").exists()

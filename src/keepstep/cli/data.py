@@ -10,6 +10,7 @@ from typing import Any
 
 from keepstep.cli import data_chat, data_look, data_stages
 from keepstep.cli.data_common import add_action, parse_share, print_build, size
+from keepstep.core.endings import exit_code_of
 from keepstep.core.errors import EXIT_DATA, EXIT_DONE, DataError, UsageError
 
 HAS_ACTIONS = True
@@ -111,9 +112,9 @@ def build(args: argparse.Namespace) -> int:
     share = parse_share(args.task)
     try:
         facts = run_build(args.out, make_plan(options), args.tokenizer, workers=workers, share=share, loading=loading)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted: finished tasks are kept, the same command goes on from there", file=sys.stderr)
-        return 130
+        return exit_code_of(error)
     # The interpreter's last collections need not walk all that was imported: the process's end frees it.
     gc.freeze()
     if facts is None:

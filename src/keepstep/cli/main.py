@@ -11,9 +11,14 @@ import errno
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from io import TextIOWrapper
+from typing import NoReturn
 
 from keepstep import __version__
+from keepstep.core.endings import AskedToEnd, ending_as_interrupt, exit_code_of
 from keepstep.core.errors import EXIT_FAILED, KeepstepError
 from keepstep.core.output import unbreakable_output
 
@@ -100,11 +105,20 @@ def _answer(words: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _open_closed_streams()
+    _print_what_can_be_printed()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in _RUNS:
-        with unbreakable_output():
-            return _run_and_report(words)
-    return _run_and_report(words)
+    # Of one of a run's processes whoever watches it wants to know which signal it died of.
+    one_of_many = "RANK" in os.environ
+    with unbreakable_output() if words and words[0] in _RUNS else nullcontext():
+        try:
+            with nullcontext() if one_of_many else ending_as_interrupt():
+                return _run_and_report(words)
+        except KeyboardInterrupt as error:
+            print(f"ended by {error}" if isinstance(error, AskedToEnd) else "interrupted", file=sys.stderr)
+            code = exit_code_of(error)
+    if arguments is None and threading.active_count() > 1:
+        _leave(code)
+    return code
 
 
 def _run_and_report(words: Sequence[str]) -> int:
@@ -117,9 +131,6 @@ def _run_and_report(words: Sequence[str]) -> int:
     except KeepstepError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # `keepstep … | head` closed the pipe: nothing is wrong, and Python must not complain at exit.
         _drop_output()
@@ -157,6 +168,14 @@ def _is_users_to_mend(error: OSError) -> bool:
     return known and told and "RANK" not in os.environ
 
 
+def _leave(code: int) -> NoReturn:
+    """End without waiting for threads: one inside a library stays there for minutes, or crashes as Python ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
 def _drop_output() -> None:
     """Let what is still to be written to stdout go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -175,3 +194,10 @@ def _open_closed_streams() -> None:
             os.dup2(handle, number)
             os.close(handle)
         setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _print_what_can_be_printed() -> None:
+    """A terminal that knows less than Unicode, or a path that is none, costs a character and not the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")

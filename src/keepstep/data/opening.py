@@ -8,7 +8,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.core.files import write_atomic
+from keepstep.core.threads import in_threads
 from keepstep.data.build.plan import DATASET, STATE, is_unfinished, unfinished_error
 from keepstep.data.corpus import locked
 from keepstep.data.formats import mds
@@ -270,8 +270,7 @@ def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
         remote = RemoteStream(stream.size_bytes, functools.partial(maps.get, stream))
         return cache.open(file(f"{stem}.idx"), lambda index: MegatronReader(Path(stem), index=index, remote=remote))
 
-    with ThreadPoolExecutor(8) as pool:
-        return MegatronSet(list(pool.map(open_one, stems)), tokenizer)
+    return MegatronSet(in_threads(open_one, stems, 8), tokenizer)
 
 
 def _keep_tokenizer(address: str, folder: Path) -> Path:

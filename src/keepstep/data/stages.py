@@ -12,13 +12,13 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from keepstep.core.errors import DataError, UsageError
 from keepstep.core.files import sync_file, sync_folder, write_json, write_once
+from keepstep.core.threads import in_threads
 from keepstep.data.build.run import Share
 from keepstep.data.hub import Pace, fetch
 from keepstep.data.node_cache import NodeCache
@@ -188,8 +188,7 @@ class Pipeline:
             finally:
                 aside.unlink(missing_ok=True)
 
-        with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            list(pool.map(act, mine))
+        in_threads(act, mine, self.workers)
         if not all((folder / name).exists() for name in names):
             return False
         for leftover in folder.glob(".*"):

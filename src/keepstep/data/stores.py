@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
+from keepstep.core.threads import in_threads
 from keepstep.data.formats.mds import ShardEntry, TokenShard
 from keepstep.data.formats.megatron import MegatronReader
 from keepstep.data.order import IndexArray
@@ -91,8 +91,7 @@ class MdsStore:
             found = {number: self._open[number] for number in numbers if number in self._open}
         absent = [number for number in numbers if number not in found]
         if absent:
-            with ThreadPoolExecutor(min(8, len(absent))) as pool:
-                found.update(zip(absent, pool.map(self.shard, absent), strict=True))
+            found.update(zip(absent, in_threads(self.shard, absent, min(8, len(absent))), strict=True))
         return found
 
     def width(self) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_atomic
+from keepstep.core.threads import in_threads
 from keepstep.data.fast import FastLoad
 
 END_OF_TEXT = "<|endoftext|>"
@@ -37,7 +38,8 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path, *, special: Sequence
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # In a thread, as the library's code hears no Ctrl-C before it has done its work.
+    in_threads(lambda read: tokenizer.train_from_iterator(read, trainer), [texts], 1)
     write_atomic(path, tokenizer.to_str())
     size: int = tokenizer.get_vocab_size()
     return size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 
 from keepstep.config.values import Misfit, convert, nearest, shown
 from keepstep.core.errors import ConfigError, KeepstepError, UsageError
+from keepstep.core.home import home_folder
 from keepstep.launch.quoting import check_variables
 
 Environment = Literal["none", "azure-ndv5", "nebius"]
@@ -221,11 +223,14 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
 
 def _find(kind: str, name: str) -> tuple[str, str]:
     if "/" in name or name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
+        path = Path(name)
+        # The home of somebody whom this machine does not know: no such file, as for any other wrong path.
+        with suppress(RuntimeError):
+            path = path.expanduser()
         if not path.is_file():
             raise UsageError(f"there is no profile {name}", f"--on {kind}:NAME, or the path of a YAML file")
         return str(path), path.read_text()
-    folders = [Path("profiles"), Path("~/.config/keepstep/profiles").expanduser()]
+    folders = [Path("profiles"), home_folder() / ".config/keepstep/profiles"]
     if os.environ.get("KEEPSTEP_PROFILES"):
         folders.insert(0, Path(os.environ["KEEPSTEP_PROFILES"]))
     for folder in folders:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keepstep.core.files import write_atomic
+from keepstep.core.home import cache_folder
 
 if TYPE_CHECKING:
     from keepstep.observe.columns import Columns
@@ -31,7 +31,7 @@ _ENDS_BYTES = 4096
 
 def default_dir() -> Path:
     """`$XDG_CACHE_HOME/keepstep/runs`, or the same below the home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepstep" / "runs"
+    return cache_folder() / "runs"
 
 
 def place(folder: RunFolder, cache_dir: Path) -> Path:

@@ -280,10 +280,12 @@ class _Agent:
         if not cause.restartable:
             return cause.exit_code
         sent = {number if number != signal.SIGINT else signal.SIGTERM for number in self._signals}
-        if cause.exit_code - 128 not in sent:
-            # A process that our own signal ended before it had anything to save is not worth a word.
-            message = f"stopped on request, but without a save: {cause.message}"
-            self._say(KeepstepError(message, "start the same command to go on from the last checkpoint"))
+        hint = "start the same command to go on from the last checkpoint"
+        if cause.exit_code - 128 in sent:
+            # Our own signal ended a process that was still starting.
+            self._say(StopRequested("stopped on request: nothing new was there to save", hint))
+        else:
+            self._say(KeepstepError(f"stopped on request, but without a save: {cause.message}", hint))
         return EXIT_STOPPED
 
     def _cause_file(self, place: int) -> Path:

@@ -2,7 +2,8 @@
 
 A warm process (Python's fork server) has imported everything a worker needs, so that a start, and above all a restart,
 takes milliseconds where imports take seconds. It is single-threaded and has touched no GPU, which is what makes
-forking it safe.
+forking it safe. Requests to stop are not meant for it: terminals and schedulers send theirs to every process of a job,
+and the warm one must outlive its workers, or nobody would learn how they ended. It goes when the agent goes.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from keepstep.resilience.signals import heeded_signals
+from keepstep.resilience.signals import STOP_SIGNALS, heeded_signals
 
 STACKS_FILE = "KEEPSTEP_STACKS_FILE"
 """Environment variable: where a process writes its stacks when the agent asks for them."""
 STACKS_SIGNAL = signal.SIGUSR2
-_WARM = "keepstep.resilience.warm"
+_NOT_FOR_THE_WARM = (*STOP_SIGNALS, signal.SIGQUIT)
 ORPHAN_S = 540.0
 """Between the end of the agent and that of a process that does not stop: a step and a save must fit."""
 
@@ -49,7 +50,7 @@ class Workers:
         # Threads would not survive a fork: the numeric libraries must start none in the warm process.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([_WARM, *task.preload])
+        self._context.set_forkserver_preload(list(task.preload))
         self._heeded = (*heeded_signals(), signal.SIGQUIT)
         self._processes: list[BaseProcess] = []
 
@@ -59,6 +60,7 @@ class Workers:
             self._context.Process(target=_work, args=(self._task, dict(environment), self._heeded))
             for environment in environments
         ]
+        _start_warm_process()
         for process in self._processes:
             process.start()
 
@@ -100,6 +102,20 @@ class Workers:
         _wait_until_gone(groups)
 
 
+def _start_warm_process() -> None:
+    """Start the process that workers are forked from, unless it runs, with the stop signals blocked from its birth.
+
+    Blocked, not ignored: what is sent to a worker that has only just been forked waits until the worker can take it.
+    """
+    # Python starts its tracker along with the fork server, and unblocks signals when it has.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_WARM)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait_until_gone(groups: Sequence[int], seconds: float = 1.0) -> None:
     """A helper of a dead process must not touch files that the next attempt writes."""
     deadline = time.monotonic() + seconds
@@ -123,8 +139,9 @@ def _work(task: Task, environment: dict[str, str], heeded: Sequence[int]) -> Non
     # A group of its own: helpers it starts can be ended with it, and a terminal's Ctrl-C reaches the agent alone.
     os.setpgid(0, 0)
     for number in heeded:
-        # The warm process ignores these; its children must not, except for what the agent was started to ignore.
+        # All but what the agent was started to ignore.
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_THE_WARM)
     os.environ.update(environment)
     threading.Thread(target=_stop_with_agent, name="agent-watch", daemon=True).start()
     stacks = environment.get(STACKS_FILE)

@@ -78,7 +78,8 @@ class Crew:
                     self._listen(ready, self._workers[ready])
         finally:
             for worker in self._workers.values():
-                worker.process.terminate()
+                # Nothing it holds is lost with it, and a request to end would be lost on one that is only just forked.
+                worker.process.kill()
                 worker.process.join()
 
     def _hire(self) -> None:

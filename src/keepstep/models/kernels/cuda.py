@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepstep.core import home
 from keepstep.core.files import write_atomic
 
 _BFLOAT16 = 9
@@ -67,7 +67,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 def cache_folder() -> Path:
     """What a machine found out about its kernels, for restarts to be quick."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "keepstep", "kernels")
+    return home.cache_folder() / "kernels"
 
 
 def compile_source(source: str) -> bytes:

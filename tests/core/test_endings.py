@@ -1,0 +1,95 @@
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: nothing that it started goes on without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.endings import ending_as_interrupt
+
+VERB = """
+import multiprocessing, subprocess, time
+
+def add_arguments(parser):
+    pass
+
+def nap(started):
+    started.send(True)
+    time.sleep(60)
+
+def run(args):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    forked = context.Process(target=nap, args=(theirs,))
+    forked.start()
+    ours.recv()
+    forked.terminate()
+    forked.join()
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        print(forked.exitcode, child.pid, flush=True)
+        time.sleep(60)
+    finally:
+        child.kill()
+        child.wait()
+"""
+PROGRAM = "import sys; from keepstep.cli import main; main.VERBS['nap'] = ('nap', 'nap'); sys.exit(main.main(['nap']))"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_a_command_started_ends_with_it(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "nap.py").write_text(VERB)
+    paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path) if path)
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        forked_code, child = map(int, process.stdout.readline().split())
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert forked_code == -signal.SIGTERM, "a process forked from the command ends at once when it is told to"
+    assert (process.returncode, said) == (
+        128 + number,
+        "interrupted\n" if number == signal.SIGINT else f"ended by {number.name}\n",
+    )
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "nap.py").write_text(VERB)
+    paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path) if path)
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {PROGRAM}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_stumbles_over_an_interrupt_was_interrupted(number: signal.Signals) -> None:
+    def stumble() -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        raise RecursionError("a library that is half imported")
+
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ending_as_interrupt():
+        stumble()
+    assert signal.getsignal(number) is before

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
             print(kind)
         return EXIT_DONE
     left_out: dict[str, str] = {}
-    with _tidying_up_when_told_to_end():
-        outcomes = _random(args, stage) if args.random else _one_by_one(args, stage, left_out)
+    outcomes = _random(args, stage) if args.random else _one_by_one(args, stage, left_out)
     survived = all(outcome.passed for outcome in outcomes)
     # A fault that was asked for and could not be played says nothing about the run: that is no pass.
     unplayed = bool(left_out) and (not outcomes or bool(args.kinds))
@@ -76,21 +72,6 @@ def run(args: argparse.Namespace) -> int:
         verdict = "passed" if passed else "FAILED" if not survived else "NOT PLAYED"
         print(f"{verdict}: logs and runs are in {folder}")
     return EXIT_DONE if passed else EXIT_FAILED if not survived else EXIT_PREFLIGHT
-
-
-@contextmanager
-def _tidying_up_when_told_to_end() -> Iterator[None]:
-    """SIGTERM, as of a cancelled job, ends the runs too: they have sessions of their own, and would train on."""
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -53,6 +53,8 @@ class Muon(torch.optim.Optimizer):
 
         A step that does not count goes through the same arithmetic with zeros, so that no host has to look.
         """
+        # Offloaded parameters have their gradients in host memory.
+        factor = factor.to(self.param_groups[0]["params"][0].device)
         counts = torch.isfinite(factor).float()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -76,5 +78,7 @@ class Muon(torch.optim.Optimizer):
 def _whole_update(direction: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or not isinstance(direction, DTensor):
         return orthogonalise(direction)
-    whole = orthogonalise(direction.full_tensor())
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    mesh = parameter.device_mesh
+    # Parts that are offloaded meet on the devices that the processes talk through.
+    whole = orthogonalise(direction.to(mesh.device_type).full_tensor())
+    return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None).to(parameter.device)

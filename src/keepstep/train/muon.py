@@ -80,5 +80,7 @@ def _whole_update(direction: Tensor, parameter: Tensor) -> Tensor:
         return orthogonalise(direction)
     mesh = parameter.device_mesh
     # Parts that are offloaded meet on the devices that the processes talk through.
-    whole = orthogonalise(direction.to(mesh.device_type).full_tensor())
+    meeting = direction.to(mesh.device_type)
+    assert isinstance(meeting, DTensor)
+    whole = orthogonalise(meeting.full_tensor())
     return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None).to(parameter.device)

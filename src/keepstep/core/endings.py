@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-_ONE_REQUEST_S = 1.0
+ONE_REQUEST_S = 1.0
 """What comes within this time is one request: `timeout` sends SIGTERM to its command and to the command's group."""
 
 
@@ -40,7 +40,7 @@ def ending_as_interrupt() -> Iterator[None]:
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [number for number in _ENDINGS if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
-    owner, asked_at = os.getpid(), -_ONE_REQUEST_S
+    owner, asked_at = os.getpid(), -ONE_REQUEST_S
 
     def end(number: int, _frame: FrameType | None) -> None:
         nonlocal asked_at
@@ -50,7 +50,7 @@ def ending_as_interrupt() -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         before, asked_at = asked_at, time.monotonic()
-        if asked_at - before >= _ONE_REQUEST_S:
+        if asked_at - before >= ONE_REQUEST_S:
             interrupts.append(AskedToEnd(number))
             raise interrupts[-1]
 

@@ -23,7 +23,7 @@ from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import HEARD_S, Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
 from keepstep.resilience.scratch import remove_with, scratch_folder, server_folder
-from keepstep.resilience.signals import heeded_signals
+from keepstep.resilience.signals import Patience, heeded_signals
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
 POLL_S = 0.25
@@ -91,6 +91,7 @@ class _Agent:
         # Owned by the agent: what a process has put there is there when the process is gone.
         self._memory = [[os.memfd_create("keepstep-state") for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
         self._signals: list[int] = []
+        self._patience = Patience()
         self._waiting = False
         self._waker = -1
         self._world_size = 0
@@ -195,8 +196,7 @@ class _Agent:
                 return _Ending(cause=self._why())
             if len(self._signals) > forwarded:
                 forwarded, asked_at = len(self._signals), time.monotonic()
-                if self._signals.count(signal.SIGINT) > 1:
-                    # A second Ctrl-C: the person does not want to wait for the save.
+                if self._patience.lost:
                     return _Ending(code=128 + signal.SIGINT)
                 self._workers.signal(signal.SIGTERM if self._signals[-1] == signal.SIGINT else self._signals[-1])
             if forwarded and time.monotonic() - asked_at > SHUTDOWN_S:
@@ -315,6 +315,7 @@ class _Agent:
 
     def _heard(self, number: int, _frame: object) -> None:
         self._signals.append(number)
+        self._patience.hear(number)
         if self._waiting:
             self._waiting = False
             raise _WaitEndedError

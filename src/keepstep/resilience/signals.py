@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from keepstep.core.endings import ONE_REQUEST_S
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """What schedulers, people, Slurm's early warning and a terminal that goes away send."""
 
@@ -18,13 +20,29 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignores_hangup)
 
 
+class Patience:
+    """Whether a person who pressed Ctrl-C has pressed it again, and does not want to wait for the save."""
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+        self.lost = False
+
+    def hear(self, number: int) -> None:
+        """Take note of a signal. What comes right after the first is the same request, told twice by a wrapper."""
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        self.lost = now - self._asked_at >= ONE_REQUEST_S
+
+
 class StopFlag:
     """Whether this process was asked to stop."""
 
     def __init__(self) -> None:
         self.signal_name = ""
         self._asked_at = 0.0
-        self._interrupts = 0
+        self._patience = Patience()
 
     @property
     def requested(self) -> bool:
@@ -37,9 +55,8 @@ class StopFlag:
         return time.monotonic() - self._asked_at if self.requested else 0.0
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
-            # A second Ctrl-C: the person does not want to wait for the save.
+        self._patience.hear(number)
+        if self._patience.lost:
             raise KeyboardInterrupt
         self._asked_at = self._asked_at or time.monotonic()
         self.signal_name = signal.Signals(number).name

@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from keepstep.config.schema import ModelConfig
 from keepstep.models import products
 from keepstep.models.added import added_product
+from keepstep.models.attention import Attention
+from keepstep.models.causal import attend_fused, has_kernel
 from keepstep.models.documents import Bounds, attend_documents, document_bounds, flash_takes, longest_document
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
 from keepstep.models.gated import gated_gradient, gated_product
@@ -19,8 +21,10 @@ from keepstep.models.head import head_loss
 from keepstep.models.kernels import choice
 from keepstep.models.kernels import gated as gated_kernels
 from keepstep.models.kernels import turned as turned_kernels
+from keepstep.models.masks import make_context
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.norm import RMSNorm
+from keepstep.models.positions import rotate
 from keepstep.models.residual import add_and_norm
 from keepstep.models.swiglu import activate, activate_backward, swiglu
 from keepstep.models.turn import project_and_turn, projected_and_turned, split_and_turn
@@ -361,3 +365,58 @@ def test_positions_inside_the_projection(rows: int, tokens: int, tables: int, qu
     apart = split_and_turn(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
     for one, other in zip(joined, torch.autograd.grad(apart, (x, weight), seeds), strict=True):
         assert relative(one, other) < 3e-3
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("rows", "tokens", "groups", "queries", "table_rows"),
+    [(1, 128, 1, 1, 1), (2, 384, 3, 1, 0), (3, 1024, 2, 3, 3), (2, 4096, 8, 4, 1)],
+)
+def test_what_attention_passes_back(rows: int, tokens: int, groups: int, queries: int, table_rows: int) -> None:
+    torch.manual_seed(13)
+    assert has_kernel(CUDA)
+    qkv = torch.randn(rows, tokens, groups * (queries + 2) * 64, device=CUDA).bfloat16().requires_grad_()
+    angle = torch.rand(table_rows, tokens, 32, device=CUDA) * 100
+    tables = (angle.cos(), angle.sin()) if table_rows else None
+    ours = attend_fused(qkv, tables, queries, 64)
+    seed = torch.randn_like(ours)
+    (gradient,) = torch.autograd.grad(ours, qkv, seed)
+
+    exact = qkv.detach().float().requires_grad_()
+    grouped = exact.unflatten(-1, (groups, queries + 2, 64))
+    sides = [grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]]
+    if tables:
+        sides[:2] = [rotate(side, *tables) for side in sides[:2]]
+    sides[0] = sides[0].flatten(2, 3)
+    with sdpa_kernel(SDPBackend.MATH):
+        query, key, value = (side.transpose(1, 2) for side in sides)
+        theirs = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    theirs = theirs.transpose(1, 2).flatten(2)
+    (expected,) = torch.autograd.grad(theirs, exact, seed.float())
+    assert relative(ours, theirs) < 5e-3
+    parts = (gradient.unflatten(-1, grouped.shape[2:]), expected.unflatten(-1, grouped.shape[2:]))
+    for place in (slice(0, -2), slice(-2, -1), slice(-1, None)):
+        one, other = (part[..., place, :] for part in parts)
+        assert relative(one, other) < 1e-2
+        # Not a token or a head is off by itself.
+        assert ((one - other).norm(dim=-1) < 0.1 * other.norm(dim=-1) + 0.02 * other.norm(dim=-1).mean()).all()
+
+
+@hopper
+def test_a_block_with_attention_at_once_learns_like_one_without() -> None:
+    config = ModelConfig(hidden=512, heads=8, kv_heads=2, seq_len=1024, positions="rotary", bias=False)
+    torch.manual_seed(14)
+    attention = Attention(config, 0).to(CUDA, torch.bfloat16)
+    x = torch.randn(2, 1024, 512, device=CUDA).bfloat16().requires_grad_()
+    context = make_context(config, x, torch.arange(1024, device=CUDA).expand(2, -1), None, None)
+    seed, outcomes = torch.randn_like(x), []
+    for attention.at_once in (True, False):
+        output = torch.compile(attention)(x, context)
+        outcomes.append([output, *torch.autograd.grad(output, [x, *attention.parameters()], seed)])
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert relative(ours, theirs) < 1e-2
+
+
+def test_attention_at_once_is_not_for_runs_that_must_repeat() -> None:
+    with repeatable_kernels(True):
+        assert not has_kernel(CUDA)

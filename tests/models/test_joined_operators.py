@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.models.attention import Attention
 from keepstep.models.gated import gated
-from keepstep.models.kernels import cuda, tiles
+from keepstep.models.kernels import cuda, proof, tiles
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.positions import rotate
 from keepstep.models.residual import joined_add_and_norm
@@ -178,25 +178,22 @@ def test_kernels_that_fail_their_proof_are_told_of_once_and_done_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def kernel(*_: object) -> None:
-        if compiler is not None:
-            raise cuda.CudaError(compiler)
-
-    monkeypatch.setattr(tiles, "_kernel", kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
 
-    def proof(_device: torch.device) -> float:
+    def prove(_device: torch.device) -> float:
+        if compiler is not None:
+            raise cuda.CudaError(compiler)
         return difference
 
-    answers = [tiles.works("gated", torch.device("cuda", 7), proof) for _ in range(2)]
+    answers = [proof.works("gated", torch.device("cuda", 7), prove) for _ in range(2)]
     assert answers == [told is None] * 2
     assert [record.getMessage() for record in caplog.records] == ([] if told is None else [told])
 
 
 def test_the_difference_of_a_proof_is_the_largest_and_sees_a_nan() -> None:
     one = torch.ones(4)
-    assert tiles.relative_difference([one, 3 * one], [one, 2 * one]) == pytest.approx(0.5)
-    assert isnan(tiles.relative_difference([one, one / 0 * 0], [one, one]))
+    assert proof.relative_difference([one, 3 * one], [one, 2 * one]) == pytest.approx(0.5)
+    assert isnan(proof.relative_difference([one, one / 0 * 0], [one, one]))
 
 
 def test_products_that_the_kernels_do_not_take() -> None:

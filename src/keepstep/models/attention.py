@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.added import add_product
+from keepstep.models.causal import attend_fused, project_and_attend, takes
 from keepstep.models.documents import attend_documents
 from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.masks import Context
@@ -42,6 +43,8 @@ class Attention(nn.Module):
         self.out = make_linear(config.linear, config.heads * config.head_size, config.hidden, config.bias)
         self.attend: Callable[..., Tensor] = attend
         """Context parallelism puts ring attention here."""
+        self.at_once = False
+        """Whether plain causal attention may be computed together with what surrounds it: see `may_attend_at_once`."""
         self.joined = True
         """Whether one operator may span the projection and what follows. Tensor parallelism splits the projection, and
         selective recomputation keeps what it gives: both say no."""
@@ -50,23 +53,39 @@ class Attention(nn.Module):
 
     def forward(self, x_btd: Tensor, context: Context, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
-        query_btne, key_btge, value_btge = self._project(x_btd, context.rotary)
-        if context.cache is not None:
-            key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
-        mixed_btne = self.attend(query_btne, key_btge, value_btge, self.first_head, context)
-        mixed_btd = mixed_btne.flatten(2)
+        mixed_btd = (
+            self._mix_at_once(x_btd, context.rotary) if self._is_one(x_btd, context) else self._mix(x_btd, context)
+        )
         if residual_btd is not None:
             return add_product(mixed_btd, self.out.weight.to(mixed_btd.dtype), residual_btd)
         output_btd: Tensor = self.out(mixed_btd)
         return output_btd
 
+    def _mix(self, x_btd: Tensor, context: Context) -> Tensor:
+        query_btne, key_btge, value_btge = self._project(x_btd, context.rotary)
+        if context.cache is not None:
+            key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
+        return self.attend(query_btne, key_btge, value_btge, self.first_head, context).flatten(2)
+
+    def _is_one(self, x_btd: Tensor, context: Context) -> bool:
+        """Whether one operator may do all between the projection, or what comes before it, and the output."""
+        return self.at_once and context.is_plain() and takes(x_btd.shape[1], self.head_size, x_btd.dtype)
+
+    def _mix_at_once(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if rotary is not None and self._spans_projection():
+            weight_md = self.qkv.weight.to(x_btd.dtype)
+            return project_and_attend(x_btd, weight_md, rotary, self.queries_per_group, self.head_size)
+        return attend_fused(self._fused(x_btd), rotary, self.queries_per_group, self.head_size)
+
+    def _fused(self, x_btd: Tensor) -> Tensor:
+        qkv_btm: Tensor = self.qkv(x_btd)
+        return qkv_btm.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else qkv_btm
+
     def _project(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotary is not None and x_btd.is_cuda and self._spans_projection():
             weight_md = self.qkv.weight.to(x_btd.dtype)
             return project_and_turn(x_btd, weight_md, *rotary, self.queries_per_group, self.head_size)
-        qkv_btm = self.qkv(x_btd)
-        if self.clip_qkv:
-            qkv_btm = qkv_btm.clamp(-self.clip_qkv, self.clip_qkv)
+        qkv_btm = self._fused(x_btd)
         if rotary is not None and self.query_norm is None and splits_and_turns_at_once(qkv_btm):
             query_btne, key_btge, value_btge = split_and_turn(qkv_btm, *rotary, self.queries_per_group, self.head_size)
             return query_btne, key_btge, value_btge
@@ -77,6 +96,10 @@ class Attention(nn.Module):
         if rotary is not None:
             query_btgre, key_btge = rotate(query_btgre, *rotary), rotate(key_btge, *rotary)
         return query_btgre.flatten(2, 3), key_btge, value_btge
+
+    def may_attend_at_once(self) -> bool:
+        """Whether nothing stands between the projection and attention, and attention is the plain one."""
+        return self.joined and self.query_norm is None and self.attend is attend
 
     def adds_inside(self) -> bool:
         """Whether the last product may take the residual."""

@@ -40,6 +40,10 @@ class Context:
         self.window = 0
         """With bounds: how many latest tokens are attended to; 0 for all."""
 
+    def is_plain(self) -> bool:
+        """Whether every token attends to all before it in its row, and nothing is remembered."""
+        return self.causal and self.mask is None and self.bounds is None and self.cache is None
+
 
 def make_context(
     config: ModelConfig,

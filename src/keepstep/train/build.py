@@ -10,9 +10,10 @@ from keepstep.config.check import accumulation_steps
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError
+from keepstep.models.causal import has_kernel
 from keepstep.models.neftune import add_embedding_noise
 from keepstep.models.size import peak_flops
-from keepstep.models.transformer import Transformer
+from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import Grid
 from keepstep.parallel.pipeline import Pipeline, PipelineShape
@@ -69,6 +70,10 @@ def spread_model(config: RunConfig, grid: Grid, device: torch.device) -> SpreadM
         prepare_adapters(model, config.lora, dtype)
     modes = recompute_modes(config, grid.layout, device)
     stages = apply_parallel(model, grid, config.parallel, config.compute, dtype if sharded else None, modes)
+    if config.compute.attention == "auto" and has_kernel(device):
+        for block in (block for stage in stages for block in stage.blocks.values()):
+            assert isinstance(block, Block)
+            block.attention.at_once = block.attention.may_attend_at_once()
     return SpreadModel(model, stages, sharded)
 
 

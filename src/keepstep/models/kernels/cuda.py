@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
@@ -70,6 +71,17 @@ def cache_folder() -> Path:
     return home.cache_folder() / "kernels"
 
 
+def source_of(*files: str) -> str:
+    """Files of this folder, one behind the other, with the lists written out that hopper.cu tells of."""
+    text = "".join((Path(__file__).parent / f"{file}.cu").read_text() for file in files)
+    text = re.sub(r"@NUMBERS (\d+)@", lambda found: ", ".join(f"%{i}" for i in range(int(found[1]))), text)
+    return re.sub(
+        r"@OPERANDS (\w+) (\d+)@",
+        lambda found: ", ".join(f'"+f"({found[1]}[{i}])' for i in range(int(found[2]))),
+        text,
+    )
+
+
 def compile_source(source: str) -> bytes:
     """Machine code for Hopper; from the cache where this machine compiled the same before, for restarts to be quick."""
     major, minor = c_int(), c_int()
@@ -117,8 +129,8 @@ class Kernel:
         _call("cuFuncSetAttribute", self._function, _MAX_SHARED_BYTES, c_int(shared_bytes))
         self._shared_bytes = shared_bytes
 
-    def launch(self, blocks: int, threads: int, *arguments: TensorMap | Tensor | int) -> None:
-        """Start it on the current stream. Tensors arrive there as pointers, numbers as 32 bits."""
+    def launch(self, blocks: int, threads: int, *arguments: TensorMap | Tensor | int | None) -> None:
+        """Start it on the current stream. Tensors and None arrive there as pointers, numbers as 32 bits."""
         values = [_value(argument) for argument in arguments]
         parameters = (c_void_p * len(values))(*(place for _, place in values))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -127,11 +139,14 @@ class Kernel:
         _call("cuLaunchKernel", self._function, *sizes, stream, parameters, None)
 
 
-def _value(argument: TensorMap | Tensor | int) -> tuple[Any, int]:
+def _value(argument: TensorMap | Tensor | int | None) -> tuple[Any, int]:
     """What must stay alive until the launch, and its place in memory."""
     if isinstance(argument, TensorMap):
         return argument, argument.place
-    value = c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else c_int(argument)
+    if isinstance(argument, int):
+        number = c_int(argument)
+        return number, ctypes.addressof(number)
+    value = c_void_p(None if argument is None else argument.data_ptr())
     return value, ctypes.addressof(value)
 
 

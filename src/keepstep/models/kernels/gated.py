@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from keepstep.models.kernels.cuda import tensor_map
-from keepstep.models.kernels.tiles import COLUMNS, DEPTH, ROWS, fits, relative_difference, start, works
+from keepstep.models.kernels.proof import relative_difference, works
+from keepstep.models.kernels.tiles import COLUMNS, DEPTH, ROWS, fits, start
 from keepstep.models.swiglu import activate, activate_backward
 
 

@@ -6,14 +6,12 @@ Shape legend: m rows, k what is summed over.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from keepstep.models.kernels.cuda import CudaError, Kernel, TensorMap, compile_source, is_hopper, tensor_map
+from keepstep.models.kernels.cuda import Kernel, TensorMap, compile_source, is_hopper, source_of, tensor_map
 
 ROWS, COLUMNS, DEPTH = 128, 256, 64
 """A tile of sums, and how many numbers each step adds to them."""
@@ -27,13 +25,6 @@ _LEAST_DEPTH = 8 * DEPTH
 _STRIPS = {"gated_forward": 2, "gated_backward": 1, "turned": 2}
 """By name of the function: strips that a piece is handed over in, as its `Finish` says."""
 
-_AGREED = 0.01
-"""Both sides of a proof round to bf16, which is 0.004."""
-
-_log = logging.getLogger(__name__)
-
-Proof = Callable[[torch.device], float]
-
 
 def fits(rows: int, depth: int, widest: int, left: Tensor) -> bool:
     """Whether a product's rows and sums fill tiles without a rest, on a GPU that has the instructions.
@@ -44,33 +35,6 @@ def fits(rows: int, depth: int, widest: int, left: Tensor) -> bool:
         return False
     whole = rows % _PAIR == 0 and depth % DEPTH == 0 and depth >= _LEAST_DEPTH
     return whole and rows * widest // 8 < 1 << 31 and is_hopper(left.device)
-
-
-@functools.cache
-def works(file: str, device: torch.device, proof: Proof) -> bool:
-    """Whether the kernels of a file run on a GPU, and right; asked once.
-
-    `proof` computes something small with them and in torch's own operators, and gives the largest relative difference.
-    A compiler or driver that nobody has met yet costs speed then, and nothing else.
-    """
-    try:
-        with torch.cuda.device(device):
-            for name in _names(file):
-                _kernel(file, name, device)
-            difference = proof(device)
-    except (CudaError, OSError) as error:
-        _log.warning("%s does without its kernels: %s", file, error)
-        return False
-    if not difference < _AGREED:
-        _log.warning("%s does without its kernels: they are off by %.2g", file, difference)
-    return difference < _AGREED
-
-
-def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Of the pair of tensors that differ most; NaN where one has a NaN."""
-    pairs = zip(ours, theirs, strict=True)
-    parts = [(one.float() - other.float()).norm() / other.float().norm() for one, other in pairs]
-    return torch.stack(parts).max().item()
 
 
 def left_map(left_mk: Tensor) -> TensorMap:
@@ -98,20 +62,10 @@ def start(
         kernel.launch(processors // 2 * 2, _THREADS, *arguments)
 
 
-def _names(file: str) -> list[str]:
-    return [name for name in _STRIPS if name.startswith(file)]
-
-
-@functools.cache
-def _code(file: str) -> bytes:
-    folder = Path(__file__).parent
-    source = (folder / "tiles.cu").read_text() + (folder / f"{file}.cu").read_text()
-    source = source.replace("@SUMS@", ", ".join(f"%{i}" for i in range(128)))
-    return compile_source(source.replace("@OPERANDS@", ", ".join(f'"+f"(sums[{i}])' for i in range(128))))
-
-
 @functools.cache
 def _kernel(file: str, name: str, device: torch.device) -> Kernel:
     stages_bytes = _STAGES * (ROWS + COLUMNS) * DEPTH * 2
     strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * _STRIPS[name] * _STRIP_BYTES
-    return Kernel(_code(file), name, stages_bytes + strips_bytes + _BARRIERS_BYTES, device)
+    return Kernel(
+        compile_source(source_of("hopper", "tiles", file)), name, stages_bytes + strips_bytes + _BARRIERS_BYTES, device
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keepstep.models.kernels.tiles import COLUMNS, fits, relative_difference, right_map, start, works
+from keepstep.models.kernels.proof import relative_difference, works
+from keepstep.models.kernels.tiles import COLUMNS, fits, right_map, start
 from keepstep.models.positions import rotate
 
 _HEAD_SIZE = 64

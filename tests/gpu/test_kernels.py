@@ -370,7 +370,14 @@ def test_positions_inside_the_projection(rows: int, tokens: int, tables: int, qu
 @hopper
 @pytest.mark.parametrize(
     ("rows", "tokens", "groups", "queries", "table_rows"),
-    [(1, 128, 1, 1, 1), (2, 384, 3, 1, 0), (3, 1024, 2, 3, 3), (2, 4096, 8, 4, 1)],
+    [
+        (1, 128, 1, 1, 1),
+        (700, 128, 1, 1, 1),
+        (60, 256, 8, 1, 0),
+        (2, 384, 3, 1, 0),
+        (3, 1024, 2, 3, 3),
+        (2, 4096, 8, 4, 1),
+    ],
 )
 def test_what_attention_passes_back(rows: int, tokens: int, groups: int, queries: int, table_rows: int) -> None:
     torch.manual_seed(13)
@@ -403,6 +410,21 @@ def test_what_attention_passes_back(rows: int, tokens: int, groups: int, queries
 
 
 @hopper
+@pytest.mark.parametrize(("rows", "tokens", "groups", "queries"), [(700, 128, 1, 1), (2, 2048, 4, 1), (8, 4096, 8, 4)])
+def test_what_keys_and_values_get_repeats_its_bits(rows: int, tokens: int, groups: int, queries: int) -> None:
+    torch.manual_seed(15)
+    qkv = torch.randn(rows, tokens, groups * (queries + 2) * 64, device=CUDA).bfloat16().requires_grad_()
+    mixed = attend_fused(qkv, None, queries, 64)
+    seed = torch.randn_like(mixed)
+    outcomes = [torch.autograd.grad(mixed, qkv, seed, retain_graph=True)[0] for _ in range(20)]
+    parts = [gradient.unflatten(-1, (groups, queries + 2, 64)) for gradient in outcomes]
+    assert all(part[..., -2:, :].equal(parts[0][..., -2:, :]) for part in parts)
+    # Queries' sums have no fixed order.
+    assert all(relative(part[..., :-2, :], parts[0][..., :-2, :]) < 1e-3 for part in parts)
+
+
+@hopper
+@pytest.mark.filterwarnings("default")
 def test_a_block_with_attention_at_once_learns_like_one_without() -> None:
     config = ModelConfig(hidden=512, heads=8, kv_heads=2, seq_len=1024, positions="rotary", bias=False)
     torch.manual_seed(14)

@@ -286,10 +286,10 @@ class ComputeConfig:
     chooses for each block, so that as little is computed twice as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Kernel behind scaled dot-product attention. auto lets torch choose, but for causal attention with heads of 64 on
-    Hopper GPUs, which is differentiated by kernels of our own. With auto and flash, the flash kernel is told where packed
-    documents start and how far a sliding window reaches, and computes no pair of tokens outside. math and cudnn compute
-    and mask them, and so does auto where flash cannot: no GPU, fp32, ALiBi, a pipeline, context above 1, a head size
-    that is no multiple of 8 or above 256. There flash itself is an error."""
+    Hopper GPUs, which is differentiated by kernels of our own. With auto and flash, the flash kernel is told where
+    packed documents start and how far a sliding window reaches, and computes no pair of tokens outside. math and cudnn
+    compute and mask them, and so does auto where flash cannot: no GPU, fp32, ALiBi, a pipeline, context above 1, a head
+    size that is no multiple of 8 or above 256. There flash itself is an error."""
     joined_products: bool = True
     """Compute residual sums inside the products of matrices before them, on GPUs, and SwiGLU and rotary turns inside
     those around them, on GPUs that have the kernels (Hopper); false computes all of it apart."""

@@ -21,7 +21,7 @@ _THREADS = 384
 _SHARED_BYTES = 12 * _KEYS * HEAD_SIZE * 2 + 4 * 2 * _QUERIES * 4 + 128
 """Keys, values, queries, gradients, scores and partial sums; what the softmax takes off; barriers."""
 _STATS_TOKENS, _STATS_THREADS = 16, 256
-_LAST_HEADS = 8
+_LAST_HEADS = 10
 """Key-value heads whose work is dealt out longest first, for all multiprocessors to end together. Before them one
 head's is dealt out after another's, for its queries to stay in the cache."""
 _ITEM_COST = 0.5
@@ -70,7 +70,7 @@ def fused_gradient(gradient_btne: Tensor, attended: Attended, tables: tuple[Tens
             lists.shape[0], _THREADS, *maps, stats, query_sums, fused_btm, cosines, sines, lists,
             lists.shape[1], table_rows, t, n, g,
         )  # fmt: skip
-        kernels.queries.launch(b * n * t // _QUERIES, 128, query_sums, fused_btm, cosines, sines, table_rows, t, n, g)
+        kernels.queries.launch(b * g * t // _QUERIES, 128, query_sums, fused_btm, cosines, sines, table_rows, t, n, g)
     return fused_btm
 
 

@@ -109,14 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Of one of a run's processes whoever watches it wants to know which signal it died of.
     one_of_many = "RANK" in os.environ
+    interrupted = False
     with unbreakable_output() if words and words[0] in _RUNS else nullcontext():
         try:
-            with nullcontext() if one_of_many else ending_as_interrupt():
-                return _run_and_report(words)
+            with nullcontext() if one_of_many else ending_as_interrupt(until_exit=arguments is None):
+                code = _run_and_report(words)
         except KeyboardInterrupt as error:
+            interrupted = True
             print(f"ended by {error}" if isinstance(error, AskedToEnd) else "interrupted", file=sys.stderr)
             code = exit_code_of(error)
-    if arguments is None and threading.active_count() > 1:
+    # Of one of many, too: torch's threads may abort as Python ends, and a run that is done would pass for failed.
+    if arguments is None and (one_of_many or (interrupted and threading.active_count() > 1)):
         _leave(code)
     return code
 

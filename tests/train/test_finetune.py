@@ -199,6 +199,36 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
     assert (str(config.max_duration), config.optimizer.lr, config.evaluate.keep_best) == ("2ep", 2e-4, True)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["[de] rows.jsonl", "{a}.jsonl", "'quoted'.jsonl", "${HOME}.jsonl", "12", "null", " rows\n.jsonl ", "a=b, c: d#"],
+)
+def test_a_flag_means_its_own_letters(path: str) -> None:
+    import argparse
+
+    from keepstep.cli import finetune
+
+    parser = argparse.ArgumentParser()
+    finetune.add_arguments(parser)
+    config = load_config(None, finetune_words(parser.parse_args(["--from", path, "--data", path]))).config
+    assert (config.finetune.start_from, config.data.path) == (path, path)
+
+
+def test_a_dry_run_prints_what_would_be_submitted_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keepstep.launch.profiles import SlurmProfile, commented
+
+    (tmp_path / "profile.yaml").write_text(commented(SlurmProfile))
+    where = ["--on", f"slurm:{tmp_path}/profile.yaml", "--dry-run"]
+    words = ["data.path=toolcalls", "model.preset=mpt-tiny", f"runs_dir={tmp_path}", "name=tuned", "max_duration=2ba"]
+    answers = []
+    for verb in ("train", "finetune"):
+        assert main([verb, *words, "global_batch=64", *where]) == 0
+        answers.append(capsys.readouterr().out.splitlines())
+    assert answers[1][-1] == answers[0][-1] == 'exit "$code"'
+
+
 def test_starting_from_nothing_says_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a run's folder nor a Hugging Face model"):
         adopt_start(load_config(None, [f"finetune.start_from={tmp_path}"]))

@@ -104,6 +104,8 @@ def _answer(words: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if arguments is None:
+        _speak_utf8()
     _open_closed_streams()
     _print_what_can_be_printed()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -182,6 +184,19 @@ def _leave(code: int) -> NoReturn:
 def _drop_output() -> None:
     """Let what is still to be written to stdout go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _speak_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has another encoding.
+
+    Names and texts are UTF-8 on the disks of a cluster, whatever the locale of a login says, and libraries that open
+    files by name take them for that. Python does the same by itself for the plain C locale, and from 3.15 on always.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or "utf8" in sys._xoptions or not sys.executable:
+        return
+    # For processes that this one starts, too.
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
 
 
 def _open_closed_streams() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from tiny_runs import TINY, losses, metrics, run_here, run_processes
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.cli.finetune import finetune_words
 from keepstep.cli.main import main
+from keepstep.config.dump import dump_config
 from keepstep.config.load import load_config
-from keepstep.config.schema import CheckpointConfig, EvaluateConfig, ModelConfig
+from keepstep.config.schema import CheckpointConfig, EvaluateConfig, FinetuneConfig, ModelConfig, RunConfig
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.models.hf_describe import describe_hf
 from keepstep.models.hf_folder import fingerprint, save_hf, write_shards
@@ -258,6 +260,29 @@ def test_a_run_finds_its_start_and_its_steps_from_any_working_directory(
     run_here(Path("runs"), "name=base", "seed=2", "checkpoint.folder=steps")
     assert torch.equal(whole_model(tmp_path / "runs" / "tuned")[0](tokens_bt), expected)
     assert torch.equal(whole_model(Path("../runs/tuned"))[0](tokens_bt), expected)
+
+
+@pytest.mark.parametrize("linked", ["runs", "deeper/runs"])
+def test_a_run_on_a_scratch_disk_finds_its_start_beside_the_link(
+    linked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, scratch, elsewhere = (tmp_path / name for name in ("project", "scratch/runs", "elsewhere"))
+    for folder in (project / "deeper", scratch / "tuned", elsewhere):
+        folder.mkdir(parents=True)
+    (project / linked).symlink_to(scratch)
+    config = replace(RunConfig(), name="tuned", runs_dir=linked, finetune=FinetuneConfig(start_from="base"))
+    (scratch / "tuned" / "config.yaml").write_text(dump_config(config))
+
+    def start_from(where: Path) -> Path:
+        return Path(run_config(where).finetune.start_from).absolute()
+
+    monkeypatch.chdir(project)
+    assert start_from(Path(linked, "tuned")) == project / "base"
+    # Told by its own name, it is known as what the link here leads to.
+    assert start_from(scratch / "tuned") == project / "base"
+    monkeypatch.chdir(elsewhere)
+    assert start_from(project / linked / "tuned") == project / "base"
+    assert start_from(Path("..", "project", linked, "tuned")) == project / "base"
 
 
 @pytest.mark.slow

@@ -27,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from keepstep.train.demo import run_demo
 
     if args.steps < LEAST_STEPS:
-        raise UsageError(
-            f"--steps is {args.steps}, but two interruptions and something to learn take {LEAST_STEPS}", "--steps 300"
-        )
+        raise UsageError(f"--steps is {args.steps}, but to be interrupted twice it needs {LEAST_STEPS}", "--steps 300")
     started = time.monotonic()
     result = run_demo(args.runs_dir, args.steps)
     width = min(100, shutil.get_terminal_size().columns)

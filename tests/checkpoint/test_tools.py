@@ -230,6 +230,16 @@ def test_a_user_s_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not committed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["ls", "du", "show", "verify", "repair", "gc"])
+def test_a_step_that_is_not_there_is_told_and_not_made(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "gone" / "checkpoints" / "step_00000010"
+    assert main(["ckpt", action, str(place)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {place} does not exist\n hint: keepstep ckpt ls {place.parent}")
+    assert not (tmp_path / "gone").exists()
+
+
 def test_looking_at_checkpoints_needs_no_torch(run_folder: Path) -> None:
     script = (
         "import sys; from keepstep.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"

@@ -82,3 +82,22 @@ def test_a_terminal_that_knows_less_than_unicode_costs_characters_and_nothing_el
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert b"caf?/tokenizer.json" in ended.stdout
+
+
+def test_a_locale_that_is_not_utf8_changes_neither_names_nor_texts(tmp_path: Path) -> None:
+    # Python would help itself out of this locale; PYTHONUTF8=0 makes it stand for those that it leaves alone.
+    environment = {**ENVIRONMENT, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment.pop("PYTHONIOENCODING", None)
+    folder = tmp_path / "Gespräche"
+    folder.mkdir()
+    (folder / "größe.txt").write_text("Größe – 你好\n", encoding="utf-8")
+    words = ["data", "train-tokenizer", str(folder), "--out", f"{folder}/tokenizer.json", "--vocab", "257"]
+    made = subprocess.run([*COMMAND, *words], env=environment, capture_output=True)
+    assert (made.returncode, made.stderr) == (0, b"")
+    assert f"{folder}/tokenizer.json".encode() in made.stdout
+    row = '{"messages": [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "你好"}]}\n'
+    (folder / "reihen.jsonl").write_text(row, encoding="utf-8")
+    words = ["data", "show", f"{folder}/reihen.jsonl", "--tokenizer", f"{folder}/tokenizer.json"]
+    shown = subprocess.run([*COMMAND, *words], env=environment, capture_output=True)
+    assert shown.returncode == 0, shown.stderr.decode()
+    assert "你好" in shown.stdout.decode()

@@ -93,3 +93,56 @@ def test_what_stumbles_over_an_interrupt_was_interrupted(number: signal.Signals)
     with pytest.raises(KeyboardInterrupt), ending_as_interrupt():
         stumble()
     assert signal.getsignal(number) is before
+
+
+TOLD_TWICE = """
+import atexit, os, signal, sys
+
+def add_arguments(parser):
+    parser.add_argument("number", type=int)
+
+def run(args):
+    atexit.register(lambda: (os.kill(os.getpid(), args.number), print("ended", flush=True)))
+    try:
+        os.kill(os.getpid(), args.number)
+    finally:
+        os.kill(os.getpid(), args.number)
+        print("cleared away", flush=True)
+"""
+OWN_PROCESS = "import sys; from keepstep.cli import main; main.VERBS['nap'] = ('nap', 'nap'); sys.exit(main.main())"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_that_a_wrapper_passes_on_again_cuts_short_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "nap.py").write_text(TOLD_TWICE)
+    paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path) if path)
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_PROCESS, "nap", str(int(number))],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    said = "interrupted\n" if number == signal.SIGINT else f"ended by {number.name}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "cleared away\nended\n", said)
+
+
+def test_whoever_presses_ctrl_c_again_and_again_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("keepstep.core.endings.time.monotonic", lambda: now)
+    heard = 0
+    with ending_as_interrupt():
+        for _ in range(10):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                heard += 1
+            now += 0.4
+    assert heard == 4, "at 0, 1.2, 2.4 and 3.6 seconds"
+
+
+def test_one_of_many_ends_as_its_run_did_whatever_libraries_do_as_python_ends(tmp_path: Path) -> None:
+    verb = "import atexit, os\ndef add_arguments(parser): pass\ndef run(args): atexit.register(os.abort); return 75\n"
+    (tmp_path / "nap.py").write_text(verb)
+    paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path) if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "RANK": "0", "WORLD_SIZE": "1"}
+    assert subprocess.run([sys.executable, "-c", OWN_PROCESS, "nap"], env=environment).returncode == 75

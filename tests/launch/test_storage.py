@@ -53,3 +53,31 @@ def test_minutes_follow_from_bytes_and_not_from_a_mix_of_units() -> None:
     cell = Cell("a", "b", 1.0, 1.0, 64.0, 1.0)
     assert cell.save_minutes(int(2.3 * 2**40)) == pytest.approx(0.6586, abs=1e-3)
     assert "| a | b | 1 | 1 | 64 | 1 | 0.09 | 0.20 |" in markdown([cell])
+
+
+def test_data_that_is_made_for_a_measurement_goes_with_it_however_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keepstep.launch.storage.os.fsync", interrupt)
+    words = ["--data", f"a={tmp_path}", "--checkpoints", f"b={tmp_path}", "--size", "4MiB", "--writers", "2"]
+    assert main(["bench", "storage", *words]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["step", "storage"])
+def test_a_result_that_could_not_be_written_is_told_before_it_is_measured(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> None:
+        raise AssertionError("nothing is measured")
+
+    monkeypatch.setattr("keepstep.launch.storage.measure", measure)
+    monkeypatch.setattr("keepstep.train.bench.bench_step", measure)
+    (tmp_path / "file").write_text("")
+    tiers = ["--data", f"a={tmp_path}", "--checkpoints", f"b={tmp_path}"] if what == "storage" else []
+    for out in (tmp_path / "file" / "out.json", tmp_path):
+        assert main(["bench", what, *tiers, "--out", str(out)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {out} cannot be written")

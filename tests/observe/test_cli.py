@@ -124,6 +124,15 @@ def test_watch_shows_the_essentials_once_where_there_is_no_terminal(
     assert json.loads(capsys.readouterr().out)["state"] == "finished"
 
 
+def test_watch_moves_no_cursor_on_a_dumb_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["watch", str(runs / "warm")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("columns", ["30", "60", "200"])
 def test_watch_copes_with_any_width(
     runs: Path, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.checkpoint.convert import write_any
+from keepstep.checkpoint.offline import Content, Tensors
 from keepstep.cli.main import main
 from keepstep.config.dump import dump_config
 from keepstep.config.schema import CheckpointConfig, ModelConfig, RunConfig
@@ -24,7 +26,7 @@ from keepstep.models.hf_names import rules, to_hf
 from keepstep.models.init import init_weights
 from keepstep.models.megatron_names import megatron_rules
 from keepstep.models.transformer import Transformer
-from keepstep.train.convert import open_source
+from keepstep.train.convert import open_source, write_hf
 
 LLAMA = ModelConfig(
     layers=4, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=100, vocab_multiple=4, seq_len=64,
@@ -280,3 +282,41 @@ def test_what_our_decoder_does_not_compute_is_refused(tmp_path: Path) -> None:
     (tmp_path / "iter_0000007" / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
     with pytest.raises(CheckpointError, match="tensor rank 1"), open_source(str(tmp_path), None):
         pass
+
+
+@pytest.mark.parametrize("form", ["hf", "safetensors"])
+def test_a_conversion_that_is_interrupted_leaves_nothing(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {f"model.{name}": item for name, item in weights_of(LLAMA).items()}
+    moments = 0
+
+    def interrupted_at(moment: int) -> None:
+        nonlocal moments
+        moments += 1
+        if moments == moment:
+            raise KeyboardInterrupt
+
+    def read(name: str) -> torch.Tensor:
+        if form == "safetensors":
+            interrupted_at(5)
+        return weights[name]
+
+    kinds = {name: (item.dtype, tuple(item.shape)) for name, item in weights.items()}
+    metadata = {"config": dump_config(replace(RunConfig(), model=replace(LLAMA, preset="custom")))}
+    content = Content(3, Tensors(kinds, read), {}, metadata, {})
+
+    def convert() -> str:
+        if form == "hf":
+            return write_hf(content, tmp_path / "out", None)
+        return write_any(content, str(tmp_path / "out"), "safetensors")
+
+    with monkeypatch.context() as patched:
+        # Weights are there by now, and what tells readers about them is not.
+        patched.setattr("keepstep.models.hf_folder.write_json", lambda *_: interrupted_at(1))
+        with pytest.raises(KeyboardInterrupt):
+            convert()
+    assert list(tmp_path.glob("out/*")) + list(tmp_path.glob("out/.*")) == []
+    # The same command again does it.
+    assert Path(convert()).exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from tiny_runs import TINY, losses, metrics, run_here, run_processes
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.cli.finetune import finetune_words
 from keepstep.cli.main import main
+from keepstep.config.dump import dump_config
 from keepstep.config.load import load_config
-from keepstep.config.schema import CheckpointConfig, EvaluateConfig, ModelConfig
+from keepstep.config.schema import CheckpointConfig, EvaluateConfig, FinetuneConfig, ModelConfig, RunConfig
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.models.hf_describe import describe_hf
 from keepstep.models.hf_folder import fingerprint, save_hf, write_shards
@@ -199,6 +201,36 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
     assert (str(config.max_duration), config.optimizer.lr, config.evaluate.keep_best) == ("2ep", 2e-4, True)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["[de] rows.jsonl", "{a}.jsonl", "'quoted'.jsonl", "${HOME}.jsonl", "12", "null", " rows\n.jsonl ", "a=b, c: d#"],
+)
+def test_a_flag_means_its_own_letters(path: str) -> None:
+    import argparse
+
+    from keepstep.cli import finetune
+
+    parser = argparse.ArgumentParser()
+    finetune.add_arguments(parser)
+    config = load_config(None, finetune_words(parser.parse_args(["--from", path, "--data", path]))).config
+    assert (config.finetune.start_from, config.data.path) == (path, path)
+
+
+def test_a_dry_run_prints_what_would_be_submitted_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keepstep.launch.profiles import SlurmProfile, commented
+
+    (tmp_path / "profile.yaml").write_text(commented(SlurmProfile))
+    where = ["--on", f"slurm:{tmp_path}/profile.yaml", "--dry-run"]
+    words = ["data.path=toolcalls", "model.preset=mpt-tiny", f"runs_dir={tmp_path}", "name=tuned", "max_duration=2ba"]
+    answers = []
+    for verb in ("train", "finetune"):
+        assert main([verb, *words, "global_batch=64", *where]) == 0
+        answers.append(capsys.readouterr().out.splitlines())
+    assert answers[1][-1] == answers[0][-1] == 'exit "$code"'
+
+
 def test_starting_from_nothing_says_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a run's folder nor a Hugging Face model"):
         adopt_start(load_config(None, [f"finetune.start_from={tmp_path}"]))
@@ -228,6 +260,29 @@ def test_a_run_finds_its_start_and_its_steps_from_any_working_directory(
     run_here(Path("runs"), "name=base", "seed=2", "checkpoint.folder=steps")
     assert torch.equal(whole_model(tmp_path / "runs" / "tuned")[0](tokens_bt), expected)
     assert torch.equal(whole_model(Path("../runs/tuned"))[0](tokens_bt), expected)
+
+
+@pytest.mark.parametrize("linked", ["runs", "deeper/runs"])
+def test_a_run_on_a_scratch_disk_finds_its_start_beside_the_link(
+    linked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, scratch, elsewhere = (tmp_path / name for name in ("project", "scratch/runs", "elsewhere"))
+    for folder in (project / "deeper", scratch / "tuned", elsewhere):
+        folder.mkdir(parents=True)
+    (project / linked).symlink_to(scratch)
+    config = replace(RunConfig(), name="tuned", runs_dir=linked, finetune=FinetuneConfig(start_from="base"))
+    (scratch / "tuned" / "config.yaml").write_text(dump_config(config))
+
+    def start_from(where: Path) -> Path:
+        return Path(run_config(where).finetune.start_from).absolute()
+
+    monkeypatch.chdir(project)
+    assert start_from(Path(linked, "tuned")) == project / "base"
+    # Told by its own name, it is known as what the link here leads to.
+    assert start_from(scratch / "tuned") == project / "base"
+    monkeypatch.chdir(elsewhere)
+    assert start_from(project / linked / "tuned") == project / "base"
+    assert start_from(Path("..", "project", linked, "tuned")) == project / "base"
 
 
 @pytest.mark.slow

@@ -195,3 +195,14 @@ def test_a_place_that_takes_no_answers_is_told_before_the_first_question(
     for place in (tmp_path, tmp_path / "file" / "answers.jsonl"):
         assert main(["eval", "tools", str(tmp_path / "no-model"), "--answers", str(place)]) == 2
         assert f"{place} cannot be written" in capsys.readouterr().err
+
+
+def test_half_of_a_character_is_told_and_not_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # As a terminal in another encoding sends it, and as JSON writes it where a text was cut between two halves.
+    for text in (b"gr\xfc\xdfe".decode(errors="surrogateescape"), "cut \ud83d"):
+        with pytest.raises(DataError, match="half of a character"):
+            speaker(tmp_path).encode(Prompt([{"role": "user", "content": text}]))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "cut \ud83d"}]}) + "\n")
+    assert main(["chat", "nowhere", "--file", str(prompts)]) == 4
+    assert f"{prompts} line 1: it holds half of a character" in capsys.readouterr().err

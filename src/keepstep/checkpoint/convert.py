@@ -26,6 +26,7 @@ from keepstep.checkpoint.retention import reading
 from keepstep.checkpoint.shards import lay_out
 from keepstep.checkpoint.store import open_store
 from keepstep.core.errors import CheckpointError
+from keepstep.core.files import sync_folder
 
 Form = Literal["sharded", "full", "safetensors", "dcp"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -98,7 +99,15 @@ def _write_safetensors(tensors: Tensors, folder: Path) -> str:
             yield bytes_of(tensors[spec.tensor].contiguous())
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_durable(path, pieces())
+    # Under its name only when it is whole, and nothing of it where that is not to be.
+    aside = folder / f".{path.name}.unfinished"
+    aside.unlink(missing_ok=True)
+    try:
+        write_durable(aside, pieces())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(folder)
     return str(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from keepstep.core.errors import UsageError
@@ -27,3 +28,15 @@ def read_text(path: Path, flag: str) -> str:
         raise UsageError(f"{flag} {path} cannot be read: {error.strerror}", "check the path") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def check_place(path: Path | None) -> None:
+    """Raise where nothing can be written, before hours of work are there to be lost."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file in a folder of yours") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written", "name a file in a folder of yours")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.cli import bench_storage
+from keepstep.cli.arguments import check_place
 from keepstep.config.load import load_config, split_words
 from keepstep.core.errors import UsageError
 from keepstep.core.files import write_json
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    check_place(args.out)
     if args.what == "storage":
         return bench_storage.run(args)
     if args.steps < 1:

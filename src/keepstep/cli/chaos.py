@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepstep.cli.arguments import check_place
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, UsageError
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     path, overrides = split_words(args.words)
     config = load_config(path, overrides).config
     _check(args)
+    check_place(args.out)
     folder = Path(config.runs_dir) / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     words = [*args.words, *same_threads(config, args.procs)]
     stage = Stage(words, folder.absolute(), args.steps, args.procs, args.timeout)

@@ -85,11 +85,13 @@ def _read_prompts(path: Path, first: list[dict[str, Any]], tools: list[dict[str,
 
 
 def _prompt_of(line: str, first: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
-    from keepstep.data.chat_rows import cleaned, parsed_list, tool
-    from keepstep.train.speaker import Prompt
+    from keepstep.data.chat_rows import BadRow, cleaned, parsed_list, tool
+    from keepstep.train.speaker import Prompt, is_whole_text
 
     if not line.lstrip().startswith("{"):
         return Prompt([*first, {"role": "user", "content": line.rstrip("\r")}], tools)
     row = json.loads(line)
+    if not is_whole_text(json.dumps(row, ensure_ascii=False)):
+        raise BadRow("it holds half of a character (a lone surrogate)")
     own = [tool(item) for item in parsed_list(row.get("tools"), "tools")]
     return Prompt([*first, *cleaned(row.get("messages"))], own or tools)

@@ -97,7 +97,10 @@ def _open(place: str) -> tuple[Store, str | None]:
 
     parent, _, name = place.rstrip("/").rpartition("/")
     if parse_folder_name(name) is not None:
-        return open_store(parent or "."), name
+        steps = open_store(parent or ".")
+        if name not in steps.names():
+            raise CheckpointError(f"{place} does not exist", f"keepstep ckpt ls {parent or '.'} lists those that do")
+        return steps, name
     store = open_store(place)
     names = store.names()
     if "checkpoints" in names:

@@ -8,8 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from keepstep.core.errors import EXIT_FAILED
+from keepstep.core.errors import EXIT_FAILED, UsageError
 from keepstep.core.units import format_seconds
+
+LEAST_STEPS = 50
+"""With fewer the run may be over before it is interrupted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from keepstep.observe.plot import text_plot
     from keepstep.train.demo import run_demo
 
+    if args.steps < LEAST_STEPS:
+        raise UsageError(f"--steps is {args.steps}, but to be interrupted twice it needs {LEAST_STEPS}", "--steps 300")
     started = time.monotonic()
     result = run_demo(args.runs_dir, args.steps)
     width = min(100, shutil.get_terminal_size().columns)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
-from keepstep.cli.arguments import positive
-from keepstep.core.errors import UsageError
+from keepstep.cli.arguments import check_place, positive
 from keepstep.core.files import write_atomic
 
 _ACTIONS = {
@@ -60,7 +58,7 @@ def _tools(args: argparse.Namespace) -> int:
     from keepstep.train.tooltest import ask, load_questions, write_answers
 
     for path in (args.answers, args.out):
-        _check_place(path)
+        check_place(path)
     speaker = open_speaker(args.model, args.device, args.tokenizer, start=args.start)
     questions = load_questions(args.data or GENERATED, args.rows)
 
@@ -79,18 +77,6 @@ def _tools(args: argparse.Namespace) -> int:
     print(table(answered.report))
     print(f"next: keepstep chat {args.model}")
     return 0
-
-
-def _check_place(path: Path | None) -> None:
-    """Raise where nothing can be written, before hours of answers are there to be lost."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file in a folder of yours") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{path} cannot be written", "name a file in a folder of yours")
 
 
 def _ppl(args: argparse.Namespace) -> int:

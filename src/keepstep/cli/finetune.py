@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 from keepstep.cli import train
+from keepstep.config.dump import written
 from keepstep.config.load import load_config, split_words
 from keepstep.core.errors import UsageError
+from keepstep.core.ranks import from_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     args.words = finetune_words(args)
     _check_given(args)
     code = train.run(args)
-    if code == 0:
+    # What was submitted, or is only to be looked at, is no model yet; and many processes would say it many times.
+    if code == 0 and args.on == "local" and not from_environment().launched:
         config = train.load_run(*split_words(args.words))
         where = f"{config.runs_dir}/{config.name}"
         print(f"next: keepstep eval tools {where}   or   keepstep chat {where}")
@@ -49,7 +52,7 @@ _NOT_GIVEN = ("default", "preset")
 
 def finetune_words(args: argparse.Namespace) -> list[str]:
     """The words that `keepstep train` would take. Without a recipe, defaults that suit fine-tuning come first."""
-    path, written = split_words(args.words)
+    path, given = split_words(args.words)
     words: list[str] = [str(path)] if path else _defaults(args.lora or 0)
     flags = {
         "finetune.start_from": args.start,
@@ -58,8 +61,9 @@ def finetune_words(args: argparse.Namespace) -> list[str]:
         "max_duration": None if args.epochs is None else f"{args.epochs:g}ep",
         "name": args.name,
     }
-    words += [f"{field}={value}" for field, value in flags.items() if value is not None]
-    return words + written
+    # Written as a file would have it: a path may look like a list, a number or a reference.
+    words += [f"{field}={written(value)}" for field, value in flags.items() if value is not None]
+    return words + given
 
 
 def _defaults(rank: int) -> list[str]:

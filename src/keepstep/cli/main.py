@@ -104,19 +104,24 @@ def _answer(words: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if arguments is None:
+        _speak_utf8()
     _open_closed_streams()
     _print_what_can_be_printed()
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Of one of a run's processes whoever watches it wants to know which signal it died of.
     one_of_many = "RANK" in os.environ
+    interrupted = False
     with unbreakable_output() if words and words[0] in _RUNS else nullcontext():
         try:
-            with nullcontext() if one_of_many else ending_as_interrupt():
-                return _run_and_report(words)
+            with nullcontext() if one_of_many else ending_as_interrupt(until_exit=arguments is None):
+                code = _run_and_report(words)
         except KeyboardInterrupt as error:
+            interrupted = True
             print(f"ended by {error}" if isinstance(error, AskedToEnd) else "interrupted", file=sys.stderr)
             code = exit_code_of(error)
-    if arguments is None and threading.active_count() > 1:
+    # Of one of many, too: torch's threads may abort as Python ends, and a run that is done would pass for failed.
+    if arguments is None and (one_of_many or (interrupted and threading.active_count() > 1)):
         _leave(code)
     return code
 
@@ -179,6 +184,19 @@ def _leave(code: int) -> NoReturn:
 def _drop_output() -> None:
     """Let what is still to be written to stdout go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _speak_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has another encoding.
+
+    Names and texts are UTF-8 on the disks of a cluster, whatever the locale of a login says, and libraries that open
+    files by name take them for that. Python does the same by itself for the plain C locale, and from 3.15 on always.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or "utf8" in sys._xoptions or not sys.executable:
+        return
+    # For processes that this one starts, too.
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
 
 
 def _open_closed_streams() -> None:

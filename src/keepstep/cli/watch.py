@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Redraw until the run ends; once where stdout is not a terminal."""
+    """Redraw until the run ends; once where stdout is no terminal, or a dumb one."""
     if not args.every > 0:
         raise UsageError(f"--every is {args.every:g}, but it must be more than 0 seconds", "--every 2")
     history = History(find_run(args.run, Path(args.runs_dir)), cache.default_dir())
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(jsonable(asdict(judge(history, time.time()))), indent=2))
         return 0
     colour = wants_colour(sys.stdout)
-    live = sys.stdout.isatty() and not args.once
+    # A dumb terminal (an editor's, a log viewer's) shows what moves the cursor as rubbish.
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not args.once
     while True:
         size = shutil.get_terminal_size((100, 36))
         # One line is kept for the prompt that follows, and the last column free so that no line wraps.

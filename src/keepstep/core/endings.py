@@ -15,7 +15,8 @@ from types import FrameType
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 ONE_REQUEST_S = 1.0
-"""What comes within this time is one request: `timeout` sends SIGTERM to its command and to the command's group."""
+"""What comes within this time is one request: `timeout` sends SIGTERM to its command and to the command's group, and a
+wrapper passes on the Ctrl-C that its command has had from the terminal."""
 
 
 class AskedToEnd(KeyboardInterrupt):
@@ -32,8 +33,11 @@ def exit_code_of(error: KeyboardInterrupt) -> int:
 
 
 @contextmanager
-def ending_as_interrupt() -> Iterator[None]:
+def ending_as_interrupt(*, until_exit: bool = False) -> Iterator[None]:
     """Raise `AskedToEnd` on SIGTERM and SIGHUP, where they would end the process and nobody else takes care of them.
+
+    A request that comes twice, Ctrl-C's too, is heard once: the second would cut short what the first has cleared away.
+    With `until_exit` the process ends with its command, and an interrupted one clears away until it is gone.
 
     What fails after an interrupt, Ctrl-C's too, failed because of it: libraries that are interrupted while they are
     imported go on half imported, and stumble over that.
@@ -41,24 +45,27 @@ def ending_as_interrupt() -> Iterator[None]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [number for number in _ENDINGS if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
     owner, asked_at = os.getpid(), -ONE_REQUEST_S
+    interrupts: list[KeyboardInterrupt] = []
+
+    def ask(error: KeyboardInterrupt) -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        # Counted from the request that was heard: whoever presses Ctrl-C again and again gets through.
+        if now - asked_at >= ONE_REQUEST_S:
+            asked_at = now
+            interrupts.append(error)
+            raise error
 
     def end(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked_at
         if os.getpid() != owner:
             # A forked process has the handler, but none of what is to be cleared away.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        before, asked_at = asked_at, time.monotonic()
-        if asked_at - before >= ONE_REQUEST_S:
-            interrupts.append(AskedToEnd(number))
-            raise interrupts[-1]
-
-    interrupts: list[KeyboardInterrupt] = []
+        ask(AskedToEnd(number))
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
-        interrupts.append(KeyboardInterrupt())
-        raise interrupts[-1]
+        ask(KeyboardInterrupt())
 
     for number in numbers:
         signal.signal(number, end)
@@ -72,7 +79,8 @@ def ending_as_interrupt() -> Iterator[None]:
             raise interrupts[-1] from None
         raise
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-        if takes_interrupts:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not (until_exit and interrupts):
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+            if takes_interrupts:
+                signal.signal(signal.SIGINT, signal.default_int_handler)

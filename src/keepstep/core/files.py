@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,43 @@ def _aside(path: Path, content: bytes | str) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+_UNFINISHED = ".unfinished"
+
+
+def is_vacant(folder: Path) -> bool:
+    """Whether a folder can be filled by `finished_in`: absent, empty, or left so by one that was killed."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and all(item.name == _UNFINISHED for item in folder.iterdir())
+
+
+@contextmanager
+def finished_in(folder: Path) -> Iterator[Path]:
+    """A folder inside a vacant one to write into; its files move up once all is well, and else nothing is left.
+
+    Inside, because `folder` may be a mounted volume, onto which nothing can be renamed. The file by which readers know
+    such a folder, config.json or adapter_config.json, comes last: where it lies all others do.
+    """
+    aside = folder / _UNFINISHED
+    if aside.exists():
+        shutil.rmtree(aside)
+    moved: list[Path] = []
+    try:
+        yield aside
+        for path in (*aside.rglob("*"), aside):
+            (sync_folder if path.is_dir() else sync_file)(path)
+        for path in sorted(aside.iterdir(), key=lambda item: item.name in ("config.json", "adapter_config.json")):
+            moved.append(folder / path.name)
+            path.replace(moved[-1])
+        aside.rmdir()
+    except BaseException:
+        for path in reversed(moved):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:

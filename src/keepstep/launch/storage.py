@@ -153,7 +153,12 @@ class _DataReader:
         self._made: Path | None = None
         if size < BLOCK_BYTES:
             path = self._made = folder / f".keepstep-bench-data-{os.getpid()}"
-            _write(path, size_bytes)
+            try:
+                _write(path, size_bytes)
+            except BaseException:
+                # Gigabytes that nobody sees, on a disk that they may have filled.
+                path.unlink(missing_ok=True)
+                raise
             size = _size_bytes(path)
         self._path, self._blocks = path, size // BLOCK_BYTES
 

@@ -161,16 +161,24 @@ def save_hf(
     return total
 
 
-def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, largest_bytes: int = SHARD_BYTES) -> int:
-    """Tensors into files of at most `largest_bytes`, with an index where there is more than one; total bytes."""
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """One safetensors file with the rights of any new file; the library's own are for its owner alone."""
     from safetensors.torch import save_file
 
+    path.touch()
+    rights = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(rights)
+
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, largest_bytes: int = SHARD_BYTES) -> int:
+    """Tensors into files of at most `largest_bytes`, with an index where there is more than one; total bytes."""
     parts: list[list[str]] = []
     waiting: dict[str, Tensor] = {}
     waiting_bytes = total = 0
 
     def flush() -> None:
-        save_file(waiting, folder / f"part-{len(parts):05d}.safetensors", metadata={"format": "pt"})
+        write_tensors(waiting, folder / f"part-{len(parts):05d}.safetensors")
         parts.append(list(waiting))
         waiting.clear()
 

@@ -18,6 +18,7 @@ from keepstep.config.schema import LoraConfig
 from keepstep.core.errors import CheckpointError
 from keepstep.core.files import write_json
 from keepstep.models.hf_config import Family
+from keepstep.models.hf_folder import write_tensors
 from keepstep.models.hf_names import rules
 from keepstep.models.lora import LoraLinear, lora_modules, projection_factors, set_projection_factors
 from keepstep.models.transformer import Transformer
@@ -29,8 +30,6 @@ _PREFIX = "base_model.model."
 @torch.no_grad()
 def save_adapter(model: Transformer, lora: LoraConfig, family: Family, base: str, folder: Path) -> None:
     """Write the adapters of a whole model; `base` is the name of the model they belong to."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {}
     patterns: dict[str, int] = {}
     modules: set[str] = set()
@@ -42,7 +41,7 @@ def save_adapter(model: Transformer, lora: LoraConfig, family: Family, base: str
         if factor_a.shape[0] != lora.rank:
             patterns[short] = factor_a.shape[0]
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS)
     described: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

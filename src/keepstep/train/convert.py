@@ -21,6 +21,7 @@ from keepstep.config.dump import dump_config
 from keepstep.config.load import load_config
 from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import CheckpointError, UsageError
+from keepstep.core.files import finished_in, is_vacant
 from keepstep.models.hf_config import hf_family, model_config_from_hf
 from keepstep.models.hf_describe import describe_hf, export_family
 from keepstep.models.hf_folder import is_hf_folder, read_hf_config, save_hf
@@ -94,7 +95,7 @@ def _composer_config(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def write_hf(content: Content, target: Path, config: Path | None, dtype: str = "auto") -> str:
     """The weights of `content` as a folder that `transformers` loads, without its tokenizer."""
-    if target.exists() and any(target.iterdir()):
+    if not is_vacant(target):
         raise CheckpointError(f"{target} is not empty", "choose another folder: nothing is overwritten")
     model = _shape(config) or _own_shape(content)
     weights = _below(content.tensors, "model.")
@@ -105,7 +106,8 @@ def write_hf(content: Content, target: Path, config: Path | None, dtype: str = "
     if not weights:
         raise CheckpointError("this checkpoint holds no weights (no tensor below `model`)")
     kind = PRECISIONS[dtype] if dtype != "auto" else next(iter(weights.kinds.values()))[0]
-    save_hf(weights, model, describe_hf(model, str(kind).removeprefix("torch.")), target, kind)
+    with finished_in(target) as aside:
+        save_hf(weights, model, describe_hf(model, str(kind).removeprefix("torch.")), aside, kind)
     return str(target)
 
 

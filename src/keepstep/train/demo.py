@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from keepstep.config.dump import written
 from keepstep.config.template import run_yaml
 from keepstep.core.errors import EXIT_STOPPED, KeepstepError
 from keepstep.data.formats.megatron import MegatronReader
@@ -54,7 +57,7 @@ def run_demo(runs_dir: Path, steps: int) -> DemoResult:
     config_path = runs_dir / f"{folder.name}.yaml"
     config_path.parent.mkdir(parents=True, exist_ok=True)
     config_path.write_text(run_yaml(folder.name, str(config_path), steps))
-    words = [str(config_path), *([] if runs_dir == Path("runs") else [f"runs_dir={runs_dir}"])]
+    words = [str(config_path), *([] if runs_dir == Path("runs") else [f"runs_dir={written(str(runs_dir))}"])]
 
     stopped_at = _interrupt(words, folder, at_step=steps * 2 // 5)
     say(f"stopped by SIGTERM after step {stopped_at} and saved; the same command again goes on from there")
@@ -63,7 +66,8 @@ def run_demo(runs_dir: Path, steps: int) -> DemoResult:
         killed_at = steps * 4 // 5
         say(f"this time one of its {PROCESSES} processes is killed with SIGKILL after step {killed_at}")
         fault = Fault("kill", killed_at, PROCESSES - 1)
-        _expect(_start(words, to_environment([fault], Path(marks))).wait(), 0)
+        with _started(words, to_environment([fault], Path(marks))) as process:
+            _expect(process.wait(), 0)
 
     trained = open_trained(folder)
     loaders = build_loaders(
@@ -101,24 +105,32 @@ def _free_folder(runs_dir: Path) -> RunFolder:
     return next(RunFolder(runs_dir / name) for name in names if not (runs_dir / name).exists())
 
 
-def _start(words: list[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+@contextmanager
+def _started(words: list[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """The demo's training as a process, which does not go on without the demo: asked to end it saves, as any run."""
     command = ["train", *words, "--procs", str(PROCESSES)]
-    say(f"keepstep {' '.join(command)}")
-    return subprocess.Popen([sys.executable, "-m", "keepstep", *command], env={**os.environ, **(environment or {})})
+    say(f"keepstep {shlex.join(command)}")
+    process = subprocess.Popen([sys.executable, "-m", "keepstep", *command], env={**os.environ, **(environment or {})})
+    try:
+        yield process
+    finally:
+        try:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+        finally:
+            # Whoever interrupts a second time does not want to wait for that.
+            process.kill()
+            process.wait()
 
 
 def _interrupt(words: list[str], folder: RunFolder, at_step: int) -> int:
-    process = _start(words)
-    try:
+    with _started(words) as process:
         while process.poll() is None and _last_step(folder) < at_step:
             time.sleep(0.2)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         _expect(process.wait(), EXIT_STOPPED)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
     return _last_step(folder)
 
 

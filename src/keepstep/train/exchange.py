@@ -6,9 +6,6 @@ Every export reads itself back and compares logits before it is called done.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +23,7 @@ from keepstep.config.fields import value_at
 from keepstep.config.layout import resolve_layout
 from keepstep.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from keepstep.core.errors import CheckpointError, UsageError
-from keepstep.core.files import write_atomic, write_json
+from keepstep.core.files import finished_in, is_vacant, write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data import tokenize
@@ -58,7 +55,6 @@ TOLERANCE = 1e-5
 """Largest difference of logits that a reloaded export may have, relative to the largest logit where that is above 1."""
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHECK_TOKENS = 24
-_UNFINISHED = ".unfinished"
 
 
 def fetch_source(source: str) -> Path:
@@ -164,27 +160,8 @@ def export_model(where: Path, out: Path, dtype: str = "auto") -> Exported:
 
 def check_vacant(out: Path) -> None:
     """Raise where something lies that an export would mix with; what an export left that was cut short does not."""
-    if out.exists() and (not out.is_dir() or any(item.name != _UNFINISHED for item in out.iterdir())):
+    if not is_vacant(out):
         raise UsageError(f"{out} is not empty", "choose another folder, or remove it")
-
-
-@contextmanager
-def finished_in(out: Path) -> Iterator[Path]:
-    """A folder inside `out` to write into; its files move up once all is well, config.json last, and else are gone.
-
-    Inside, because `out` may be a mounted volume, onto which nothing can be renamed.
-    """
-    aside = out / _UNFINISHED
-    if aside.exists():
-        shutil.rmtree(aside)
-    try:
-        yield aside
-        for path in sorted(aside.iterdir(), key=lambda item: item.name.endswith("config.json")):
-            path.replace(out / path.name)
-        aside.rmdir()
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def export_adapter(where: Path, out: Path) -> Path:

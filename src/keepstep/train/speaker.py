@@ -24,6 +24,11 @@ from keepstep.models.transformer import Transformer
 from keepstep.train.start import find_chat_template, find_tokenizer, open_device, start_model, whole_model
 
 
+def is_whole_text(text: str) -> bool:
+    """Whether it holds no half of a surrogate pair, which JSON can write and bytes that are no UTF-8 are read as."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. Temperature 0 takes the likeliest each time."""
@@ -65,6 +70,8 @@ class Speaker:
             text = self.template.prompt(prompt.messages, prompt.tools)
         except BadRow as bad:
             raise DataError(str(bad), "leave out what it refuses: a system message or tools, perhaps") from None
+        if not is_whole_text(text):
+            raise DataError("the messages hold half of a character, or bytes that are no UTF-8", "write them as UTF-8")
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -6,6 +6,7 @@ The model's shape follows from what training starts from; only what the user wro
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -74,12 +75,16 @@ def _located(config: RunConfig, where: Path) -> RunConfig:
 
     Else another folder of the same name below the working directory would be taken for the one that was meant.
     """
-    inside, here = Path(config.runs_dir) / config.name, where.resolve()
-    if inside.is_absolute() or here.parts[-len(inside.parts) :] != inside.parts:
+    inside = Path(config.runs_dir) / config.name
+    # Seen from here it is this very run, as its own command would find it; through a link, perhaps.
+    if inside.is_absolute() or inside.resolve() == where.resolve():
+        return config
+    # As it was named first: where `runs` is a link to a scratch disk, what the run began with lies beside the link.
+    named = (Path(os.path.abspath(where)), where.resolve())  # noqa: PTH100 - Path.absolute() keeps `..`
+    here = next((path for path in named if path.parts[-len(inside.parts) :] == inside.parts), None)
+    if here is None:
         return config
     started_in = Path(*here.parts[: -len(inside.parts)])
-    if started_in == Path.cwd():
-        return config
 
     def found(path: str) -> str:
         return str(started_in / path) if path and "://" not in path and not Path(path).is_absolute() else path

@@ -38,7 +38,7 @@ class History:
         self.train, self.valid = Columns(), Columns()
         self.events: list[Record] = []
         self.undone = Columns()
-        """Steps that were done and then gone back from: when each ended and how long it took, in no order."""
+        """Steps that were done and then gone back from, in no order: when each ended, its seconds, what it read."""
         self.sources: dict[str, Any] = {}
         self._offsets = {"metrics": 0, "events": 0}
         self._remembered: dict[Any, tuple[int, Any]] = {}
@@ -131,7 +131,12 @@ class History:
 
     def _go_back(self, step: float) -> None:
         """The run does `step` again."""
-        self.undone.append_arrays(*self.train.rewind(step, ("step", "time", "step_s")))
+        gone, count = self.train.rewind(step, ("step", "time", "step_s", "tokens", "samples"))
+        for name in ("tokens", "samples"):
+            # Lines tell how many it were so far; a sum needs each step's own.
+            before = self.train.last(name) if len(self.train) else 0.0
+            gone[name] = np.diff(gone[name], prepend=before)
+        self.undone.append_arrays(gone, count)
         self.valid.rewind(step, ())
 
     def _take_validations(self, rows: Sequence[Record]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,12 +48,18 @@ def browser() -> Iterator[Any]:
 @contextmanager
 def served(runs: Path) -> Iterator[str]:
     """`keepstep ui` as a user starts it; gives the address it prints."""
-    words = [sys.executable, "-m", "keepstep", "ui", str(runs), "--port", "0", "--no-cache"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    with serving("ui", str(runs), "--port", "0", "--no-cache") as (_, address):
+        yield address
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The page's process and the address it prints."""
+    with subprocess.Popen([sys.executable, "-m", "keepstep", *words], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         try:
             server.stdout.readline()
-            yield server.stdout.readline().split()[1]
+            yield server, server.stdout.readline().split()[1]
         finally:
             server.terminate()
 
@@ -75,6 +84,13 @@ def becomes_true(page: Any, expression: str, seconds: float = 15) -> None:
     while not page.evaluate(expression):
         assert time.monotonic() < end, f"not within {seconds:g} s: {expression}"
         page.wait_for_timeout(100)
+
+
+def look_twice(page: Any) -> None:
+    """Until the page has asked for the list of runs and for the run twice more: the first answers are drawn by then."""
+    for path in ("**/api/runs*", "**/api/view*") * 2:
+        with page.expect_response(path):
+            pass
 
 
 def keep_picture(page: Any, name: str) -> None:
@@ -222,12 +238,111 @@ def test_when_the_server_goes_away_the_page_says_so(browser: Any, tmp_path: Path
         assert page.locator("#verdict").is_visible(), "what was known stays"
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 @contextmanager
 def opened_without_errors(browser: Any) -> Iterator[Any]:
     """A page whose failed requests are the point of the test."""
     context = browser.new_context(viewport=DESK)
     yield context.new_page()
     context.close()
+
+
+def test_the_skip_link_keeps_the_run(browser: Any, tmp_path: Path) -> None:
+    with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b-warm") as page:
+        page.focus("a.skip")
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "main"
+        look_twice(page)
+        assert "llama-1b-warm" in page.locator("#verdict .run").inner_text()
+        assert "run=llama-1b-warm" in page.evaluate("location.hash")
+
+
+def test_the_keyboard_keeps_its_place_while_the_list_of_runs_is_drawn_again(browser: Any, tmp_path: Path) -> None:
+    focused = "document.activeElement.getAttribute('aria-label') || document.activeElement.innerText"
+    with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b") as page:
+        page.focus("[aria-label='lay llama-1b-warm over']")
+        page.keyboard.press("Space")
+        becomes_true(page, "document.querySelectorAll('[data-chart=loss] path.line').length === 2")
+        assert page.evaluate(focused) == "lay llama-1b-warm over"
+        page.focus("#runs li.current button")
+        look_twice(page)
+        assert "llama-1b" in page.evaluate(focused)
+
+
+def test_a_key_pressed_while_an_answer_is_on_its_way_counts(browser: Any, tmp_path: Path) -> None:
+    """The run is finished, so that no new data draws the charts again by chance."""
+    example_runs(tmp_path / "runs")
+    with served(tmp_path / "runs") as address, opened(browser, address + "#run=llama-1b-warm") as page:
+        axis = "[...document.querySelectorAll('[data-chart=loss] svg text')].map(t => t.textContent).join()"
+        linear, held = page.evaluate(axis), list[Any]()
+        page.route("**/api/view*", lambda route: route.continue_() if held else held.append(route))
+        while not held:
+            page.wait_for_timeout(50)
+        page.keyboard.press("l")
+        held[0].continue_()
+        becomes_true(page, f"{axis} !== {linear!r}")
+
+
+def test_a_server_that_hangs_is_told_of_and_the_page_goes_on_when_it_wakes(browser: Any, tmp_path: Path) -> None:
+    with (
+        opened_without_errors(browser) as page,
+        serving("ui", str(example_runs(tmp_path / "runs")), "--port", "0", "--no-cache") as (server, address),
+    ):
+        page.goto(address)
+        page.wait_for_selector("body[data-ready]")
+        server.send_signal(signal.SIGSTOP)
+        try:
+            page.wait_for_selector("#offline:visible", timeout=30_000)
+        finally:
+            server.send_signal(signal.SIGCONT)
+        page.wait_for_selector("#offline", state="hidden", timeout=30_000)
+
+
+def test_logs_are_those_of_the_run_that_is_shown(browser: Any, tmp_path: Path) -> None:
+    runs = example_runs(tmp_path / "runs")
+    for name in ("llama-1b", "llama-1b-warm"):
+        line = {"time": 1, "level": "info", "role": "trainer", "rank": 0, "text": f"words of {name}."}
+        (runs / name / "logs" / "trainer-00000.jsonl").write_text(json.dumps(line) + "\n")
+    with served(runs) as address, opened(browser, address + "#run=llama-1b") as page:
+        page.click("#logs-open summary")
+        becomes_true(page, "document.querySelector('#logs').innerText.includes('words of llama-1b.')")
+        page.click("#runs button:has-text('llama-1b-warm')")
+        becomes_true(page, "document.querySelector('#logs').innerText.includes('words of llama-1b-warm.')")
+
+
+def test_a_run_that_is_deleted_gives_way_to_another_with_its_own_curves(browser: Any, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name, steps in (("first", 300), ("second", 200)):
+        writer = Writer(runs / name, steps=steps, ranks=2)
+        writer.start()
+        writer.take(steps)
+        writer.finish()
+    with opened_without_errors(browser) as page, served(runs) as address:
+        page.goto(address + "#run=first")
+        page.wait_for_selector("body[data-ready]")
+        axis = "[...document.querySelectorAll('[data-chart=loss] svg text')].map(t => t.textContent).join()"
+        assert "250" in page.evaluate(axis)
+        shutil.rmtree(runs / "first")
+        becomes_true(page, "document.querySelector('#verdict .run').innerText === 'second'")
+        look_twice(page)
+        assert "250" not in page.evaluate(axis)
+
+
+def test_a_server_that_refuses_is_not_called_silent(browser: Any, tmp_path: Path) -> None:
+    """`--token auto` makes a new token each time: a page left open must say what to do, for it never goes on."""
+    words = ["ui", str(example_runs(tmp_path / "runs")), "--port", str(free_port()), "--token", "auto", "--no-cache"]
+    with opened_without_errors(browser) as page:
+        with serving(*words) as (_, address):
+            page.goto(address)
+            page.wait_for_selector("body[data-ready]")
+        with serving(*words):
+            told = "document.querySelector('#offline').innerText"
+            becomes_true(page, f"{told}.includes('a token is needed: open the link')")
+            assert "goes on by itself" not in page.evaluate(told)
 
 
 def cpu_seconds() -> float:

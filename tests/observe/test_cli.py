@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from make_runs import Writer
@@ -219,6 +220,22 @@ def test_ui_serves_one_run_or_a_folder_and_ends_with_its_parent(runs: Path) -> N
             assert len(json.load(answer)["runs"]) == 2
         server.stdin.close()
         assert server.wait(20) == 0
+
+
+def test_the_link_to_a_run_survives_any_name(runs: Path) -> None:
+    """`+` means a space in an address, and `&` the end of a value: the page would open another run."""
+    (runs / "base").rename(runs / "a+b & 50%")
+    words = ["ui", str(runs / "a+b & 50%"), "--port", "0", "--no-cache", "--until-stdin-closes"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "keepstep", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout
+        assert server.stdin
+        server.stdout.readline()
+        link = server.stdout.readline().removeprefix("open ").strip()
+        server.stdin.close()
+    assert parse_qs(urlsplit(link).fragment) == {"run": ["a+b & 50%"]}
+    assert " " not in link
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from make_runs import Writer
 from keepstep.config.schema import ObserveConfig
 from keepstep.core.errors import UsageError
 from keepstep.core.ranks import Ranks
+from keepstep.observe.history import History
 from keepstep.observe.prometheus import METRICS, Exporter, Histogram, sample
 from keepstep.observe.sinks import build_sinks
 
@@ -66,6 +67,30 @@ def test_a_scrape_tells_the_state_of_the_run_and_of_this_nodes_ranks(tmp_path: P
     assert f'keepstep_rank_step_seconds{{{labels},rank="2"}} 3.0' in text
     assert 'rank="0"' not in text
     assert set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)) == set(METRICS)
+
+
+def test_counters_never_fall_when_a_run_goes_back(tmp_path: Path) -> None:
+    """A rate over a counter that falls counts all of it once more: millions of tokens a second that nobody trained."""
+    writer = Writer(tmp_path / "run")
+    writer.start()
+    exporter = Exporter(writer.folder, job=True, node="n1", local_ranks=range(1))
+
+    def counted(name: str, by: Exporter = exporter) -> float:
+        return float(re.findall(rf"^{name}{{.*}} (\S+)$", by.render(writer.now), re.MULTILINE)[0])
+
+    writer.take(100)
+    assert counted("keepstep_tokens_total") == 100 * 32768
+    writer.fault()
+    writer.recover(lost=40)
+    assert counted("keepstep_tokens_total") == 100 * 32768
+    for done in range(1, 50):
+        writer.take(1)
+        assert counted("keepstep_tokens_total") == (100 + done) * 32768
+        assert counted("keepstep_samples_total") == (100 + done) * 256
+    assert counted("keepstep_step") == 109
+    History(writer.folder).keep_columns()
+    restarted = Exporter(writer.folder, job=True, node="n1", local_ranks=range(1))
+    assert counted("keepstep_tokens_total", restarted) == 149 * 32768, "the next process goes on from there"
 
 
 def test_another_nodes_first_process_tells_of_its_own_ranks_only(tmp_path: Path) -> None:

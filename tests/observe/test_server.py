@@ -204,6 +204,24 @@ def test_with_a_token_only_those_who_know_it_get_in(runs: Path) -> None:
         made.server_close()
 
 
+def test_pages_of_one_host_do_not_take_each_others_token(runs: Path) -> None:
+    """Browsers keep cookies by host, whatever the port: what the second page sets must leave the first one's."""
+    pages = [PageServer(runs, Access(token=token)) for token in (TOKEN, new_token())]
+    jar: dict[str, str] = {}
+    try:
+        for made in pages:
+            made.start()
+            name, _, value = get(made, f"/?token={made.access.token}")[1]["Set-Cookie"].partition(";")[0].partition("=")
+            jar[name] = value
+        for made in pages:
+            cookies = "; ".join(f"{name}={value}" for name, value in jar.items())
+            assert get(made, "/api/runs", Cookie=cookies)[0] == 200
+    finally:
+        for made in pages:
+            made.shutdown()
+            made.server_close()
+
+
 @pytest.mark.parametrize("token", ["k3+Yt/0u9Q==base64 of openssl", 'semi;colon, "quote" & köln%41'])
 def test_the_printed_link_and_its_cookie_carry_any_token(runs: Path, token: str) -> None:
     made = PageServer(runs, Access(token=token))
@@ -238,7 +256,7 @@ def test_a_link_cannot_write_headers_or_a_page_of_its_own(runs: Path, token: str
     made.start()
     try:
         link = "/%5Cevil.example/?token=x%0d%0aX-Evil:%20yes%0d%0a%0d%0a<script>alert(1)</script>"
-        status, headers, body = get(made, link, Cookie=f"keepstep_token={token}")
+        status, headers, body = get(made, link, Cookie=f"{made.access.cookie}={token}")
         assert (status, headers["Location"], body) == (303, "/", b"")
         assert "X-Evil" not in headers
         assert "script" not in headers.get("Set-Cookie", "")

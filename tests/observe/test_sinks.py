@@ -110,6 +110,25 @@ def test_tensorboard_reads_the_scalars_and_texts_under_the_names_people_know(tmp
     assert b"rank 1 died" in read.Tensors("events")[0].tensor_proto.string_val[0]
 
 
+def test_tensorboard_draws_steps_that_are_done_again_once(tmp_path: Path) -> None:
+    """After a resume, and after the guard went back within one attempt."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path / "run").create()
+    for attempt, steps in enumerate([range(1, 11), [*range(6, 13), *range(9, 15)]]):
+        sinks = open_sinks(folder)
+        if attempt:
+            sinks.metrics({"step": 5, "valid_loss": 1.5})
+        for step in steps:
+            sinks.metrics({"step": step, "loss": float(attempt)})
+        assert sinks.close()
+    read = EventAccumulator(str(folder.tensorboard))
+    read.Reload()
+    assert [event.step for event in read.Scalars("lm loss")] == [*range(1, 15)]
+    assert [event.value for event in read.Scalars("lm loss")] == [0.0] * 5 + [1.0] * 9
+    assert len(read.Scalars("lm loss validation")) == 1
+
+
 def test_a_metric_without_a_known_name_is_kept_under_our_own() -> None:
     tagged = scalars({"step": 3, "time": 1.0, "data_s": 0.5, "tokens_per_s": 100.0, "ranks": 4, "note": "text"})
     assert tagged["keepstep/data_s"] == 0.5

@@ -1,7 +1,10 @@
 """Experiment trackers with the real packages where they are installed; without them a run only says so."""
 
+import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +28,38 @@ def test_a_package_that_is_missing_costs_a_notice(
     assert "no Weights & Biases: the package wandb is missing (pip install wandb)" in told
     assert "no MLflow: the package mlflow is missing" in told
     assert len(JsonLines(RunFolder(tmp_path / "run").metrics).read()) == 1
+
+
+def test_a_server_that_does_not_answer_holds_up_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package asks again for minutes when a run opens; so long nothing trained, after each restart anew."""
+    answers, logged = threading.Event(), list[int]()
+
+    class Client:
+        def get_experiment_by_name(self, _name: str) -> SimpleNamespace:
+            assert answers.wait(60)
+            return SimpleNamespace(experiment_id="1")
+
+        def create_run(self, _place: str, run_name: str) -> SimpleNamespace:
+            return SimpleNamespace(info=SimpleNamespace(run_id=run_name))
+
+        def log_batch(self, _identity: str, metrics: list[tuple[str, float, int, int]]) -> None:
+            logged.append(metrics[0][3])
+
+        def set_terminated(self, _identity: str) -> None:
+            """Nothing to do."""
+
+    modules = sys.modules
+    monkeypatch.setitem(modules, "mlflow", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values))
+    options = ObserveConfig(tensorboard=False, mlflow_experiment="e")
+    sinks = build_sinks(RunFolder(tmp_path / "run").create(), options, Ranks())
+    assert sinks is not None
+    assert not answers.is_set(), "it starts before the server has answered"
+    for step in (1, 2, 3):
+        sinks.metrics({"step": step, "loss": 2.0})
+    answers.set()
+    assert sinks.close()
+    assert logged == [1, 2, 3], "what came in the meantime is not lost"
 
 
 @pytest.mark.slow

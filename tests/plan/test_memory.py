@@ -36,10 +36,12 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} microbatch=4 global_batch=20 reproducible=elastic", 3),
         (f"{LLAMA} microbatch=1 global_batch=5 reproducible=elastic lora.rank=16", 3),
         (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16", 2),
+        (f"{LLAMA} microbatch=4 global_batch=16 precision=fp16", 2),
+        (f"{LLAMA} model.vocab=128256 microbatch=1 global_batch=8 reproducible=elastic", 2),
     ],
 )
 def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) -> None:
-    config = load_config(None, [*words.split(), "precision=bf16"]).config
+    config = load_config(None, [*([] if "precision" in words else ["precision=bf16"]), *words.split()]).config
     traced = dry_run(config, workload_of(config, processes), _spread_step)
     for stage in traced.stages:
         assert abs(stage.memory_error) < 0.05, list(traced.lines())

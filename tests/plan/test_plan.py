@@ -95,6 +95,25 @@ def test_search_ranks_layouts_and_draws_them(tmp_path: Path, capsys: pytest.Capt
     assert picture.stat().st_size > 10_000
 
 
+def test_a_run_that_saves_only_at_its_end_is_not_promised_the_best_interval(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["model=llama-8b", "data=synthetic", "microbatch=1", "global_batch=2048", "max_duration=100000ba"]
+    plans = {}
+    for interval in ("0ba", "100000ba", "200000ba", "100ba"):
+        assert (
+            main(["plan", *words, f"checkpoint.interval={interval}", "--cluster", "azure-nd-h100-v5:256", "--json"])
+            == 0
+        )
+        plans[interval] = json.loads(capsys.readouterr().out)
+    never, often = plans["0ba"], plans["100ba"]
+    assert never["goodput"]["interval_s"] == never["run"]["busy_s"]
+    assert never["goodput"]["share"] < 0.9 < often["goodput"]["share"]
+    assert never["run"]["cost"] > 1.1 * often["run"]["cost"]
+    assert never["goodput"] == plans["100000ba"]["goodput"] == plans["200000ba"]["goodput"]
+    assert f"{never['goodput']['share']:.1%} of the time effective" in never["verdict"]
+
+
 def test_every_run_can_store_its_plan_and_be_held_against_it() -> None:
     config = load_config(None, ["model=llama-1b", "global_batch=8", "microbatch=8"]).config
     facts = DeviceFacts("NVIDIA H200", int(139.8 * 2**30), 989.5e12, processes=1, processes_per_node=1)

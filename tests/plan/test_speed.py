@@ -12,9 +12,11 @@ from keepstep.config.load import load_config
 from keepstep.core.errors import DataError
 from keepstep.plan.calibrate import agreement, calibrate, measured_run, read_runs, same_device
 from keepstep.plan.cluster import find_cluster, read_profiles
+from keepstep.plan.plan import shipped_runs
 from keepstep.plan.speed import Factors, bubble_share, plan_speed
 from keepstep.plan.workload import Degrees, Workload, workload_of
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUN = {
     "model": "llama-1b", "seq_len": 4096, "microbatch": 4, "recompute": "none", "precision": "bf16",
     "device": "NVIDIA H200", "step_s": 0.3, "peak_memory_gib": 45.0,
@@ -75,6 +77,26 @@ def test_a_file_of_runs_is_read_in_every_form(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in RUN.items() if key != "recompute"}))
     with pytest.raises(DataError, match="lacks recompute"):
         read_runs(path)
+
+
+def test_adapters_take_the_time_that_an_h200_measured() -> None:
+    """Frozen weights have no gradients: a plan that gave them some told of a third more time, and of its price."""
+    measured = json.loads((RESULTS / "lora_h200.json").read_text())
+    cluster = find_cluster("h200:1", read_profiles())
+    words = f"model=llama-8b model.seq_len=4096 lora.rank={measured['rank']} microbatch=2 global_batch=4"
+    planned = plan_speed(workload(words, 1), cluster, calibrate(shipped_runs(), cluster))
+    assert planned.step.total_s == pytest.approx(measured["step_s"], rel=0.1)
+    reported = measured["tokens_per_s"] * planned.flops_per_token / cluster.gpu.flops("bf16")
+    assert reported == pytest.approx(measured["mfu"], rel=0.01), "the plan and the run count the same operations"
+
+
+def test_gradients_of_frozen_weights_are_not_waited_for() -> None:
+    cluster = find_cluster("azure-nd-h100-v5:4", read_profiles())
+    words = "model=llama-8b microbatch=1 global_batch=32 parallel.replicate=4 parallel.shard=8"
+    whole, adapted = (plan_speed(workload(words + more, 32), cluster) for more in ("", " lora.rank=16"))
+    assert adapted.traffic_s["replicate"] < whole.traffic_s["replicate"] / 100
+    assert adapted.traffic_s["shard"] < whole.traffic_s["shard"]
+    assert adapted.step.update_s < whole.step.update_s / 100
 
 
 def test_bubble_shrinks_with_better_schedules() -> None:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if not runs_dir.is_dir():
         raise UsageError(f"{runs_dir} is not a folder", "name the folder that holds your runs (run.yaml: runs_dir)")
     if RunFolder(runs_dir).is_run:
-        runs_dir, chosen = runs_dir.resolve().parent, f"#run={runs_dir.resolve().name}"
+        runs_dir, chosen = runs_dir.resolve().parent, f"#run={quote(runs_dir.resolve().name)}"
     token = new_token() if args.token == "auto" else args.token
     server = PageServer(runs_dir, Access(args.host, args.port, token), None if args.no_cache else cache.default_dir())
     threading.Thread(target=server.warm, daemon=True).start()

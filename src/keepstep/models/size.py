@@ -23,13 +23,14 @@ def matmul_parameters(config: ModelConfig) -> int:
     return config.layers * _block_matrices(config) + config.padded_vocab * config.hidden
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+def flops_per_token(config: ModelConfig, seq_len: int, *, frozen: bool = False) -> int:
     """Floating-point operations of forward and backward for one token in a row of `seq_len`.
 
     Six for each multiplied parameter, and twelve for each layer, attention channel and token of the row: attention is
-    counted as if nothing were masked, as is usual.
+    counted as if nothing were masked, as is usual. `frozen` weights need no gradients: four each.
     """
-    return 6 * matmul_parameters(config) + 12 * config.layers * config.heads * config.head_size * seq_len
+    attention = 12 * config.layers * config.heads * config.head_size * seq_len
+    return (4 if frozen else 6) * matmul_parameters(config) + attention
 
 
 def mfu(tokens_per_s: float, config: ModelConfig, seq_len: int, peak_flops: float) -> float:

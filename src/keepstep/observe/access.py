@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import hmac
 import ipaddress
 import secrets
@@ -15,7 +16,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from keepstep.core.errors import HardwareError, UsageError
 
-COOKIE = "keepstep_token"
+_COOKIE = "keepstep_token"
 _GZIP_BYTES = 4096
 _MIN_TOKEN = 16
 
@@ -41,6 +42,15 @@ class Access:
             raise UsageError(
                 f"the token has {len(self.token)} characters, but needs {_MIN_TOKEN}", "`--token auto` makes a good one"
             )
+
+    @property
+    def cookie(self) -> str:
+        """The cookie that holds the token.
+
+        A browser keeps one set of cookies for all ports of a host: pages with tokens of their own need names of their
+        own, or opening one would shut the other.
+        """
+        return f"{_COOKIE}_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
 
     def admits(self, host_header: str, offered: list[str]) -> bool:
         """Whether a request may be answered, by the Host it named and the tokens it offered."""
@@ -115,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         if scheme.lower() == "bearer":
             offered.append(bearer.strip())
         try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.access.cookie)
         except CookieError:
             cookie = None
         return [*offered, unquote(cookie.value)] if cookie else offered
@@ -126,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         # Nothing that the request said goes into a header: a link could write headers, and a page, of its own there.
         if self.server.access.token:
             kept = quote(self.server.access.token, safe="")
-            self.send_header("Set-Cookie", f"{COOKIE}={kept}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Set-Cookie", f"{self.server.access.cookie}={kept}; HttpOnly; SameSite=Strict; Path=/")
         self.send_header("Location", "/")
         self.send_header("Content-Length", "0")
         self.end_headers()

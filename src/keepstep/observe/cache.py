@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WORTH_BYTES = 2 * 2**20
 """Less than this parses faster than it is worth keeping."""
-_FORMAT = "keepstep columns 2"
+_FORMAT = "keepstep columns 3"
 _ENDS_BYTES = 4096
 
 

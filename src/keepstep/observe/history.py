@@ -38,7 +38,7 @@ class History:
         self.train, self.valid = Columns(), Columns()
         self.events: list[Record] = []
         self.undone = Columns()
-        """Steps that were done and then gone back from: when each ended and how long it took, in no order."""
+        """Steps that were done and then gone back from, in no order: when each ended, its seconds, what it read."""
         self.sources: dict[str, Any] = {}
         self._offsets = {"metrics": 0, "events": 0}
         self._remembered: dict[Any, tuple[int, Any]] = {}
@@ -104,12 +104,17 @@ class History:
         self._first_lines = first_lines
 
     def _read_metrics(self) -> int:
-        start = self._offsets["metrics"]
+        start, piece_bytes = self._offsets["metrics"], _PIECE_BYTES
         while True:
             at = self._offsets["metrics"]
-            lines, self._offsets["metrics"] = read_from(self.folder.metrics, at, _PIECE_BYTES)
+            lines, self._offsets["metrics"] = read_from(self.folder.metrics, at, piece_bytes)
             if self._offsets["metrics"] == at:
-                return at - start
+                if _size(self.folder.metrics) - at <= piece_bytes:
+                    return at - start
+                # No end of a line in all of it: damage, such as a hole that a power cut left. Lines follow behind it.
+                piece_bytes *= 2
+                continue
+            piece_bytes = _PIECE_BYTES
             self._take(lines)
             self.version += 1
 
@@ -131,7 +136,12 @@ class History:
 
     def _go_back(self, step: float) -> None:
         """The run does `step` again."""
-        self.undone.append_arrays(*self.train.rewind(step, ("step", "time", "step_s")))
+        gone, count = self.train.rewind(step, ("step", "time", "step_s", "tokens", "samples"))
+        for name in ("tokens", "samples"):
+            # Lines tell how many it were so far; a sum needs each step's own.
+            before = self.train.last(name) if len(self.train) else 0.0
+            gone[name] = np.diff(gone[name], prepend=before)
+        self.undone.append_arrays(gone, count)
         self.valid.rewind(step, ())
 
     def _take_validations(self, rows: Sequence[Record]) -> None:
@@ -146,8 +156,11 @@ class History:
 
     def newest_ranks(self) -> Record:
         """The newest look at all ranks, or an empty record."""
-        lines = tail(self.folder.ranks)
-        return lines[-1] if lines else {}
+        # A list of many runs asks each of them every few seconds, and a line tells of thousands of ranks.
+        for limit_bytes in (2**16, 2**20, _TAIL_BYTES, 4 * _TAIL_BYTES):
+            if lines := tail(self.folder.ranks, limit_bytes):
+                return lines[-1]
+        return {}
 
     def newest_samples(self, count: int = 20) -> list[Record]:
         """The newest texts the model wrote, newest first."""

@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from keepstep.observe.access import Access, AccessServer, Answer, not_found
 from keepstep.observe.folder import Record, RunFolder, number
 from keepstep.observe.goodput import account
@@ -31,8 +33,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "keepstep_validation_loss": ("gauge", "Loss of the newest validation."),
     "keepstep_grad_norm": ("gauge", "Gradient norm of the newest step, before clipping."),
     "keepstep_learning_rate": ("gauge", "Learning rate of the newest step."),
-    "keepstep_tokens_total": ("counter", "Tokens trained on."),
-    "keepstep_samples_total": ("counter", "Rows trained on."),
+    "keepstep_tokens_total": ("counter", "Tokens trained on; those of steps done again count again."),
+    "keepstep_samples_total": ("counter", "Rows trained on; those of steps done again count again."),
     "keepstep_tokens_per_second": ("gauge", "Tokens a second over all ranks, newest step."),
     "keepstep_mfu_ratio": ("gauge", "Model FLOPs utilisation of the newest step, 0 to 1."),
     "keepstep_data_wait_seconds": ("gauge", "Seconds the newest step waited for data."),
@@ -149,8 +151,8 @@ class Exporter:
             "keepstep_validation_loss": history.valid.last("valid_loss"),
             "keepstep_grad_norm": train.last("grad_norm"),
             "keepstep_learning_rate": train.last("lr"),
-            "keepstep_tokens_total": train.last("tokens"),
-            "keepstep_samples_total": train.last("samples"),
+            "keepstep_tokens_total": _ever_read(history, "tokens"),
+            "keepstep_samples_total": _ever_read(history, "samples"),
             "keepstep_tokens_per_second": train.last("tokens_per_s"),
             "keepstep_mfu_ratio": train.last("mfu"),
             "keepstep_data_wait_seconds": train.last("data_s"),
@@ -181,6 +183,11 @@ class Exporter:
                 yield "keepstep_rank_step_seconds", {"rank": str(rank)}, number(seconds[rank])
             if rank < len(memory):
                 yield "keepstep_rank_memory_bytes", {"rank": str(rank)}, number(memory[rank]) * 2**30
+
+
+def _ever_read(history: History, name: str) -> float:
+    """A counter must never fall: Prometheus takes a lower value for a new beginning at 0 and adds all of it again."""
+    return history.train.last(name) + float(np.nansum(history.undone.column(name)))
 
 
 class _MetricsServer(AccessServer):

@@ -230,12 +230,44 @@ def build_sinks(
     if options.wandb_project:
         from keepstep.observe.trackers import WandbSink
 
-        more += _try("Weights & Biases", lambda: WandbSink(folder, options.wandb_project, facts or {}))
+        more.append(_Later(WandbSink.name, lambda: WandbSink(folder, options.wandb_project, facts or {})))
     if options.mlflow_experiment:
         from keepstep.observe.trackers import MlflowSink
 
-        more += _try("MLflow", lambda: MlflowSink(folder, options.mlflow_experiment, facts or {}))
+        more.append(_Later(MlflowSink.name, lambda: MlflowSink(folder, options.mlflow_experiment, facts or {})))
     return open_sinks(folder, tensorboard=options.tensorboard, more=more)
+
+
+class _Later:
+    """A tracker that opens on its own thread: a server that does not answer must not hold up a start, or a restart.
+
+    Opening one asks its server and tries again for minutes; what comes in the meantime waits in the queue.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Sink]) -> None:
+        self.name = name
+        self._build = build
+        self._opened: list[Sink] | None = None
+
+    def _open(self) -> list[Sink]:
+        if self._opened is None:
+            self._opened = _try(self.name, self._build)
+        return self._opened
+
+    def write(self, stream: str, record: Record) -> None:
+        """Hand the record on; nowhere where the tracker could not open."""
+        for sink in self._open():
+            sink.write(stream, record)
+
+    def flush(self) -> None:
+        """Push what is buffered outward."""
+        for sink in self._open():
+            sink.flush()
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for sink in self._opened or []:
+            sink.close()
 
 
 def _prometheus(folder: RunFolder, options: ObserveConfig, ranks: Ranks) -> Sink:

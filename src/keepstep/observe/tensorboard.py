@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keepstep.observe.folder import Record, number
+from keepstep.observe.folder import Record, is_validation, number
 
 FOUNDRY_TAGS: Mapping[str, str] = {
     "loss": "loss/train/total",
@@ -85,11 +85,14 @@ class TensorBoardSink:
 
         self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
         self._writer: Any = EventFileWriter(str(folder))
+        self._newest_step: int | None = None
 
     def write(self, stream: str, record: Record) -> None:
         """One event with all scalars of a metrics line, or one text."""
         step = int(record.get("step") or 0)
         if stream == "metrics":
+            if not is_validation(record):
+                self._forget_undone(step, float(record["time"]))
             value = self._summary.Summary.Value
             values = [value(tag=tag, simple_value=scalar) for tag, scalar in scalars(record).items()]
         elif stream == "event":
@@ -103,6 +106,13 @@ class TensorBoardSink:
             wall_time=float(record["time"]), step=step, summary=self._summary.Summary(value=values)
         )
         self._writer.add_event(event)
+
+    def _forget_undone(self, step: int, moment: float) -> None:
+        """Steps that this process, or one before it, did and went back from would else be drawn a second time."""
+        if self._newest_step is None or step <= self._newest_step:
+            begun = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._writer.add_event(self._event.Event(wall_time=moment, step=step, session_log=begun))
+        self._newest_step = step
 
     def _text(self, tag: str, text: str) -> Any:
         metadata = self._summary.SummaryMetadata(

@@ -172,6 +172,8 @@ class _Account:
             chosen["reduction of the first block"] = self._reduction(blocks_left=1)
         if self.counts.table:
             chosen["gradient of the embedding"] = self._embedding()
+        if self.counts.table and self.work.exact:
+            chosen["sum of the embedding's gradients"] = self._exact_sum()
         if self.counts.table and not self.work.whole:
             chosen["reduction of embedding and head"] = self._root_reduction()
         return chosen
@@ -300,6 +302,16 @@ class _Account:
             gradients=self._gradients(blocks) + tables * self.size * counts.table,
             activations=self._activations(0) + self.stream,
             buffers=self._gathered() + (0 if self.local_gradients or self.work.whole else FP32 * counts.block),
+        )
+
+    def _exact_sum(self) -> Parts:
+        """The largest gradient as it came, in fp32 and as whole numbers in 64 bits, on its way into the sums."""
+        widened = FP32 if self.size < FP32 else 0
+        gradient = (self.size + widened + 2 * FP32) * self.counts.table
+        return replace(
+            self.fixed,
+            gradients=self._gradients(0) + gradient,
+            activations=self._activations(0) + self.stream,
         )
 
     def _root_reduction(self) -> Parts:

@@ -69,9 +69,9 @@ class Network:
         gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
         weights = self.ring_s("shard", work.compute_bytes * counts.total, shards) * gathers
-        gradients = self.ring_s("shard", FP32 * counts.total, shards) * reductions
+        gradients = self.ring_s("shard", FP32 * counts.trained, shards) * reductions
         return {
-            "replicate": 2 * self.ring_s("replicate", gradient_bytes(work) * counts.total / shards),
+            "replicate": 2 * self.ring_s("replicate", gradient_bytes(work) * counts.trained / shards),
             "shard": weights + gradients,
             "tensor": self._tensor_s(counts) * work.microbatches,
             "context": self._context_s(counts) * work.microbatches,
@@ -87,7 +87,7 @@ class Network:
         gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
         gather_s = self.ring_s("shard", work.compute_bytes * counts.total, shards)
-        reduce_s = self.ring_s("shard", FP32 * counts.total, shards)
+        reduce_s = self.ring_s("shard", FP32 * counts.trained, shards)
         # The first gather and the last reduction have nothing to hide behind: one block's worth each, and the ends'.
         ends = (counts.block + counts.ends) / counts.total
         unhidden = (gather_s + reduce_s) * ends

@@ -78,14 +78,17 @@ class Plan:
     @property
     def busy_s(self) -> float | None:
         """Seconds of steps in the whole run; None where its length is not known in steps or seconds."""
-        if self.config.max_duration.unit == "s":
-            return self.config.max_duration.value
-        return None if self.steps is None else self.steps * self.speed.step.total_s
+        return _seconds(self.config.max_duration, self.work, self.speed)
+
+    @property
+    def effective_share(self) -> float:
+        """Of the time, what moves the run forward with its own saves; with the best where those are not known."""
+        return self.goodput.best_share if self.goodput.share is None else self.goodput.share
 
     @property
     def wall_s(self) -> float | None:
         """The same with what failures and saves cost."""
-        return None if self.busy_s is None else self.busy_s / max(self.goodput.share or self.goodput.best_share, 1e-9)
+        return None if self.busy_s is None else self.busy_s / max(self.effective_share, 1e-9)
 
     @property
     def cost(self) -> float | None:
@@ -108,7 +111,7 @@ def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, pre
     if not recovery.lag_s:
         recovery = replace(recovery, lag_s=_lag_s(storage))
     gpus = cluster.gpus
-    every_s = _seconds(config.checkpoint.interval, work, speed)
+    every_s = _save_interval_s(config, work, speed)
     return Plan(
         config=config,
         cluster=cluster,
@@ -180,13 +183,19 @@ def _tokens(config: RunConfig) -> float | None:
             return None
 
 
-def _seconds(interval: Duration, work: Workload, speed: SpeedPlan) -> float | None:
-    """A save interval in seconds; None where saves come only at the end or with epochs."""
-    if not interval.value:
-        return None
-    if interval.unit == "s":
-        return interval.value
-    steps = _steps(interval, work)
+def _save_interval_s(config: RunConfig, work: Workload, speed: SpeedPlan) -> float | None:
+    """Seconds of work between saves: of all of it where they come only at the end; None where epochs decide."""
+    every_s, whole_s = (_seconds(each, work, speed) for each in (config.checkpoint.interval, config.max_duration))
+    if not config.checkpoint.interval.value:
+        return whole_s
+    return every_s if whole_s is None or every_s is None else min(every_s, whole_s)
+
+
+def _seconds(duration: Duration, work: Workload, speed: SpeedPlan) -> float | None:
+    """A duration in seconds of steps; None where it is in epochs."""
+    if duration.unit == "s":
+        return duration.value
+    steps = _steps(duration, work)
     return None if steps is None else steps * speed.step.total_s
 
 

@@ -87,7 +87,7 @@ def plan_speed(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED
     traffic = Network(work, cluster, factors.communication).traffic_s(counts)
     tokens_per_s = work.tokens_per_step / step.total_s
     gpus = work.degrees.world_size
-    flops = flops_per_token(work.model, work.model.seq_len)
+    flops = flops_per_token(work.model, work.model.seq_len, frozen=work.lora_rank > 0)
     # Utilisation is told against bf16 in every precision, so that numbers can be compared.
     peak = cluster.gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpus
     return SpeedPlan(step, flops, tokens_per_s, tokens_per_s / gpus, tokens_per_s * flops / peak, traffic)
@@ -100,11 +100,15 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     head = model.padded_vocab * model.hidden if stage == degrees.pipeline - 1 else 0
     block = (matmul_parameters(model) - model.padded_vocab * model.hidden) / model.layers
     blocks = counts.blocks
-    # Forward costs 2 a parameter, backward 4; full recomputation repeats the blocks' forward.
-    passes = 8 if work.recompute == "full" else 6
+    # Forward costs 2 a parameter, backward 2 for gradients of inputs and 2 for those of weights, which frozen ones do
+    # not have; full recomputation repeats the blocks' forward.
+    learned = 4 if work.lora_rank else 6
+    passes = learned + (2 if work.recompute == "full" else 0)
     rate = gpu.flops(work.precision) * gpu.matmul_share
     head_rate = gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpu.matmul_share
-    matmul_s = tokens * (passes * block * blocks / rate + 6 * head / head_rate) / degrees.tensor
+    matmul_s = tokens * (passes * block * blocks / rate + learned * head / head_rate) / degrees.tensor
+    # Adapters are split over the tensor axis already, and never in fp8.
+    matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate
 
     span = min(model.seq_len, model.sliding_window) if model.sliding_window else model.seq_len
     # Forward 4, backward 10 (it computes scores again) for each channel and token; a causal mask leaves half of them.
@@ -114,7 +118,7 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     attention_s = attention_passes * scores * blocks / attention_rate
 
     moved = tokens * (block_traffic(work) * blocks + (head_traffic(work) if head else 0.0))
-    moved += weight_traffic(work, counts.total)
+    moved += weight_traffic(work, counts)
     memory_s = moved / (gpu.memory_gb_s * 1e9 * gpu.memory_share)
     return _MicroBatch(
         matmul_s * factors.matmul,
@@ -134,7 +138,7 @@ def _step_time(
     along = sum(exposed[axis] for axis in ("tensor", "context", "pipeline")) / each
     bubble_s = bubble_share(work) * (micro.total_s + along)
     gpu = cluster.gpu
-    update_s = update_traffic(work, counts.total) / (gpu.memory_gb_s * 1e9 * gpu.memory_share) * factors.memory
+    update_s = update_traffic(work, counts.trained) / (gpu.memory_gb_s * 1e9 * gpu.memory_share) * factors.memory
     return StepTime(
         matmul_s=micro.matmul_s * each,
         attention_s=micro.attention_s * each,

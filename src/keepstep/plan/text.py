@@ -35,7 +35,7 @@ def verdict(plan: Plan) -> str:
         parts.append(format_seconds(plan.wall_s))
     if plan.cost is not None:
         parts.append(f"about ${plan.cost:,.0f}")
-    parts.append(f"{plan.goodput.share or plan.goodput.best_share:.1%} of the time effective")
+    parts.append(f"{plan.effective_share:.1%} of the time effective")
     return ", ".join(parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.plan.parameters import StageParameters
 from keepstep.plan.workload import Workload
 
 
@@ -50,6 +51,8 @@ WHOLE_UPDATE_BYTES = 28
 """The same for one process alone, whose gradients and halves of weights are 2 bytes each."""
 CAST_BYTES = 20
 """For each parameter: masters are cast and copied out for forward, and again for backward."""
+FROZEN_BYTES = 8
+"""For each parameter that is not trained, in compute precision already: copied out for forward and for backward."""
 REDUCE_BYTES = 14
 """For each parameter: gradients are widened into the reduction's buffer and copied to their place."""
 
@@ -86,13 +89,13 @@ def head_traffic(work: Workload) -> float:
     return LOGIT_BYTES * work.model.padded_vocab / work.degrees.tensor
 
 
-def weight_traffic(work: Workload, parameters: int) -> float:
+def weight_traffic(work: Workload, counts: StageParameters) -> float:
     """Bytes that gathering and reducing a stage's weights move in one micro batch, beside what the network carries."""
     if work.whole:
         return 0.0
-    if work.stays_gathered:
-        return (CAST_BYTES / 2 + REDUCE_BYTES) * parameters / work.microbatches
-    return (CAST_BYTES + REDUCE_BYTES) * parameters
+    copied = CAST_BYTES * counts.trained + (FROZEN_BYTES * counts.total if counts.adapters else 0)
+    reduced = REDUCE_BYTES * counts.trained
+    return (copied / 2 + reduced) / work.microbatches if work.stays_gathered else float(copied + reduced)
 
 
 def update_traffic(work: Workload, parameters: int) -> float:

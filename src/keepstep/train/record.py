@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from keepstep.config.schema import ModelConfig, ObserveConfig
 from keepstep.evaluate.perplexity import PerplexityResult
-from keepstep.models.size import flops_per_token, matmul_parameters
+from keepstep.models.size import flops_per_token
 from keepstep.observe.progress import Progress, Snapshot
 from keepstep.observe.sinks import Sinks
 from keepstep.train.rank_look import RankLook
@@ -53,8 +53,8 @@ class Rates:
         *,
         frozen: bool = False,
     ) -> Rates:
-        """Rates of one model on one machine. `frozen` weights need no gradients: a third of their work falls away."""
-        flops = flops_per_token(model, model.seq_len) - (2 * matmul_parameters(model) if frozen else 0)
+        """Rates of one model on one machine; `frozen` weights need no gradients."""
+        flops = flops_per_token(model, model.seq_len, frozen=frozen)
         return cls(tokens_per_step, flops, peak_flops, peak_lr)
 
     def mfu(self, tokens_per_s: float) -> float | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 class LossScaler:
     """Doubles the scale after a run of good steps and halves it on an overflow; when off it stays at 1."""
@@ -13,6 +16,10 @@ class LossScaler:
         self.scale = initial if enabled else 1.0
         self._growth_interval = growth_interval
         self._good_steps = 0
+
+    def is_finite(self, norm: Tensor) -> bool:
+        """Whether the gradients of a step may reach the weights: a look at the device that only fp16 pays for."""
+        return bool(torch.isfinite(norm)) if self.enabled else True
 
     def update(self, finite: bool) -> None:
         """Learn from one step whether the scale was right."""

@@ -129,8 +129,7 @@ class TrainStep:
         factor = clip_factor(norm, self._settings.clip) if self._settings.clip else torch.ones_like(norm)
         # Optimizers leave everything as it is where this is NaN.
         factor = factor.masked_fill(~torch.isfinite(norm + loss), torch.nan)
-        # fp16 alone pays for one look at the device: an overflow must not reach the weights.
-        finite = bool(torch.isfinite(norm)) if self._scaler.enabled else True
+        finite = self._scaler.is_finite(norm)
         if finite:
             self._optimizers.step(lr_share, factor / self._scaler.scale)
         self._scaler.update(finite)

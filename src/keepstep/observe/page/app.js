@@ -9,7 +9,9 @@ const CHARTS = [
   { key: "memory_gib", title: "Peak memory", unit: "GiB", format: (v) => digits(v, 3), names: ["memory_gib"] },
 ];
 const state = { run: "", overlay: [], log: false, smooth: "0.9", range: null };
-const known = { runs: [], view: null, series: null, version: "", config: "", answered: Date.now() };
+// `change` counts what the visitor did: an answer to a question asked before that is not for what is shown now.
+const known = { runs: [], view: null, series: null, version: "", change: 0, config: "", logs: "", answered: Date.now(), asked: Date.now() };
+const SLOW_MS = 8000, PATIENCE_MS = 60000;
 const charts = CHARTS.map((spec) => new Chart(spec, { hover: (at, speaking) => charts.forEach((chart) => chart.hover(at, chart === speaking)), zoom: setRange }));
 byId("charts").append(...charts.map((chart) => chart.node));
 
@@ -33,40 +35,68 @@ function writeAddress() {
   history.replaceState(null, "", "#" + kept);
 }
 
+// Silence passes by itself, a refusal does not: people must know which of them it is.
+const SILENT = "The server does not answer; the page goes on by itself when it does.";
+class Trouble extends Error {}
+
 async function ask(path, values) {
-  const answer = await fetch(path + "?" + new URLSearchParams(values), { cache: "no-store" });
-  if (!answer.ok) throw new Error(await answer.text());
+  known.asked = Date.now();
+  let answer, text;
+  try {
+    // A connection that died while the machine slept is never answered: without an end to waiting nothing is asked again.
+    answer = await fetch(path + "?" + new URLSearchParams(values), { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    text = await answer.text();
+  } catch { throw new Trouble(SILENT); }
+  if (!answer.ok) throw new Trouble(`The server answers: ${text.trim()}.`);
   known.answered = Date.now();
-  return answer.json();
+  return JSON.parse(text);
 }
 
 async function loadRuns() {
   const answer = await ask("/api/runs", {});
   known.runs = answer.runs;
   byId("folder").textContent = answer.runs_dir;
-  if (!known.runs.some((run) => run.name === state.run)) state.run = known.runs.length ? known.runs[0].name : "";
+  chooseKnown();
   drawRuns();
+}
+
+// A run that is gone, or an address that names none, gives way to the newest.
+function chooseKnown() {
+  if (known.runs.some((run) => run.name === state.run)) return;
+  state.run = known.runs.length ? known.runs[0].name : "";
+  known.version = ""; known.change += 1;
 }
 
 async function loadView() {
   if (!state.run) { byId("verdict").replaceChildren(el("span", { class: "word", text: "no runs yet" }), el("p", { class: "why", text: "They appear here as soon as a run writes its first file." })); return; }
-  const asked = state.run;
+  const asked = known.change;
   const wide = Math.min(1200, Math.max(200, Math.round((charts[0].plot.clientWidth || 800) / 1.4)));
   const values = { run: state.run, overlay: state.overlay.join("/"), points: wide, smooth: state.smooth, version: known.version };
   if (state.range) [values.from, values.to] = state.range;
   const answer = await ask("/api/view", values);
-  if (asked !== state.run) return;
+  if (asked !== known.change) return;
   known.view = answer.run; known.version = answer.version;
   if (answer.series) { known.series = answer.series; drawCharts(); }
   for (const draw of [drawVerdict, drawFigures, drawTimeline, drawGoodput, drawEvents, drawRanks, drawEvaluations, drawData, drawSamples]) draw(answer.run);
   if (known.config !== state.run + "/" + byId("against").value) await loadConfig();
+  if (byId("logs-open").open && known.logs !== state.run) await loadLogs();
   document.body.dataset.ready = "yes";
 }
 
 async function loadConfig() {
-  const against = byId("against").value;
-  known.config = state.run + "/" + against;
-  drawConfig(await ask("/api/config", { run: state.run, against }), against);
+  const run = state.run, against = byId("against").value;
+  const answer = await ask("/api/config", { run, against });
+  if (run !== state.run || against !== byId("against").value) return;
+  known.config = run + "/" + against;
+  drawConfig(answer, against);
+}
+
+async function loadLogs() {
+  const run = state.run;
+  const answer = await ask("/api/logs", { run });
+  if (run !== state.run) return;
+  known.logs = run;
+  drawLogs(answer);
 }
 
 function drawCharts() {
@@ -86,18 +116,21 @@ function drawCharts() {
 }
 
 function drawRuns() {
+  const focused = document.activeElement.dataset.place;
   byId("runs").replaceChildren(...known.runs.map((run) => {
     const over = [state.run, ...state.overlay].indexOf(run.name), current = run.name === state.run;
     const about = `${run.state}, ${run.total_steps ? percent(run.step / run.total_steps, 0) + ", " : ""}loss ${digits(run.loss)}`;
     return el("li", { class: current ? "current" : "" },
-      el("button", { class: "open", type: "button", "aria-current": current ? "true" : null, onclick: () => choose(run.name) }, el("span", { class: "dot " + run.state }), el("span", { class: "name", text: run.name }), el("span", { class: "about", text: about })),
-      current ? null : el("label", { class: "over", title: "Lay over the current run", "--swatch": `var(--c${Math.max(0, over) % 8})` }, el("input", { type: "checkbox", checked: over > 0, "aria-label": `lay ${run.name} over`, onchange: () => overlay(run.name) })));
+      el("button", { class: "open", type: "button", "data-place": "open " + run.name, "aria-current": current ? "true" : null, onclick: () => choose(run.name) }, el("span", { class: "dot " + run.state }), el("span", { class: "name", text: run.name }), el("span", { class: "about", text: about })),
+      current ? null : el("label", { class: "over", title: "Lay over the current run", "--swatch": `var(--c${Math.max(0, over) % 8})` }, el("input", { type: "checkbox", "data-place": "over " + run.name, checked: over > 0, "aria-label": `lay ${run.name} over`, onchange: () => overlay(run.name) })));
   }));
+  // The keyboard's place is an element that was just replaced: its successor takes it, or Tab would begin at the top.
+  if (focused) [...document.querySelectorAll("[data-place]")].find((node) => node.dataset.place === focused)?.focus({ preventScroll: true });
   const against = byId("against"), chosen = against.value;
   against.replaceChildren(el("option", { value: "", text: "no other run" }), ...known.runs.filter((run) => run.name !== state.run).map((run) => el("option", { value: run.name, text: run.name, selected: run.name === chosen })));
 }
 
-function changed() { known.version = ""; writeAddress(); byId("log").setAttribute("aria-pressed", state.log); byId("smooth").value = state.smooth; byId("reset").hidden = !state.range; refresh(); }
+function changed() { known.version = ""; known.change += 1; writeAddress(); byId("log").setAttribute("aria-pressed", state.log); byId("smooth").value = state.smooth; byId("reset").hidden = !state.range; refresh(); }
 function choose(name) { if (!name) return; state.overlay = state.overlay.filter((other) => other !== name); state.run = name; state.range = null; drawRuns(); changed(); }
 function overlay(name) { state.overlay = state.overlay.includes(name) ? state.overlay.filter((other) => other !== name) : [...state.overlay, name]; drawRuns(); changed(); }
 function setRange(range) { state.range = range && range[1] - range[0] >= 2 ? [Math.max(0, Math.floor(range[0])), Math.ceil(range[1])] : null; changed(); }
@@ -124,23 +157,30 @@ byId("reset").addEventListener("click", KEYS[0]);
 byId("theme").addEventListener("click", KEYS.t);
 byId("help").addEventListener("click", KEYS["?"]);
 byId("smooth").addEventListener("change", (event) => { state.smooth = event.target.value; changed(); });
-byId("against").addEventListener("change", loadConfig);
-byId("logs-open").addEventListener("toggle", async (event) => { if (event.target.open && state.run) drawLogs(await ask("/api/logs", { run: state.run })); });
-addEventListener("hashchange", () => { readAddress(); drawRuns(); changed(); });
+byId("against").addEventListener("change", () => refresh());
+byId("logs-open").addEventListener("toggle", () => { known.logs = ""; refresh(); });
+// Not by its address, which would replace the one that names the run.
+byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
+addEventListener("hashchange", () => { readAddress(); chooseKnown(); drawRuns(); changed(); });
 addEventListener("beforeprint", () => charts.forEach((chart) => chart.draw()));
 
 let working = false, again = false;
-async function refresh() {
+async function refresh(listToo = false) {
   if (working) { again = true; return; }
   working = true;
   try {
+    if (listToo) await loadRuns();
     do { again = false; await loadView(); } while (again);
     byId("offline").hidden = true;
-  } catch {
-    byId("offline").hidden = false;
-    byId("offline-age").textContent = seconds((Date.now() - known.answered) / 1000);
+  } catch (error) {
+    tellTrouble(error instanceof Trouble ? error.message : `This page cannot show the run: ${error.message}.`);
   }
   working = false;
+}
+function tellTrouble(why) {
+  byId("offline").hidden = false;
+  byId("offline-why").textContent = why;
+  byId("offline-age").textContent = seconds((Date.now() - known.answered) / 1000);
 }
 async function begin() {
   readAddress();
@@ -148,12 +188,12 @@ async function begin() {
   await loadRuns().catch(() => {});
   changed();
   let ticks = 0;
-  setInterval(async () => {
+  setInterval(() => {
     ticks += 1;
     // A hidden page asks five times less often.
     if (document.hidden && ticks % 5) return;
-    if (ticks % 2 === 0) await loadRuns().catch(() => {});
-    refresh();
+    if (!working) refresh(ticks % 2 === 0);
+    else if (Date.now() - known.asked > SLOW_MS) tellTrouble(SILENT);
   }, 2000);
 }
 begin();

@@ -21,6 +21,7 @@ MODELS: dict[str, list[str]] = {
     "window": ["model=llama-1b", "model.kv_heads=2", "model.tied=false", "model.sliding_window=6"],
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
+    "deepest mpt": ["model=mpt-125m", "model.layers=8"],
     "deep llama": ["model=llama-1b", "model.layers=5", "model.kv_heads=2", "model.tied=false"],
     "lora": ["model=llama-1b", "model.kv_heads=2", "lora.rank=4", "lora.dropout=0"],
     "lora gpt": ["model=gpt3-125m", "lora.rank=4", "lora.dropout=0", "lora.targets=[q, v, o, up, down]"],
@@ -64,6 +65,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "pp2 cp2 interleaved": ("pipeline=2 context=2 schedule=interleaved", ("deep mpt",)),
         "cp4": ("context=4", ("llama+packed",)),
         "pp4": ("pipeline=4 microbatch=1", ("deep mpt",)),
+        "dp2 pp2 by four": ("shard=2 pipeline=2 schedule=interleaved stages=4 microbatch=1", ("deepest mpt",)),
+        "dp2 pp2 zero-bubble by four": (
+            "shard=2 pipeline=2 schedule=zero_bubble stages=4 microbatch=1",
+            ("deepest mpt",),
+        ),
         "pp2 tp2 zero-bubble": ("pipeline=2 tensor=2 schedule=zero_bubble compute.recompute=full", ("gpt",)),
     },
     8: {

@@ -50,6 +50,15 @@ def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_weights_of_many_stages_are_gathered_once_a_step(schedule: str) -> None:
+    words = f"{LLAMA} model.layers=8 microbatch=1 global_batch=16 parallel.pipeline=2 parallel.stages=4"
+    config = load_config(None, [*words.split(), f"parallel.schedule={schedule}", "precision=bf16"]).config
+    for stage in dry_run(config, workload_of(config, 4), _spread_step).stages:
+        assert stage.traced_traffic.all_gather == stage.predicted_traffic.all_gather
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_schedules_hold_what_their_trace_holds(schedule: str) -> None:
     words = f"{LLAMA} model.layers=8 microbatch=4 global_batch=16 parallel.pipeline=2 parallel.schedule={schedule}"
     config = load_config(None, [*words.split(), "precision=bf16"]).config

@@ -85,3 +85,16 @@ def test_a_norm_far_above_the_usual_is_an_outlier() -> None:
     assert guard.outlier(reading(32, norm=5.0)) is None
     assert told(outlier_factor=0.0).outlier(reading(31, norm=50.0)) is None
     assert told(5).outlier(reading(6, norm=50.0)) is None, "too few to know what is usual"
+
+
+def test_samples_without_a_target_are_skipped_by_any_policy_and_named() -> None:
+    for policy in ("retry", "skip", "rollback", "stop"):
+        empty = Reading(31, math.nan, math.nan, first_sample=240, count=8, targets=0)
+        assert told(nan=policy).judge(empty) == Verdict("no targets", "skip")
+        assert str(empty) == "step 31: no token of its samples has a target"
+    guard = told(limit=2)
+    for step in (31, 32):
+        guard.judge(Reading(step, math.nan, math.nan, 8 * step, 8, targets=0))
+    with pytest.raises(DivergedError, match="no token of the samples of step 33 has a target, and 3 of") as caught:
+        guard.judge(Reading(33, math.nan, math.nan, 264, 8, targets=0))
+    assert "keepstep data show" in str(caught.value.hint)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import losses, metrics, run_here
 from tiny_worlds import run_world
 
 from keepstep.core.errors import DivergedError
-from keepstep.data.loader import step_start
+from keepstep.data.loader import Batch, step_start
+from keepstep.models.head import NO_LOSS
+from keepstep.train.exact import ExactStep
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.recheck import odd_ranks
 from keepstep.train.rewind import read_skipped
@@ -34,6 +38,26 @@ def by_step(root: Path, name: str) -> dict[int, float]:
 def events(root: Path, name: str, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (root / name / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "step_type"), [("precision=bf16", TrainStep), ("reproducible=elastic", ExactStep)])
+def test_a_step_without_targets_is_named_and_leaves_the_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str, step_type: Any
+) -> None:
+    calls, real = iter(range(1, 1000)), step_type.run
+
+    def run(step: Any, batches: list[Batch], *words: Any, **more: Any) -> torch.Tensor:
+        if next(calls) == 3:
+            batches = [replace(batch, targets=np.full_like(batch.targets, NO_LOSS)) for batch in batches]
+        return real(step, batches, *words, **more)
+
+    monkeypatch.setattr(step_type, "run", run)
+    run_here(tmp_path, "name=empty", mode)
+    assert "step 3: no token of its samples has a target: skipped, weights are as before" in capsys.readouterr().err
+    (event,) = events(tmp_path, "empty", "guard")
+    assert (event["step"], event["what"], event["action"]) == (3, "no targets", "skip")
+    assert sorted(by_step(tmp_path, "empty")) == [1, 2, *range(4, len(by_step(tmp_path, "empty")) + 2)]
 
 
 @pytest.mark.slow

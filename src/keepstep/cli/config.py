@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 
 from keepstep.config.load import load_config, split_words
@@ -62,7 +63,7 @@ def _check(args: argparse.Namespace) -> int:
         return 0
     given = sum(origin.kind not in ("default", "preset") for origin in loaded.origins.values())
     print(f"sound: run {loaded.config.name}, model {loaded.config.model.preset}, settings given: {given}")
-    print(f"next: {' '.join(['keepstep train', *args.words])}", file=sys.stderr)
+    print(f"next: {shlex.join(['keepstep', 'train', *args.words])}", file=sys.stderr)
     return 0
 
 

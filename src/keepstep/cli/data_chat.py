@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def run_show(args: argparse.Namespace) -> int:
     )
     for line in show_rows(options):
         print(line)
-    print(f"next: keepstep finetune --from MODEL --data {args.path}")
+    print(f"next: keepstep finetune --from MODEL --data {shlex.quote(str(args.path))}")
     return 0
 
 
@@ -109,5 +110,5 @@ def run_chat(args: argparse.Namespace) -> int:
     )
     if written.rejects:
         print(f"{written.rejected:,} rows refused, with reasons: {written.rejects}")
-    print(f"next: keepstep data show {args.out}")
+    print(f"next: keepstep data show {shlex.quote(str(args.out))}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -49,4 +50,5 @@ def print_build(out: Path, facts: dict[str, Any], *, as_json: bool) -> None:
             print(f"{title:<9} " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items()))
     if facts["rejects"]:
         print(f"          samples in {out / 'rejects.jsonl'}")
-    print(f"next: keepstep data inspect {out}   or   keepstep train run.yaml data.path={out}")
+    data = shlex.quote(f"data.path={out}")
+    print(f"next: keepstep data inspect {shlex.quote(str(out))}   or   keepstep train run.yaml {data}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from keepstep.cli import train
 from keepstep.config.dump import written
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     # What was submitted, or is only to be looked at, is no model yet; and many processes would say it many times.
     if code == 0 and args.on == "local" and not from_environment().launched:
         config = train.load_run(*split_words(args.words))
-        where = f"{config.runs_dir}/{config.name}"
+        where = shlex.quote(f"{config.runs_dir}/{config.name}")
         print(f"next: keepstep eval tools {where}   or   keepstep chat {where}")
     return code
 

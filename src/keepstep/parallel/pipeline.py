@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import sum_reducer
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 
 from keepstep.config.layout import stage_layers
@@ -103,6 +103,27 @@ class PipelineShape:
     loss_chunks: int
 
 
+def gathered_once(actions: Sequence[Any]) -> list[Any]:
+    """What a process does in a step, with every stage's weights gathered once and let go of once.
+
+    Torch gathers the stages that come next, three at the most, and lets go of the others: with four on a process that
+    is nearly once a micro batch.
+    """
+
+    def without_repeats(kind: Any, actions: Sequence[Any]) -> list[Any]:
+        seen: set[int] = set()
+        kept = []
+        for action in actions:
+            if action.computation_type is kind:
+                if action.stage_index in seen:
+                    continue
+                seen.add(action.stage_index)
+            kept.append(action)
+        return kept
+
+    return without_repeats(RESHARD, without_repeats(UNSHARD, actions)[::-1])[::-1]
+
+
 class Pipeline:
     """This process's stages and the schedule that runs them."""
 
@@ -170,9 +191,12 @@ class Pipeline:
             case "1f1b":
                 return Schedule1F1B(stages[0], self._shape.microbatches, **options)
             case "interleaved":
-                return ScheduleInterleaved1F1B(stages, self._shape.microbatches, **options)
+                schedule: Any = ScheduleInterleaved1F1B(stages, self._shape.microbatches, **options)
             case "zero_bubble":
-                return ScheduleInterleavedZeroBubble(stages, self._shape.microbatches, **options)
+                schedule = ScheduleInterleavedZeroBubble(stages, self._shape.microbatches, **options)
+        for rank, actions in schedule.pipeline_order_with_comms.items():
+            schedule.pipeline_order_with_comms[rank] = gathered_once(actions)
+        return schedule
 
     def _torch_stage(self, stage: Transformer, index: int, count: int) -> PipelineStage:
         # Shapes are given, so that torch does not find them by running the model.

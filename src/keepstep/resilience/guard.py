@@ -29,6 +29,13 @@ class Reading:
     norm: float
     first_sample: int
     count: int
+    targets: int = 1
+    """Tokens that the loss is a mean of."""
+
+    def __str__(self) -> str:
+        if not self.targets:
+            return f"step {self.step}: no token of its samples has a target"
+        return f"step {self.step}: loss {self.loss:.4g}, gradient norm {self.norm:.4g}"
 
     def facts(self) -> dict[str, int | float]:
         """For an event."""
@@ -45,7 +52,7 @@ class Reading:
 class Verdict:
     """What was found, and what is to be done."""
 
-    what: Literal["good", "nan", "spike"] = "good"
+    what: Literal["good", "nan", "spike", "no targets"] = "good"
     action: Literal["go_on", "retry", "skip", "rollback"] = "go_on"
 
 
@@ -81,6 +88,9 @@ class Guard:
         return usual if factor and usual is not None and reading.norm > factor * usual else None
 
     def _verdict(self, reading: Reading) -> Verdict:
+        if not reading.targets:
+            # A mean of nothing is no number, and will be none again: the samples are to blame, not the weights.
+            return Verdict("no targets", "skip")
         if not isfinite(reading.loss) or not (self._scaled or isfinite(reading.norm)):
             if self._config.nan == "stop":
                 raise DivergedError(f"{_spelled(reading)}: the weights saved before it are still good", _REMEDY)
@@ -108,12 +118,19 @@ class Guard:
             raise DivergedError(
                 f"{_spelled(reading)}, and {len(self._acted)} of the last {min(self._read, self._config.window)} "
                 f"steps went wrong: guard.limit allows {self._config.limit}",
-                _REMEDY,
+                _REMEDY if reading.targets else _NO_TARGETS_REMEDY,
             )
 
 
 _REMEDY = "lower optimizer.lr or lengthen schedule.warmup, then start again from an earlier checkpoint"
 
+_NO_TARGETS_REMEDY = (
+    "what is learnt may lie behind model.seq_len: `keepstep data show` marks it; lengthen that, or take a larger "
+    "global_batch"
+)
+
 
 def _spelled(reading: Reading) -> str:
+    if not reading.targets:
+        return f"no token of the samples of step {reading.step} has a target"
     return f"the loss is {reading.loss} at step {reading.step}, the gradient norm {reading.norm}"

@@ -172,7 +172,7 @@ class ExactStep(TrainStep):
         self._optimizers.take_gradients(self._sums.gradients())
         loss = (total_loss / targets).float()
         norm = self._update(lr_share, loss)
-        return torch.stack([loss, norm, *told])
+        return torch.stack([loss, norm, *told, targets.float()])
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

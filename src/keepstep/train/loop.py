@@ -22,7 +22,7 @@ from keepstep.train.profile import Profiler
 from keepstep.train.readback import Readback
 from keepstep.train.record import Recorder, StepFacts
 from keepstep.train.schedule import lr_share
-from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TrainStep
+from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TARGETS, TrainStep
 
 
 @dataclass
@@ -177,7 +177,8 @@ class _Steps:
         numbers, step_s = self._pending.pop()
         facts = self._facts.pop(0)
         count = parts.clock.pace.samples_per_step
-        reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], facts.samples - count, count)
+        first, targets = facts.samples - count, int(numbers[TARGETS])
+        reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], first, count, targets)
         # Of one process and read by all at the same step: with clocks of their own, one would save on the hour while
         # another still trains, and both would wait for each other for good.
         parts.clock.elapsed_s += numbers[SPENT_S]
@@ -203,9 +204,7 @@ class _Steps:
             "retry": f"once more from step {parts.clock.step}",
             "rollback": f"back to step {parts.clock.step}, without these samples",
         }
-        parts.recorder.note(
-            f"step {reading.step}: loss {reading.loss:.4g}, gradient norm {reading.norm:.4g}: {told[action]}"
-        )
+        parts.recorder.note(f"{reading}: {told[action]}")
 
     def _go_back(self, reading: Reading, leave_out: bool) -> bool:
         self._parts.before_update()

@@ -23,7 +23,7 @@ from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
 
-LOSS, GRAD_NORM, STOP, SPENT_S = range(4)
+LOSS, GRAD_NORM, STOP, SPENT_S, TARGETS = range(5)
 """Places in the vector that `TrainStep.run` returns."""
 
 
@@ -90,7 +90,8 @@ class TrainStep:
         """Learn from this process's micro batches. `before_update` runs once weights are about to change.
 
         Nothing changes where loss or gradient norm are not finite. The result holds the mean loss over the whole global
-        batch, the gradient norm before clipping, whether any process asked to stop, and the first one's `spent_s`.
+        batch, the gradient norm before clipping, whether any process asked to stop, the first one's `spent_s`, and how
+        many tokens had a target.
         """
         layout, counted = self._settings.grid.layout, self._settings.grid.counts_loss
         parts = [self._own_part(batch) for batch in batches]
@@ -104,7 +105,7 @@ class TrainStep:
         dist.all_reduce(numbers)
         before_update()
         norm = self._update(lr_share, numbers[0])
-        return torch.stack([numbers[0], norm, *numbers[1:]])
+        return torch.stack([numbers[0], norm, *numbers[1:], total_targets])
 
     def _learn(self, parts: Sequence[Batch], weight: Tensor) -> Tensor:
         """Leave the gradients of the weighed loss of all micro batches; returns the plain sum of losses."""

@@ -46,7 +46,9 @@ PROGRAM = "import sys; from keepstep.cli import main; main.VERBS['nap'] = ('nap'
 def test_what_a_command_started_ends_with_it(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "nap.py").write_text(VERB)
     paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path) if path)
-    command = [sys.executable, "-c", PROGRAM]
+    # Whoever runs the tests may do so under nohup.
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {PROGRAM}"
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--parity-steps", type=int, default=300)
-    parser.add_argument("--parity-pairs", type=int, default=2)
+    parser.add_argument("--parity-pairs", type=int, default=3)
     parser.add_argument("--no-hugging-face", action="store_true")
     parser.add_argument(
         "--only-hugging-face", action="store_true", help="add this comparison to results that are there"

@@ -124,6 +124,11 @@ def test_a_secret_is_read_on_the_node_and_printed_nowhere(tmp_path: Path) -> Non
                 load_profile(kind, str(path))
 
 
+def test_a_save_may_take_all_the_time_that_is_left_for_it() -> None:
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800\n" in render(job(), SlurmProfile(warn_before_end_s=1800))
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540\n" in render(job(), SlurmProfile())
+
+
 def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("partitoin: gpu\nnodes: two\nexclusive: 1\n")

@@ -15,6 +15,7 @@ from keepstep.launch.environments import variables_for
 from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark
 from keepstep.launch.profiles import SlurmProfile
 from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
+from keepstep.resilience.signals import SHUTDOWN_S, SHUTDOWN_VARIABLE
 
 
 def render(job: Job, profile: SlurmProfile) -> str:
@@ -78,6 +79,8 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
 
 
 def _settings(job: Job, profile: SlurmProfile) -> Iterator[str]:
+    # All the time that Slurm leaves for a save is there to be used: the agent must not end it before.
+    yield f"export {SHUTDOWN_VARIABLE}={max(int(SHUTDOWN_S), profile.warn_before_end_s)}"
     for name, value in variables_for(profile.environment, profile.sharp, profile.variables).items():
         yield f"export {name}={shell_word(value)}"
     for name, path in profile.secrets.items():

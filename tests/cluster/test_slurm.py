@@ -274,3 +274,46 @@ def test_launch_sb_takes_every_flag_and_trains(rested: SlurmCluster, tmp_path: P
     run = f"keepstep-{job_id}"
     assert len(losses(tmp_path / "runs" / run)) == 6
     assert {path.name for path in (tmp_path / "checkpoints" / run).glob("step_*")} >= {"step_00000002", "step_00000006"}
+
+
+@pytest.mark.cluster
+def test_launch_sb_s_retry_is_the_same_job_without_the_failed_node(rested: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "slurm" / "launch.sb").write_text((REPOSITORY / "slurm/launch.sb").read_text())
+    (tmp_path / "recipes" / "mine.yaml").write_text("model: mpt-tiny\n")
+    program = tmp_path / "env" / "bin" / "keepstep"
+    program.parent.mkdir(parents=True)
+    # A launcher that writes down what it is to do, and finds broken hardware on n2 and nowhere else.
+    program.write_text(
+        f'#!/bin/sh\necho "$*" > {tmp_path}/words-$SLURM_JOB_ID-$SLURMD_NODENAME; sleep 1\n'
+        '[ "$SLURMD_NODENAME" != n2 ] || { echo n2 >> "$KEEPSTEP_JOB_FOLDER/failed-nodes"; exit 5; }\n'
+    )
+    program.chmod(0o755)
+    words = [
+        "sbatch",
+        "--parsable",
+        "-N",
+        "2",
+        "-p",
+        "urgent",
+        "-t",
+        "7",
+        "-w",
+        "n2",
+        "--gpus-per-node=1",
+        "-J",
+        "my job",
+    ]
+    words += [str(tmp_path / "slurm" / "launch.sb"), "-c", "mine", "-i", f"venv:{tmp_path}/env", "-d", "a b"]
+    first = rested.run(*words, cwd=tmp_path).strip()
+    log = tmp_path / f"my job_{first}.out"
+    rested.wait_state(first, {"FAILED", "COMPLETED"}, 60)
+    assert "goes on without them" in log.read_text()
+    second = log.read_text().split("hardware failed on n2; job ")[1].split()[0]
+    assert rested.wait_state(second, {"FAILED", "COMPLETED"}, 60)["JobState"] == "COMPLETED"
+    before, after = rested.job(first), rested.job(second)
+    kept = ("NumNodes", "Partition", "TimeLimit", "TresPerNode", "JobName")
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    told = {path.read_text() for path in tmp_path.glob("words-*")}
+    assert len(told) == 1, "every node of both jobs trains the same recipe"

@@ -47,7 +47,8 @@ class Played:
     @property
     def environment(self) -> dict[str, str]:
         path = f"{self.programs}:{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "KEEPSTEP_ASK_S": "0"}
+        return {**os.environ, "PATH": path, **job}
 
     def run(self, profile: SlurmProfile | None = None) -> int:
         self.job_folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +90,42 @@ def test_a_stop_that_comes_before_the_nodes_have_started_counts(tmp_path: Path) 
     (played.job_folder / "stop").touch()
     assert played.run() == 75
     assert "requeue" not in played.calls.read_text()
+
+
+AWAY = 'echo "error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
+
+
+def fails_twice(played: Played, name: str) -> str:
+    """The start of a program that is of no use the first two times."""
+    return f'[ "$(grep -c "^{name}" {played.calls})" -gt 2 ] || {{ {AWAY}; }}'
+
+
+def test_a_saved_run_is_requeued_though_the_controller_is_away_for_a_while(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.program("srun", f"touch {played.job_folder}/saved")
+    played.program("squeue", f"{fails_twice(played, 'squeue')}; echo RUNNING")
+    played.program(
+        "scontrol", f'case "$*" in *hostnames*) echo n1 ;; *) {fails_twice(played, "scontrol requeue")} ;; esac'
+    )
+    assert played.run() == 75
+    asked = [line for line in played.calls.read_text().splitlines() if line.startswith(("squeue", "scontrol requeue"))]
+    assert asked == ["squeue -h -j 7 -o %T"] * 3 + ["scontrol requeue 7"] * 3
+
+
+def test_a_job_that_slurm_does_not_know_any_more_asks_once_and_ends(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.program("srun", f"touch {played.job_folder}/saved")
+    played.program("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert played.run() == 75
+    assert played.calls.read_text().count("squeue") == 1
+    assert "requeue" not in played.calls.read_text()
+
+
+def test_a_saved_run_that_is_not_requeued_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    played = Played(tmp_path)
+    played.program("srun", f"touch {played.job_folder}/saved")
+    assert played.run(SlurmProfile(max_requeues=0)) == 75
+    assert "not requeued, for the job has started again 0 times (max_requeues is 0)" in capfd.readouterr().out
 
 
 def test_resume_without_a_node_keeps_the_profile_s_own_nodes_out(

@@ -23,13 +23,27 @@ code=$?
 [ "$code" -eq 0 ] || [ ! -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] || code=5
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $code"
 
+# A controller that is busy or restarts has forgotten nothing: a run that saved must not end because nobody answered once.
+ask_slurm() {
+  local tries
+  for ((tries = 0; tries < ${KEEPSTEP_ASK_TRIES:-360}; tries++)); do
+    answer=$("$@" 2>"$KEEPSTEP_JOB_FOLDER/slurm-error") && return 0
+    [ "$tries" -ne 0 ] || echo "keepstep: $1 failed, asking on: $(<"$KEEPSTEP_JOB_FOLDER/slurm-error")"
+    ! grep -q 'Invalid job id' "$KEEPSTEP_JOB_FOLDER/slurm-error" || return 1
+    sleep "${KEEPSTEP_ASK_S:-5}"
+  done
+  return 1
+}
+
 # Cancelled or already requeued by Slurm: nothing is left to decide here.
-[ "$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" = RUNNING ] || exit "$code"
+ask_slurm squeue -h -j "$SLURM_JOB_ID" -o %T && [ "$answer" = RUNNING ] || exit "$code"
 # Somebody wanted it to stop: whatever came of that, nothing starts by itself again.
 [ ! -e "$KEEPSTEP_JOB_FOLDER/stop" ] || exit "$code"
-if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
+if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -ge "$KEEPSTEP_REQUEUES" ]; then
+  echo "keepstep: saved; not requeued, for the job has started again ${SLURM_RESTART_COUNT:-0} times (max_requeues is $KEEPSTEP_REQUEUES)"
+elif [ "$code" -eq 75 ]; then
   echo "keepstep: saved; requeued"
-  scontrol requeue "$SLURM_JOB_ID"
+  ask_slurm scontrol requeue "$SLURM_JOB_ID"
 elif [ "$code" -eq 5 ] && [ -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] && [ "${KEEPSTEP_TRY:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
   failed=$(sort -u "$KEEPSTEP_JOB_FOLDER/failed-nodes" | paste -sd, -)
   # Where every node complains the nodes are not the cause, and without them the job could never start.

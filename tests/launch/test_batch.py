@@ -170,3 +170,42 @@ def test_stop_says_so_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match="does not run: finished"):
         slurm.stop(record, at_once=False)
     assert not (played.job_folder / "stop").exists()
+
+
+def test_a_job_runs_in_its_own_image_whatever_was_staged_on_the_node_before(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    # Copies as asked to, and shows which image the container would have been made from.
+    played.program(
+        "srun",
+        '[ "$2" != bash ] || { shift; exec "$@"; }\n'
+        f'for word in "$@"; do case $word in --container-image=*) cat "${{word#*=}}" > {tmp_path}/ran ;; esac; done',
+    )
+    disk = tmp_path / "a disk"
+
+    def ran(image: Path) -> str:
+        assert played.run(SlurmProfile(image=str(image), stage_image=str(disk))) == 0
+        return (tmp_path / "ran").read_text()
+
+    def write(name: str, text: str, at: int) -> Path:
+        path = tmp_path / name / "keep step.sqsh"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (at, at))
+        return path
+
+    mine, other = write("mine", "mine", 1_000), write("other", "other", 1_000)
+    assert ran(mine) == "mine"
+    assert ran(other) == "other", "the same name in another folder"
+    assert ran(mine) == "mine"
+    write("mine", "built before", 500)
+    assert ran(mine) == "built before", "an older image that came back, or a storage whose clock is behind"
+    copies = sorted(disk.iterdir())
+    assert len(copies) == 2
+    kept = copies[0].stat().st_ino, copies[1].stat().st_ino
+    (disk / f"{copies[0].name}.part").write_text("cut short")
+    assert (ran(mine), ran(other)) == ("built before", "other")
+    assert kept == (copies[0].stat().st_ino, copies[1].stat().st_ino), "what is there is not copied again"
+    write("mine", "built again", 2_000)
+    write("other", "built again as well", 2_000)
+    assert (ran(mine), ran(other)) == ("built again", "built again as well")
+    assert sorted(disk.iterdir()) == copies, "a copy that was cut short is not left behind"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -113,10 +114,8 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
         return
     image = shell_word(profile.image)
     if profile.stage_image:
-        folder = shell_word(profile.stage_image.rstrip("/"))
-        yield f"image={image}; staged={folder}/${{image##*/}}"
-        copy = 'mkdir -p "${2%/*}" && { [ "$2" -nt "$1" ] || { cp "$1" "$2.$$" && mv "$2.$$" "$2"; }; }'
-        yield f'srun --ntasks-per-node=1 bash -c {shell_word(copy)} stage "$image" "$staged" || exit 5'
+        yield f"image={image}; staged={shell_word(_staged(profile))}"
+        yield f'srun --ntasks-per-node=1 bash -c {shell_word(_STAGE)} stage "$image" "$staged" || exit 5'
         image = '"$staged"'
     # The run's folder and the folder that relative paths start from are inside what they are outside.
     own = [str(path) for path in (job.working_dir, absolute(job.folder))]
@@ -125,6 +124,23 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
     options = ["--no-container-mount-home", f"--container-workdir={job.working_dir}"]
     options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
+
+
+# A copy is taken for the image only where it has its size and its time: which of the two is newer says nothing where an
+# older image came back, or where the clocks of node and storage differ. One job of a node copies at a time, always by
+# way of the same name, so that copies that were cut short do not pile up.
+_STAGE = """\
+same() { [ -e "$2" ] && [ "$(stat -Lc %s.%Y -- "$1")" = "$(stat -c %s.%Y -- "$2")" ]; }
+mkdir -p -- "${2%/*}" && { same "$1" "$2" || {
+  flock 9 && { same "$1" "$2" ||
+    { cp -L --preserve=timestamps --remove-destination -- "$1" "$2.part" && mv -- "$2.part" "$2"; }; }
+} 9<"${2%/*}"; }"""
+
+
+def _staged(profile: SlurmProfile) -> str:
+    """Where a node keeps its copy of the image: two images may have the same name in different folders."""
+    folder, name = profile.stage_image.rstrip("/"), profile.image.rpartition("/")[2]
+    return f"{folder}/{hashlib.sha256(profile.image.encode()).hexdigest()[:8]}-{name}"
 
 
 def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:

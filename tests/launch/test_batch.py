@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.cli import doctor
+from keepstep.cli.main import main
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.launch import slurm
 from keepstep.launch.job import Job, JobRecord, Target
@@ -209,3 +212,47 @@ def test_a_job_runs_in_its_own_image_whatever_was_staged_on_the_node_before(tmp_
     write("other", "built again as well", 2_000)
     assert (ran(mine), ran(other)) == ("built again", "built again as well")
     assert sorted(disk.iterdir()) == copies, "a copy that was cut short is not left behind"
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("STOPPED", "waiting"), ("SIGNALING", "running"), ("RESIZING", "running"), ("SPECIAL_EXIT", "waiting"),
+     ("REQUEUE_HOLD", "waiting"), ("STAGE_OUT", "ending")],
+)  # fmt: skip
+def test_a_job_that_is_held_or_stopped_for_a_while_is_not_taken_for_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str
+) -> None:
+    played = Played(tmp_path)
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    record = slurm.submit(played.job, SlurmProfile(), "p")
+    played.program("scontrol", f'echo "JobId=7 JobState={name} ExitCode=0:0"')
+    assert slurm.state(record) == word
+    with pytest.raises(UsageError, match=f"is {word} as job"):
+        slurm.resume(record)
+    with pytest.raises(UsageError, match=f"is {word} as"):
+        submit(played.job, SlurmProfile(), Target("slurm", "p"))
+    assert len(played.submitted()) == 1
+
+
+def test_nodes_are_left_out_in_any_form_that_slurm_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(tmp_path)
+    played.program("scontrol", 'case "$*" in *hostnames*) printf "n1\\nn2\\nn3\\n" ;; esac')
+    played.program("sinfo", 'printf "n1 gpu*\\nn2 gpu*\\nn3 gpu*\\nn4 gpu*\\n"')
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    monkeypatch.chdir(tmp_path)
+    slurm.submit(played.job, SlurmProfile(), "p")
+    assert main(["resume", "run", "--exclude", "n[1-3,7],m[1-3,7],k1"]) == 0
+    assert played.submitted()[-1].split()[2] == "--exclude=n[1-3,7],m[1-3,7],k1"
+    assert slurm.idle_nodes(SlurmProfile(exclude=("n[1-3]",))) == ["n4"]
+
+
+def test_a_report_that_is_still_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(tmp_path)
+    log = slurm.log_path(played.job.folder)
+    played.program("sbatch", f"printf 'measuring\\nkeepstep-report [{{\"node\": ' > {log}; echo 8")
+    # Asked how the job stands for the second time, the rest has been written.
+    rest = f"""[ "$(grep -c "show job" {played.calls})" -ne 2 ] || printf '"n1"}}]\\n' >> {log}"""
+    played.program("scontrol", f'{rest}; echo "JobId=8 JobState=RUNNING ExitCode=0:0"')
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    arguments = argparse.Namespace(on="slurm", timeout_s=60)
+    assert doctor._measure_there(arguments, played.job, SlurmProfile(), ["n1"]) == ([{"node": "n1"}], ["n1"])

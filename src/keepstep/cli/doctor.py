@@ -201,8 +201,9 @@ def _measure_there(
     while True:
         over = state(record) in ("", "finished", "failed", "stopped")
         text = log_text(record)
-        if _MARK in text:
-            line = text.split(_MARK, 1)[1].splitlines()[0]
+        line, ended, _ = text.partition(_MARK)[2].partition("\n")
+        # The report of many nodes is long, and the log may have been read while it was being written.
+        if ended:
             reports: list[dict[str, Any]] = json.loads(line)
             return reports, expected
         if over or time.monotonic() > deadline:

@@ -37,6 +37,11 @@ def sbatch_value(option: str, value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
+def node_names(text: str) -> list[str]:
+    """The nodes of a list as Slurm writes them: `n1,m[1-3,7]` is n1 and m[1-3,7]."""
+    return [name for name in re.split(r",(?![^\[]*\])", text) if name]
+
+
 def slug(name: str, limit: int = 40) -> str:
     """A name that Slurm, Kubernetes and DNS take: small letters, digits and dashes.
 

@@ -189,8 +189,17 @@ def stop(record: JobRecord, at_once: bool) -> None:
         raise UsageError(f"run {record.name} does not run: {current or 'Slurm has forgotten it'}", "keepstep jobs")
     # Left first: a node that starts only now sees it, one that runs gets the signal, and nothing is requeued.
     stop_mark(Path(record.script).parent).touch()
-    waiting = _ask(["squeue", "-h", "-j", record.job_id, "-o", "%T"]) in ("PENDING", "REQUEUED", "CONFIGURING")
+    waiting = _ask(["squeue", "-h", "-j", record.job_id, "-o", "%T"]) in (*_QUEUED, "CONFIGURING")
     _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+
+
+_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+"""States of a job that has no process anywhere and may start, by itself or when somebody releases it."""
+_FAILED = (
+    "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED",
+    "RECONFIG_FAIL", "REVOKED",
+)  # fmt: skip
+"""States that a job does not leave."""
 
 
 def state(record: JobRecord) -> str:
@@ -204,18 +213,21 @@ def state(record: JobRecord) -> str:
     match words.get("JobState", ""):
         case "":
             return ""
-        case "PENDING" | "CONFIGURING" | "SUSPENDED" | "REQUEUED":
+        case "CONFIGURING" | "SUSPENDED" | "STOPPED":
             return "waiting"
-        case "RUNNING":
-            return "running"
-        case "COMPLETING":
+        case state if state in _QUEUED:
+            return "waiting"
+        case "COMPLETING" | "STAGE_OUT":
             return "ending"
         case "COMPLETED":
             return "finished"
         case "CANCELLED":
             return "stopped"
-        case _:
+        case state if state in _FAILED:
             return "stopped" if words.get("ExitCode", "").startswith("75:") else "failed"
+        case _:
+            # Running, or something that Slurm may do to a job that runs: a second one in its folder must not start.
+            return "running"
 
 
 def idle_nodes(profile: SlurmProfile) -> list[str]:
@@ -223,7 +235,9 @@ def idle_nodes(profile: SlurmProfile) -> list[str]:
     where = ["-p", profile.partition] if profile.partition else []
     answer = _run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N %P", *where])
     default = [line.split()[0] for line in answer.splitlines() if where or line.endswith("*")]
-    return [name for name in dict.fromkeys(default) if name not in profile.exclude]
+    # A profile may name nodes as n[1-3,7].
+    names = _run(["scontrol", "show", "hostnames", ",".join(profile.exclude)]).split() if profile.exclude else []
+    return [name for name in dict.fromkeys(default) if name not in names]
 
 
 def _sbatch(script: Path, options: Sequence[str] = ()) -> str:

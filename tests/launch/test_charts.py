@@ -125,6 +125,26 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert "prometheus.io/scrape: 'true'" in text
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_what_trying_again_cannot_help_is_not_tried_again(kind: str) -> None:
+    for manifest in template("run", "training", "--set", f"jobKind={kind}"):
+        match manifest["kind"]:
+            case "TrainingRuntime":
+                spec = manifest["spec"]["template"]["spec"]
+            case "JobSet":
+                spec = manifest["spec"]
+            case _:
+                continue
+        (job,) = spec["replicatedJobs"]
+        ends = [rule for rule in job["template"]["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+        assert [rule["onExitCodes"]["values"] for rule in ends] == [[2, 4]]
+        # By itself JobSet makes a Job that has failed anew, whatever it failed of.
+        (rule,) = spec["failurePolicy"]["rules"]
+        assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+        return
+    pytest.fail("nothing that runs jobs")
+
+
 @pytest.mark.parametrize(
     ("chart", "flags", "message"),
     [

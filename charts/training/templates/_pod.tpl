@@ -154,6 +154,16 @@ spec:
       emptyDir: {}
 {{- end -}}
 
+{{/* What JobSet, with which Trainer v2 runs jobs too, does when the Job fails: start all of it again, unless that cannot help. */}}
+{{- define "training.failurePolicy" -}}
+maxRestarts: {{ int .Values.training.backoffLimit }}
+rules:
+  # The Job's own rule has ended it for its exit code, 2 or 4. Without this one JobSet would start it again all the same.
+  - name: wrong
+    action: FailJobSet
+    onJobFailureReasons: ["PodFailurePolicy"]
+{{- end -}}
+
 {{/* The Indexed Job that JobSet and Trainer v2 run, one pod a node. */}}
 {{- define "training.job" -}}
 {{- $v := .Values -}}

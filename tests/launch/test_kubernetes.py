@@ -16,7 +16,11 @@ from keepstep.launch.profiles import KubernetesProfile
 
 PROGRAM = """#!/bin/sh
 printf '%s' "$(basename "$0")" >> "$LOG"; printf ' %s' "$@" >> "$LOG"; echo >> "$LOG"
-case "$*" in *"get pods"*) cat "$PODS" ;; *"list -q"*) echo my-run ;; *logs*) echo "[pod/my-run-node-0-0] step" ;; esac
+case "$*" in
+  *"get pods"*) cat "$PODS" ;;
+  *"list -q"*) [ -e "$LOG.stopped" ] || echo my-run ;;
+  *logs*) echo "[pod/my-run-node-0-0] step" ;;
+esac
 """
 
 
@@ -81,6 +85,8 @@ def test_a_run_is_installed_listed_stopped_and_resumed(programs: Path, capsys: p
 
     assert main(["stop", "my-run"]) == 0
     assert asked(programs) == [f"helm uninstall my-run {scope}"]
+    (programs / "log.stopped").touch()
+    phases(programs)
     assert main(["resume", "my-run", "--exclude", "gpu-7"]) == 0
     assert asked(programs)[-1].startswith("helm install my-run ")
     values = yaml.safe_load(Path(load_record(Path("runs"), "my-run").script).read_text())
@@ -112,6 +118,22 @@ def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.C
     ]
     assert main(words) == 2
     assert "run my-run is running" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_only_when_the_pods_before_are_gone(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted(programs)
+    asked(programs)
+    assert main(["resume", "my-run"]) == 2
+    assert "run my-run is running" in capsys.readouterr().err
+    # Stopped: the release is gone at once, its pods have minutes for their last save.
+    (programs / "log.stopped").touch()
+    assert main(["resume", "my-run", "--exclude", "gpu-7"]) == 2
+    assert "pods of run my-run still save" in capsys.readouterr().err
+    assert kubernetes.state(load_record(Path("runs"), "my-run")) == "ending"
+    assert not [line for line in asked(programs) if "install" in line]
+    phases(programs)
+    assert main(["resume", "my-run"]) == 0
+    assert asked(programs)[-1].startswith("helm install my-run ")
 
 
 def test_an_image_without_a_tag_is_refused() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
 from keepstep.launch.environments import variables_for
-from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark
+from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark, unreachable
 from keepstep.launch.profiles import SlurmProfile
 from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
 from keepstep.resilience.signals import SHUTDOWN_S, SHUTDOWN_VARIABLE
@@ -260,14 +260,6 @@ def _run(command: Sequence[str]) -> str:
         raise _no_slurm(command[0]) from None
     except subprocess.CalledProcessError as error:
         raise HardwareError(f"{command[0]} failed: {error.stderr.strip()}", "sinfo shows the cluster's state") from None
-
-
-def unreachable(record: JobRecord) -> HardwareError:
-    """For a job that may still run: a second one in its folder must not start."""
-    return HardwareError(
-        f"{record.system} cannot be asked whether run {record.name} still runs as {record.job_id}",
-        "try again when the scheduler answers",
-    )
 
 
 def _no_slurm(program: str) -> UsageError:

@@ -142,6 +142,28 @@ def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("secrets: {HF-TOKEN: FILE}", "secrets: 'HF-TOKEN' is not a variable's name"),
+        ("secrets: {'A; touch pwned; B': FILE}", "is not a variable's name"),
+        ("variables: {1: x}", "variables: 1 is not a variable's name"),
+        ("variables: {NO: x}", "variables: False is not a variable's name"),
+        ("variables: {NCCL_DEBUG: }", "variables: NCCL_DEBUG is empty, but it must be a text or a number"),
+        ("variables: {NCCL_DEBUG: [a, b]}", "but it must be a text or a number"),
+    ],
+)
+def test_a_variable_that_no_shell_could_set_is_refused(
+    kind: type[SlurmProfile] | type[KubernetesProfile], text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("FILE", "/home/me/token" if kind is SlurmProfile else "hub/token"))
+    with pytest.raises(ConfigError) as caught:
+        load_profile(kind, str(path))
+    assert message in "\n".join(caught.value.lines())
+
+
+@pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
 def test_the_printed_profile_is_all_defaults(
     kind: type[SlurmProfile] | type[KubernetesProfile], tmp_path: Path
 ) -> None:

@@ -186,8 +186,8 @@ def _build(kind: type[Profile], content: dict[str, Any], place: str) -> Profile:
             continue
         try:
             values[key] = convert(types[key], value)
-            if key == "variables":
-                check_variables(values[key], f"{place} variables:")
+            if key in ("variables", "secrets"):
+                check_variables(values[key], f"{place} {key}:", secret=key == "secrets")
         except Misfit as misfit:
             problems.append(KeepstepError(f"{place} {key} is {shown(value)}, but it {misfit.rule}", misfit.hint))
         except UsageError as error:
@@ -206,6 +206,9 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
         low = 1 if name == "nodes" else 0
         if getattr(profile, name) < low:
             broken.append((f"{name} is {getattr(profile, name)}, but it must be at least {low}", f"{name}: {low}"))
+    for name, value in profile.variables.items():
+        if not isinstance(value, str | int | float):
+            broken.append((f"variables: {name} is {shown(value)}, but it must be a text or a number", f'{name}: ""'))
     if isinstance(profile, SlurmProfile):
         if profile.warn_before_end_s < 60:
             broken.append(("warn_before_end_s must be at least 60: Slurm's clock ticks every 30 s", "300"))

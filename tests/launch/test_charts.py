@@ -110,7 +110,7 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert container["args"][:4] == ["--nodes", "2:3", "--processes", "4"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment["NCCL_COLLNET_ENABLE"]["value"] == "1"
-    # torch kills its workers after 30 s unless told otherwise, and Kubernetes kills everything at the end of the grace.
+    # The launcher ends what does not stop, and Kubernetes kills everything at the end of the grace.
     assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"] == "840"
     assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
     assert environment["KEEPSTEP_METRICS_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "metrics", "key": "token"}
@@ -123,6 +123,13 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert "Deployment" in kinds
     assert "Service" in kinds
     assert "prometheus.io/scrape: 'true'" in text
+
+
+@pytest.mark.parametrize(("grace_s", "limit_s"), [(3600, 3540), (120, 108), (30, 27)])
+def test_a_save_may_take_almost_all_of_the_grace_period(grace_s: int, limit_s: int) -> None:
+    container = training_container(template("run", "training", "--set", f"terminationGracePeriodSeconds={grace_s}"))
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(limit_s)
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])

@@ -19,7 +19,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if eq (int $v.training.useSharp) 1 }}{{ $merged = mergeOverwrite $merged (index $profiles "sharp") }}{{ end -}}
 {{- /* The launcher gives up on its workers before Kubernetes gives up on the launcher. */ -}}
 {{- $grace := int $v.terminationGracePeriodSeconds -}}
-{{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (max (sub $grace 60) (div $grace 2) | toString) -}}
+{{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (sub $grace (min 60 (div $grace 10)) | toString) -}}
 {{- $merged = mergeOverwrite $merged $v.environment.variables -}}
 {{- $env := list -}}
 {{- range $name, $value := $merged }}{{ $env = append $env (dict "name" $name "value" (include "training.scalar" $value | replace "$" "$$")) }}{{ end -}}

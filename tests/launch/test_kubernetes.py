@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -134,6 +135,25 @@ def test_a_run_goes_on_only_when_the_pods_before_are_gone(programs: Path, capsys
     phases(programs)
     assert main(["resume", "my-run"]) == 0
     assert asked(programs)[-1].startswith("helm install my-run ")
+
+
+def test_a_second_run_of_a_namespace_is_told_how_to_do_without_the_first_one_s_tensorboard(
+    programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = 'Error: INSTALLATION FAILED: Unable to continue with install: Service "tensorboard" in namespace "team" '
+    taken += "exists and cannot be imported into the current release: invalid ownership metadata"
+    (programs / "bin" / "helm").write_text(f"#!/bin/sh\n[ $1 != install ] || {{ echo '{taken}' >&2; exit 1; }}\n")
+    (programs / "profile.yaml").write_text("namespace: team\ngpus_per_node: 1\n")
+    words = ["train", "name=second", "model=mpt-tiny", "global_batch=16", "--on", f"k8s:{programs}/profile.yaml"]
+    assert main(words) == 2
+    assert "hint: tensorboard: false, or another tensorboard_service" in capsys.readouterr().err
+
+
+def test_all_pods_of_a_large_run_are_followed(programs: Path) -> None:
+    submitted(programs)
+    record = dataclasses.replace(load_record(Path("runs"), "my-run"), nodes=512)
+    (limit,) = [word for word in kubernetes.logs_command(record, follow=True) if "max-log-requests" in word]
+    assert int(limit.partition("=")[2]) >= 512
 
 
 def test_an_image_without_a_tag_is_refused() -> None:

@@ -164,7 +164,8 @@ def _newest_of_each_node(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 def logs_command(record: JobRecord, follow: bool) -> list[str]:
     """kubectl's own log reader over all pods of the run."""
-    options = ["-f", "--max-log-requests=64"] if follow else []
+    # One for each pod, those that were replaced included; kubectl refuses where there are more.
+    options = ["-f", f"--max-log-requests={max(64, 8 * record.nodes)}"] if follow else []
     return [_program("kubectl"), *_scope(record, "--context"), "logs", "-l", _selector(record), "--prefix", "--tail=-1",
             *options]  # fmt: skip
 
@@ -216,5 +217,10 @@ def _program(name: str) -> str:
 def _run(command: Sequence[str], text: str | None = None) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
+        if 'Service "' in done.stderr and "exists and cannot be imported" in done.stderr:
+            raise UsageError(
+                f"another run of this namespace has the TensorBoard service: {done.stderr.strip()}",
+                "tensorboard: false, or another tensorboard_service, in the profile",
+            )
         raise HardwareError(f"{Path(command[0]).name} failed: {done.stderr.strip()}", " ".join(command[1:4]))
     return done.stdout

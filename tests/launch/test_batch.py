@@ -256,3 +256,30 @@ def test_a_report_that_is_still_being_written_is_waited_for(tmp_path: Path, monk
     monkeypatch.setenv("PATH", played.environment["PATH"])
     arguments = argparse.Namespace(on="slurm", timeout_s=60)
     assert doctor._measure_there(arguments, played.job, SlurmProfile(), ["n1"]) == ([{"node": "n1"}], ["n1"])
+
+
+@pytest.mark.parametrize("program", ["squeue", "scancel"])
+def test_a_stop_that_could_not_be_sent_does_not_end_the_run_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    played = Played(tmp_path)
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    record = slurm.submit(played.job, SlurmProfile(), "p")
+    played.program("scontrol", 'echo "JobId=7 JobState=RUNNING ExitCode=0:0"')
+    played.program("scancel", "")
+    played.program(program, AWAY)
+    with pytest.raises(HardwareError, match="Unable to contact"):
+        slurm.stop(record, at_once=False)
+    assert not (played.job_folder / "stop").exists()
+
+
+def test_a_saved_run_goes_on_though_its_node_could_leave_no_word(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    # What a disk that is full or read-only does to the mark, for one user who may do everything as well.
+    away = tmp_path / "away"
+    program = (
+        f"from pathlib import Path; from keepstep.cli.launch import _leave_word; exit(_leave_word(Path('{away}'), 75))"
+    )
+    played.program("srun", f'{sys.executable} -c "{program}"')
+    assert played.run() == 75
+    assert "scontrol requeue 7" in played.calls.read_text()

@@ -187,10 +187,18 @@ def stop(record: JobRecord, at_once: bool) -> None:
     current = state(record)
     if current in ("", "finished", "failed", "stopped"):
         raise UsageError(f"run {record.name} does not run: {current or 'Slurm has forgotten it'}", "keepstep jobs")
+    mark = stop_mark(Path(record.script).parent)
+    asked_before = mark.exists()
     # Left first: a node that starts only now sees it, one that runs gets the signal, and nothing is requeued.
-    stop_mark(Path(record.script).parent).touch()
-    waiting = _ask(["squeue", "-h", "-j", record.job_id, "-o", "%T"]) in (*_QUEUED, "CONFIGURING")
-    _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+    mark.touch()
+    try:
+        waiting = _run(["squeue", "-h", "-j", record.job_id, "-o", "%T"]).strip() in (*_QUEUED, "CONFIGURING")
+        _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+    except HardwareError:
+        if not asked_before:
+            # Who is told that this failed must not find the run ended at its next time limit all the same.
+            mark.unlink(missing_ok=True)
+        raise
 
 
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -243,14 +251,6 @@ def idle_nodes(profile: SlurmProfile) -> list[str]:
 def _sbatch(script: Path, options: Sequence[str] = ()) -> str:
     stop_mark(script.parent).unlink(missing_ok=True)
     return _run(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
-
-
-def _ask(command: Sequence[str]) -> str:
-    """The answer, or nothing where Slurm does not know the job any more."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        raise _no_slurm(command[0]) from None
 
 
 def _run(command: Sequence[str]) -> str:

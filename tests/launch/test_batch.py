@@ -106,7 +106,9 @@ def fails_twice(played: Played, name: str) -> str:
 def test_a_saved_run_is_requeued_though_the_controller_is_away_for_a_while(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.program("srun", f"touch {played.job_folder}/saved")
-    played.program("squeue", f"{fails_twice(played, 'squeue')}; echo RUNNING")
+    played.program(
+        "squeue", f"{fails_twice(played, 'squeue')}; echo 'squeue: warning: old configuration' >&2; echo RUNNING"
+    )
     played.program(
         "scontrol", f'case "$*" in *hostnames*) echo n1 ;; *) {fails_twice(played, "scontrol requeue")} ;; esac'
     )

@@ -25,11 +25,12 @@ echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $
 
 # A controller that is busy or restarts has forgotten nothing: a run that saved must not end because nobody answered once.
 ask_slurm() {
-  local tries
-  for ((tries = 0; tries < ${KEEPSTEP_ASK_TRIES:-360}; tries++)); do
-    answer=$("$@" 2>"$KEEPSTEP_JOB_FOLDER/slurm-error") && return 0
-    [ "$tries" -ne 0 ] || echo "keepstep: $1 failed, asking on: $(<"$KEEPSTEP_JOB_FOLDER/slurm-error")"
-    ! grep -q 'Invalid job id' "$KEEPSTEP_JOB_FOLDER/slurm-error" || return 1
+  local tries said
+  for ((tries = 0; tries < 360; tries++)); do
+    # The answer is the last line: warnings come before it.
+    said=$("$@" 2>&1) && { answer=${said##*$'\n'}; return 0; }
+    [[ $said != *'Invalid job id'* ]] || return 1
+    [ "$tries" -ne 0 ] || echo "keepstep: $1 failed, asking on: $said"
     sleep "${KEEPSTEP_ASK_S:-5}"
   done
   return 1

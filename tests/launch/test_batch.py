@@ -285,3 +285,18 @@ def test_a_saved_run_goes_on_though_its_node_could_leave_no_word(tmp_path: Path)
     played.program("srun", f'{sys.executable} -c "{program}"')
     assert played.run() == 75
     assert "scontrol requeue 7" in played.calls.read_text()
+
+
+def test_a_measurement_that_nobody_waits_for_any_more_does_not_stay_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(tmp_path)
+    # Waiting, and somebody loses patience.
+    first = f'[ "$(grep -c "show job" {played.calls})" -gt 1 ] || kill -INT {os.getpid()}'
+    played.program("scontrol", f'{first}; echo "JobId=8 JobState=PENDING ExitCode=0:0"')
+    played.program("squeue", "echo PENDING")
+    played.program("scancel", "")
+    monkeypatch.setenv("PATH", played.environment["PATH"])
+    with pytest.raises(KeyboardInterrupt):
+        doctor._measure_there(argparse.Namespace(on="slurm", timeout_s=60), played.job, SlurmProfile(), [])
+    assert "scancel 8" in played.calls.read_text().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from keepstep.cli import doctor
 from keepstep.cli.main import main
 from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes
@@ -178,3 +180,13 @@ def test_a_run_whose_drained_pods_were_replaced_has_not_failed(programs: Path) -
         assert kubernetes.state(load_record(Path("runs"), "my-run")) == state
     (programs / "pods.json").write_text(json.dumps({"items": [*drained, pod(0, "b", 9, "Failed")]}))
     assert kubernetes.state(load_record(Path("runs"), "my-run")) == "failed"
+
+
+def test_a_measurement_leaves_nothing_installed(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases(programs)
+    monkeypatch.setattr(kubernetes, "log_text", lambda record: 'keepstep-report [{"node": "a"}]\n')
+    job = Job("doctor-1", ("doctor", "--probe"), programs / "runs" / ".doctor" / "doctor-1", 2)
+    profile = KubernetesProfile(namespace="team")
+    arguments = argparse.Namespace(on="k8s", timeout_s=60)
+    assert doctor._measure_there(arguments, job, profile, []) == ([{"node": "a"}], [])
+    assert asked(programs)[-1] == "helm uninstall doctor-1 --namespace team"

@@ -141,14 +141,30 @@ def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
     assert "exclusive is 1" in text
 
 
+def test_texts_of_a_profile_are_taken_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "time_limit: 12:00:00\naccount: 0123\npartition: no\nexclude: [n1, 007]\nnodes: 0x10\nexclusive: no\n"
+        "variables: {NO: yes, A: 010, B: 1:30, C: 1e3, D: true, E: ''}\n"
+    )
+    profile = load_profile(SlurmProfile, str(path))
+    script = render(job(), profile)
+    for line in ("--time=12:00:00", "--account=0123", "--partition=no", "--exclude=n1,007"):
+        assert f"#SBATCH {line}\n" in script
+    for line in ("NO=yes", "A=010", "B=1:30", "C=1e3", "D=true", "E=''"):
+        assert f"export {line}\n" in script
+    assert (profile.nodes, profile.exclusive) == (16, False)
+    path.write_text("node_selector: {pool: yes, rack: 012}\n")
+    assert load_profile(KubernetesProfile, str(path)).node_selector == {"pool": "yes", "rack": "012"}
+
+
 @pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("secrets: {HF-TOKEN: FILE}", "secrets: 'HF-TOKEN' is not a variable's name"),
         ("secrets: {'A; touch pwned; B': FILE}", "is not a variable's name"),
-        ("variables: {1: x}", "variables: 1 is not a variable's name"),
-        ("variables: {NO: x}", "variables: False is not a variable's name"),
+        ("variables: {1: x}", "variables: '1' is not a variable's name"),
         ("variables: {NCCL_DEBUG: }", "variables: NCCL_DEBUG is empty, but it must be a text or a number"),
         ("variables: {NCCL_DEBUG: [a, b]}", "but it must be a text or a number"),
     ],

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import yaml
 
@@ -159,14 +159,31 @@ def load_profile(kind: type[Profile], name: str) -> Profile:
         return kind()
     place, text = _find(_SYSTEMS[kind], name)
     try:
-        content = yaml.safe_load(text) or {}
+        content, written = yaml.safe_load(text) or {}, yaml.load(text, _AsWritten) or {}
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{place} is not YAML: {error}", "keepstep launch profiles prints one to start from"
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{place} must be keys and values", "partition: gpu")
+    # YAML takes 12:00:00 for a number of seconds, 0123 for 83 and no for a truth value: texts stay as they are written.
+    texts = [name for name, hint in get_type_hints(kind).items() if _is_text(hint)]
+    content = {name: written[name] if name in texts else content.get(name) for name in written}
     return _build(kind, content, place)
+
+
+class _AsWritten(yaml.SafeLoader):
+    """Every value as the text it is; only what is empty is nothing."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as the library has it
+        first: [pair for pair in found if pair[0].rpartition(":")[2] in ("null", "merge")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether a key takes texts: one, a list of them, or some by name."""
+    return hint in (str, tuple[str, ...]) or get_origin(hint) is Mapping
 
 
 def _build(kind: type[Profile], content: dict[str, Any], place: str) -> Profile:

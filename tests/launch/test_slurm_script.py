@@ -141,6 +141,21 @@ def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
     assert "exclusive is 1" in text
 
 
+@pytest.mark.parametrize(
+    ("limit", "sound"),
+    [("5", False), ("5:59", False), ("0:05:00", False), ("0-0:5", False), ("6", True), ("12:00:00", True),
+     ("0-1", True), ("2-00:00:00", True), ("1-12:30", True), ("0", True), ("UNLIMITED", True), ("", True)],
+)  # fmt: skip
+def test_a_time_limit_leaves_time_before_its_warning(limit: str, sound: bool, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"time_limit: {limit}\n" if limit else "time_limit: ''\n")
+    if sound:
+        assert load_profile(SlurmProfile, str(path)).time_limit == limit
+        return
+    with pytest.raises(ConfigError, match="nothing is left to train in"):
+        load_profile(SlurmProfile, str(path))
+
+
 def test_texts_of_a_profile_are_taken_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from keepstep.core.errors import ConfigError, KeepstepError, UsageError
 from keepstep.core.home import home_folder
 from keepstep.launch.quoting import check_variables
 
+WARNED_EARLY_S = 60
+"""Slurm looks at time limits every 30 s, and warns up to a minute early."""
 Environment = Literal["none", "azure-ndv5", "nebius"]
 
 
@@ -229,6 +232,16 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
     if isinstance(profile, SlurmProfile):
         if profile.warn_before_end_s < 60:
             broken.append(("warn_before_end_s must be at least 60: Slurm's clock ticks every 30 s", "300"))
+        limit_s = _limit_s(profile.time_limit)
+        if limit_s is not None and limit_s < profile.warn_before_end_s + WARNED_EARLY_S:
+            # It would save and requeue itself as soon as it has started, again and again.
+            broken.append(
+                (
+                    f"time_limit is {profile.time_limit}, {limit_s} s, but Slurm may warn {WARNED_EARLY_S} s before "
+                    f"warn_before_end_s ({profile.warn_before_end_s}): nothing is left to train in",
+                    "a longer time_limit (30 is minutes, 12:00:00 hours), or a smaller warn_before_end_s",
+                )
+            )
         for name, path in profile.secrets.items():
             if not isinstance(path, str) or not path.startswith("/"):
                 broken.append((f"secrets: {name} is {shown(path)}, but it must be the absolute path of a file", name))
@@ -239,6 +252,20 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
                     (f"secrets: {name} is {shown(reference)}, but it must be SECRET/KEY", "huggingface/token")
                 )
     return broken
+
+
+def _limit_s(text: str) -> int | None:
+    """A time limit as Slurm reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for none or a wrong one."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    # Zero asks for no limit at all.
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 def _find(kind: str, name: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from manifests import REPOSITORY
 
 from keepstep.cli import doctor
 from keepstep.cli.main import main
@@ -300,3 +301,19 @@ def test_a_measurement_that_nobody_waits_for_any_more_does_not_stay_in_the_queue
     with pytest.raises(KeyboardInterrupt):
         doctor._measure_there(argparse.Namespace(on="slurm", timeout_s=60), played.job, SlurmProfile(), [])
     assert "scancel 8" in played.calls.read_text().splitlines()
+
+
+def test_an_image_on_lustre_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    image = tmp_path / "keepstep.sqsh"
+    image.write_text("old")
+    played.program("stat", "echo lustre")
+    played.program("lfs", 'touch "${!#}"')
+    command = ["bash", str(REPOSITORY / "slurm/squash"), "keepstep:0.1.0", str(image)]
+    played.program("enroot", 'echo half > "$3"; exit 1')
+    assert subprocess.run(command, env=played.environment, capture_output=True, timeout=60).returncode == 1
+    assert image.read_text() == "old"
+    played.program("enroot", f'[ ! -e "$3" ] && [ "$(cat {image})" = old ] && echo new > "$3"')
+    subprocess.run(command, env=played.environment, capture_output=True, timeout=60, check=True)
+    assert image.read_text() == "new\n"
+    assert [path.name for path in tmp_path.glob("keepstep.sqsh*")] == ["keepstep.sqsh"]

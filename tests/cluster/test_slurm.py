@@ -274,3 +274,76 @@ def test_launch_sb_takes_every_flag_and_trains(rested: SlurmCluster, tmp_path: P
     run = f"keepstep-{job_id}"
     assert len(losses(tmp_path / "runs" / run)) == 6
     assert {path.name for path in (tmp_path / "checkpoints" / run).glob("step_*")} >= {"step_00000002", "step_00000006"}
+
+
+@pytest.mark.cluster
+def test_launch_sb_s_retry_is_the_same_job_without_the_failed_node(rested: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "slurm" / "launch.sb").write_text((REPOSITORY / "slurm/launch.sb").read_text())
+    (tmp_path / "recipes" / "mine.yaml").write_text("model: mpt-tiny\n")
+    program = tmp_path / "env" / "bin" / "keepstep"
+    program.parent.mkdir(parents=True)
+    # A launcher that writes down what it is to do, and finds broken hardware on n2 and nowhere else.
+    program.write_text(
+        f'#!/bin/sh\necho "$*" > {tmp_path}/words-$SLURM_JOB_ID-$SLURMD_NODENAME; sleep 1\n'
+        '[ "$SLURMD_NODENAME" != n2 ] || { echo n2 >> "$KEEPSTEP_JOB_FOLDER/failed-nodes"; exit 5; }\n'
+    )
+    program.chmod(0o755)
+    words = [
+        "sbatch",
+        "--parsable",
+        "-N",
+        "2",
+        "-p",
+        "urgent",
+        "-t",
+        "7",
+        "-w",
+        "n2",
+        "--gpus-per-node=1",
+        "-J",
+        "my job",
+    ]
+    words += [str(tmp_path / "slurm" / "launch.sb"), "-c", "mine", "-i", f"venv:{tmp_path}/env", "-d", "a b"]
+    first = rested.run(*words, cwd=tmp_path).strip()
+    log = tmp_path / f"my job_{first}.out"
+    rested.wait_state(first, {"FAILED", "COMPLETED"}, 60)
+    assert "goes on without them" in log.read_text()
+    second = log.read_text().split("hardware failed on n2; job ")[1].split()[0]
+    assert rested.wait_state(second, {"FAILED", "COMPLETED"}, 60)["JobState"] == "COMPLETED"
+    before, after = rested.job(first), rested.job(second)
+    kept = ("NumNodes", "Partition", "TimeLimit", "TresPerNode", "JobName")
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    told = {path.read_text() for path in tmp_path.glob("words-*")}
+    assert len(told) == 1, "every node of both jobs trains the same recipe"
+
+
+@pytest.mark.cluster
+def test_a_task_of_an_array_that_saved_is_requeued_and_leaves_the_others_alone(
+    rested: SlurmCluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "env" / "bin" / "keepstep"
+    program.parent.mkdir(parents=True)
+    # The task that has the array's own number saves once both run, as before a time limit; the other goes on.
+    program.write_text(
+        f"#!/bin/sh\nmark={tmp_path}/started-$SLURM_ARRAY_TASK_ID\n"
+        "echo $SLURM_RESTART_COUNT. >> $mark\n"
+        f"until [ -e {tmp_path}/started-0 ] && [ -e {tmp_path}/started-1 ]; do sleep 0.1; done\n"
+        'if [ "$SLURM_JOB_ID" != "$SLURM_ARRAY_JOB_ID" ]; then sleep 300; fi\n'
+        '[ -n "$SLURM_RESTART_COUNT" ] || touch "$KEEPSTEP_JOB_FOLDER/saved"\n'
+    )
+    program.chmod(0o755)
+    words = ["sbatch", "--parsable", "--array=0-1", "-N", "1", "--gpus-per-node=0", "-o", str(tmp_path / "%a.out")]
+    words += [str(REPOSITORY / "slurm/launch.sb"), "-c", "mpt-tiny", "-i", f"venv:{tmp_path}/env", "-d", "synthetic"]
+    array = rested.run(*words, cwd=tmp_path).strip()
+
+    def logs() -> list[str]:
+        return [path.read_text() for path in sorted(tmp_path.glob("*.out"))]
+
+    # The one that saved has ended well in its second attempt.
+    rested.wait(lambda: any("attempt 1 ended with 0" in text for text in logs()), 90, "the second attempt")
+    told = logs()
+    rested.run("scancel", array, check=False)
+    assert sum("saved; requeued" in text for text in told) == 1, told
+    assert sorted(len((tmp_path / f"started-{task}").read_text().split()) for task in (0, 1)) == [1, 2], told

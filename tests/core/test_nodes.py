@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.core.nodes import NodeGroup, group_from_environment, node_range
+from keepstep.core.nodes import NodeGroup, group_from_environment, node_number, node_range
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,11 @@ def test_every_scheduler_is_understood(environment: dict[str, str]) -> None:
     assert (group.endpoint, group.is_host, group.max_nodes, group.max_restarts) == ("n1:20001", True, 2, 3)
     other = {name: "1" if value == "0" else value for name, value in environment.items()}
     assert group_from_environment("2", 3, other).is_host is False
+    assert (node_number(environment), node_number(other)) == (0, 1)
 
 
 def test_one_node_needs_nobody() -> None:
+    assert node_number({"RANK": "x"}) == node_number({}) == 0
     assert group_from_environment("1", 0, {"MASTER_ADDR": "ignored"}) == NodeGroup()
 
 

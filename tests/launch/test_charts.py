@@ -110,7 +110,7 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert container["args"][:4] == ["--nodes", "2:3", "--processes", "4"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert environment["NCCL_COLLNET_ENABLE"]["value"] == "1"
-    # torch kills its workers after 30 s unless told otherwise, and Kubernetes kills everything at the end of the grace.
+    # The launcher ends what does not stop, and Kubernetes kills everything at the end of the grace.
     assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"] == "840"
     assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
     assert environment["KEEPSTEP_METRICS_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "metrics", "key": "token"}
@@ -123,6 +123,33 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert "Deployment" in kinds
     assert "Service" in kinds
     assert "prometheus.io/scrape: 'true'" in text
+
+
+@pytest.mark.parametrize(("grace_s", "limit_s"), [(3600, 3540), (120, 108), (30, 27)])
+def test_a_save_may_take_almost_all_of_the_grace_period(grace_s: int, limit_s: int) -> None:
+    container = training_container(template("run", "training", "--set", f"terminationGracePeriodSeconds={grace_s}"))
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(limit_s)
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_what_trying_again_cannot_help_is_not_tried_again(kind: str) -> None:
+    for manifest in template("run", "training", "--set", f"jobKind={kind}"):
+        match manifest["kind"]:
+            case "TrainingRuntime":
+                spec = manifest["spec"]["template"]["spec"]
+            case "JobSet":
+                spec = manifest["spec"]
+            case _:
+                continue
+        (job,) = spec["replicatedJobs"]
+        ends = [rule for rule in job["template"]["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+        assert [rule["onExitCodes"]["values"] for rule in ends] == [[2, 4]]
+        # By itself JobSet makes a Job that has failed anew, whatever it failed of.
+        (rule,) = spec["failurePolicy"]["rules"]
+        assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+        return
+    pytest.fail("nothing that runs jobs")
 
 
 @pytest.mark.parametrize(

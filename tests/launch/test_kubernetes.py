@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from keepstep.cli import doctor
 from keepstep.cli.main import main
 from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes
@@ -16,7 +19,11 @@ from keepstep.launch.profiles import KubernetesProfile
 
 PROGRAM = """#!/bin/sh
 printf '%s' "$(basename "$0")" >> "$LOG"; printf ' %s' "$@" >> "$LOG"; echo >> "$LOG"
-case "$*" in *"get pods"*) cat "$PODS" ;; *"list -q"*) echo my-run ;; *logs*) echo "[pod/my-run-node-0-0] step" ;; esac
+case "$*" in
+  *"get pods"*) cat "$PODS" ;;
+  *"list -q"*) [ -e "$LOG.stopped" ] || echo my-run ;;
+  *logs*) echo "[pod/my-run-node-0-0] step" ;;
+esac
 """
 
 
@@ -81,6 +88,8 @@ def test_a_run_is_installed_listed_stopped_and_resumed(programs: Path, capsys: p
 
     assert main(["stop", "my-run"]) == 0
     assert asked(programs) == [f"helm uninstall my-run {scope}"]
+    (programs / "log.stopped").touch()
+    phases(programs)
     assert main(["resume", "my-run", "--exclude", "gpu-7"]) == 0
     assert asked(programs)[-1].startswith("helm install my-run ")
     values = yaml.safe_load(Path(load_record(Path("runs"), "my-run").script).read_text())
@@ -114,6 +123,41 @@ def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.C
     assert "run my-run is running" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_only_when_the_pods_before_are_gone(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submitted(programs)
+    asked(programs)
+    assert main(["resume", "my-run"]) == 2
+    assert "run my-run is running" in capsys.readouterr().err
+    # Stopped: the release is gone at once, its pods have minutes for their last save.
+    (programs / "log.stopped").touch()
+    assert main(["resume", "my-run", "--exclude", "gpu-7"]) == 2
+    assert "pods of run my-run still save" in capsys.readouterr().err
+    assert kubernetes.state(load_record(Path("runs"), "my-run")) == "ending"
+    assert not [line for line in asked(programs) if "install" in line]
+    phases(programs)
+    assert main(["resume", "my-run"]) == 0
+    assert asked(programs)[-1].startswith("helm install my-run ")
+
+
+def test_a_second_run_of_a_namespace_is_told_how_to_do_without_the_first_one_s_tensorboard(
+    programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = 'Error: INSTALLATION FAILED: Unable to continue with install: Service "tensorboard" in namespace "team" '
+    taken += "exists and cannot be imported into the current release: invalid ownership metadata"
+    (programs / "bin" / "helm").write_text(f"#!/bin/sh\n[ $1 != install ] || {{ echo '{taken}' >&2; exit 1; }}\n")
+    (programs / "profile.yaml").write_text("namespace: team\ngpus_per_node: 1\n")
+    words = ["train", "name=second", "model=mpt-tiny", "global_batch=16", "--on", f"k8s:{programs}/profile.yaml"]
+    assert main(words) == 2
+    assert "hint: tensorboard: false, or another tensorboard_service" in capsys.readouterr().err
+
+
+def test_all_pods_of_a_large_run_are_followed(programs: Path) -> None:
+    submitted(programs)
+    record = dataclasses.replace(load_record(Path("runs"), "my-run"), nodes=512)
+    (limit,) = [word for word in kubernetes.logs_command(record, follow=True) if "max-log-requests" in word]
+    assert int(limit.partition("=")[2]) >= 512
+
+
 def test_an_image_without_a_tag_is_refused() -> None:
     job = Job("a", ("train", "run.yaml"), Path("runs/a"), 1)
     for image in ("keepstep", "registry:5000/keepstep", ":0.1"):
@@ -136,3 +180,13 @@ def test_a_run_whose_drained_pods_were_replaced_has_not_failed(programs: Path) -
         assert kubernetes.state(load_record(Path("runs"), "my-run")) == state
     (programs / "pods.json").write_text(json.dumps({"items": [*drained, pod(0, "b", 9, "Failed")]}))
     assert kubernetes.state(load_record(Path("runs"), "my-run")) == "failed"
+
+
+def test_a_measurement_leaves_nothing_installed(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases(programs)
+    monkeypatch.setattr(kubernetes, "log_text", lambda record: 'keepstep-report [{"node": "a"}]\n')
+    job = Job("doctor-1", ("doctor", "--probe"), programs / "runs" / ".doctor" / "doctor-1", 2)
+    profile = KubernetesProfile(namespace="team")
+    arguments = argparse.Namespace(on="k8s", timeout_s=60)
+    assert doctor._measure_there(arguments, job, profile, []) == ([{"node": "a"}], [])
+    assert asked(programs)[-1] == "helm uninstall doctor-1 --namespace team"

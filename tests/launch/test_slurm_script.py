@@ -124,6 +124,11 @@ def test_a_secret_is_read_on_the_node_and_printed_nowhere(tmp_path: Path) -> Non
                 load_profile(kind, str(path))
 
 
+def test_a_save_may_take_all_the_time_that_is_left_for_it() -> None:
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800\n" in render(job(), SlurmProfile(warn_before_end_s=1800))
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540\n" in render(job(), SlurmProfile())
+
+
 def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("partitoin: gpu\nnodes: two\nexclusive: 1\n")
@@ -134,6 +139,59 @@ def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
     assert "did you mean partition?" in text
     assert "nodes is 'two', but it must be a whole number" in text
     assert "exclusive is 1" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "sound"),
+    [("5", False), ("5:59", False), ("0:05:00", False), ("0-0:5", False), ("6", True), ("12:00:00", True),
+     ("0-1", True), ("2-00:00:00", True), ("1-12:30", True), ("0", True), ("UNLIMITED", True), ("", True)],
+)  # fmt: skip
+def test_a_time_limit_leaves_time_before_its_warning(limit: str, sound: bool, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"time_limit: {limit}\n" if limit else "time_limit: ''\n")
+    if sound:
+        assert load_profile(SlurmProfile, str(path)).time_limit == limit
+        return
+    with pytest.raises(ConfigError, match="nothing is left to train in"):
+        load_profile(SlurmProfile, str(path))
+
+
+def test_texts_of_a_profile_are_taken_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "time_limit: 12:00:00\naccount: 0123\npartition: no\nexclude: [n1, 007]\nnodes: 0x10\nexclusive: no\n"
+        "variables: {NO: yes, A: 010, B: 1:30, C: 1e3, D: true, E: ''}\n"
+    )
+    profile = load_profile(SlurmProfile, str(path))
+    script = render(job(), profile)
+    for line in ("--time=12:00:00", "--account=0123", "--partition=no", "--exclude=n1,007"):
+        assert f"#SBATCH {line}\n" in script
+    for line in ("NO=yes", "A=010", "B=1:30", "C=1e3", "D=true", "E=''"):
+        assert f"export {line}\n" in script
+    assert (profile.nodes, profile.exclusive) == (16, False)
+    path.write_text("node_selector: {pool: yes, rack: 012}\n")
+    assert load_profile(KubernetesProfile, str(path)).node_selector == {"pool": "yes", "rack": "012"}
+
+
+@pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("secrets: {HF-TOKEN: FILE}", "secrets: 'HF-TOKEN' is not a variable's name"),
+        ("secrets: {'A; touch pwned; B': FILE}", "is not a variable's name"),
+        ("variables: {1: x}", "variables: '1' is not a variable's name"),
+        ("variables: {NCCL_DEBUG: }", "variables: NCCL_DEBUG is empty, but it must be a text or a number"),
+        ("variables: {NCCL_DEBUG: [a, b]}", "but it must be a text or a number"),
+    ],
+)
+def test_a_variable_that_no_shell_could_set_is_refused(
+    kind: type[SlurmProfile] | type[KubernetesProfile], text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("FILE", "/home/me/token" if kind is SlurmProfile else "hub/token"))
+    with pytest.raises(ConfigError) as caught:
+        load_profile(kind, str(path))
+    assert message in "\n".join(caught.value.lines())
 
 
 @pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])

@@ -136,6 +136,26 @@ def test_a_process_that_hangs_when_its_agent_is_killed_does_not_stay_for_ever(tm
             os.kill(worker, signal.SIGKILL)
 
 
+def test_what_the_scheduler_grants_for_a_stop_is_what_the_processes_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1.5")
+    asked_at: list[float] = []
+
+    def ask() -> None:
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.02)
+        asked_at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    code, _ = run(agent_targets.hangs_and_will_not_stop, tmp_path, 1)
+    took_s = time.monotonic() - asked_at[0]
+    assert code == EXIT_STOPPED
+    assert 1.5 <= took_s < 60
+    assert "did not stop within 2 s" in capfd.readouterr().err
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.endings import ONE_REQUEST_S
-from keepstep.core.errors import EXIT_STOPPED
-from keepstep.resilience.signals import stop_on_signals
+from keepstep.core.errors import EXIT_STOPPED, UsageError
+from keepstep.resilience.signals import SHUTDOWN_VARIABLE, shutdown_s, stop_on_signals
 
 TINY = (
     "model.layers=1 model.hidden=16 model.heads=2 model.vocab=64 model.seq_len=8 data=synthetic global_batch=2 "
@@ -24,6 +24,14 @@ TINY = (
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.01)
+
+
+def test_a_scheduler_that_waits_longer_gives_the_save_longer() -> None:
+    assert shutdown_s({}) == 540
+    assert shutdown_s({SHUTDOWN_VARIABLE: "1740"}) == 1740
+    for text in ("soon", "0", "-5", "nan"):
+        with pytest.raises(UsageError, match="must be seconds"):
+            shutdown_s({SHUTDOWN_VARIABLE: text})
 
 
 def test_one_request_told_twice_is_one_and_a_later_one_ends_at_once() -> None:

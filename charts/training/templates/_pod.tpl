@@ -19,7 +19,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if eq (int $v.training.useSharp) 1 }}{{ $merged = mergeOverwrite $merged (index $profiles "sharp") }}{{ end -}}
 {{- /* The launcher gives up on its workers before Kubernetes gives up on the launcher. */ -}}
 {{- $grace := int $v.terminationGracePeriodSeconds -}}
-{{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (max (sub $grace 60) (div $grace 2) | toString) -}}
+{{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (sub $grace (min 60 (div $grace 10)) | toString) -}}
 {{- $merged = mergeOverwrite $merged $v.environment.variables -}}
 {{- $env := list -}}
 {{- range $name, $value := $merged }}{{ $env = append $env (dict "name" $name "value" (include "training.scalar" $value | replace "$" "$$")) }}{{ end -}}
@@ -152,6 +152,16 @@ spec:
         sizeLimit: {{ $v.resources.shmSize }}
     - name: scratch
       emptyDir: {}
+{{- end -}}
+
+{{/* What JobSet, with which Trainer v2 runs jobs too, does when the Job fails: start all of it again, unless that cannot help. */}}
+{{- define "training.failurePolicy" -}}
+maxRestarts: {{ int .Values.training.backoffLimit }}
+rules:
+  # The Job's own rule has ended it for its exit code, 2 or 4. Without this one JobSet would start it again all the same.
+  - name: wrong
+    action: FailJobSet
+    onJobFailureReasons: ["PodFailurePolicy"]
 {{- end -}}
 
 {{/* The Indexed Job that JobSet and Trainer v2 run, one pod a node. */}}

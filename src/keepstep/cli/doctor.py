@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from keepstep.core.errors import EXIT_DONE, EXIT_PREFLIGHT, HardwareError, Keeps
 
 if TYPE_CHECKING:
     from keepstep.launch.health import Check, ClusterHealth
-    from keepstep.launch.job import Job
+    from keepstep.launch.job import Job, JobRecord
 
 _MARK = "keepstep-report "
 
@@ -193,26 +194,44 @@ def _measure_there(
     args: argparse.Namespace, job: Job, profile: Any, expected: list[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     from keepstep.launch.job import read_target
-    from keepstep.launch.submit import log_text, state, stop, submit
+    from keepstep.launch.submit import stop, submit
 
     record = submit(job, profile, read_target(args.on))
     print(f"measuring {job.nodes} nodes as job {record.job_id}", file=sys.stderr)
-    deadline = time.monotonic() + args.timeout_s
+    try:
+        reports = _wait_for_report(record, args.timeout_s)
+    except KeyboardInterrupt:
+        # Nobody waits for it any more, and it would hold every node that is idle when its turn comes.
+        with suppress(KeepstepError):
+            stop(record, at_once=True)
+        raise
+    if record.system == "k8s":
+        # What Helm has installed stays there, unlike a job of Slurm's.
+        with suppress(KeepstepError):
+            stop(record, at_once=False)
+    return reports, expected
+
+
+def _wait_for_report(record: JobRecord, timeout_s: int) -> list[dict[str, Any]]:
+    from keepstep.launch.submit import log_text, state, stop
+
+    deadline = time.monotonic() + timeout_s
     while True:
         over = state(record) in ("", "finished", "failed", "stopped")
         text = log_text(record)
-        if _MARK in text:
-            line = text.split(_MARK, 1)[1].splitlines()[0]
+        line, ended, _ = text.partition(_MARK)[2].partition("\n")
+        # The report of many nodes is long, and the log may have been read while it was being written.
+        if ended:
             reports: list[dict[str, Any]] = json.loads(line)
-            return reports, expected
+            return reports
         if over or time.monotonic() > deadline:
             break
         time.sleep(0.5)
     if not over:
         stop(record, at_once=True)
-    why = "it ended without a report" if over else f"it was not done after {args.timeout_s} s"
+    why = "it ended without a report" if over else f"it was not done after {timeout_s} s"
     raise HardwareError(
-        f"job {record.job_id}: {why}\n{text[-2000:]}", f"-N {max(1, job.nodes // 2)} finds the half at fault"
+        f"job {record.job_id}: {why}\n{text[-2000:]}", f"-N {max(1, record.nodes // 2)} finds the half at fault"
     )
 
 

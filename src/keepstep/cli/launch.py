@@ -85,13 +85,17 @@ def _run_config(words: list[str], max_restarts: int) -> RunConfig | None:
 
 def _leave_word(folder: Path, code: int) -> int:
     """Tell the batch shell what srun cannot: that the run saved, or that this node's hardware failed."""
-    if code == EXIT_STOPPED:
-        (folder / "saved").touch()
-        # A non-zero code would make srun end the other nodes, which may still be closing their files.
-        return 0
-    if code == EXIT_HARDWARE:
-        with (folder / "failed-nodes").open("a") as file:
-            file.write(os.environ.get("SLURMD_NODENAME", "") + "\n")
+    try:
+        if code == EXIT_STOPPED:
+            (folder / "saved").touch()
+            # A non-zero code would make srun end the other nodes, which may still be closing their files.
+            return 0
+        if code == EXIT_HARDWARE:
+            with (folder / "failed-nodes").open("a") as file:
+                file.write(os.environ.get("SLURMD_NODENAME", "") + "\n")
+    except OSError as error:
+        # A full or read-only disk: the code alone still says how the run ended, and that it is to go on.
+        print(f"warning: {error}", file=sys.stderr, flush=True)
     return code
 
 

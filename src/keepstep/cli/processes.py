@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import RunConfig
-from keepstep.core.nodes import NodeGroup
+from keepstep.core.nodes import NodeGroup, node_number
 
 TRAINING = ("keepstep.cli.train", "keepstep.train.run")
 """Modules that a training process needs, imported ahead of it."""
@@ -47,6 +47,5 @@ def start_processes(
         words,
         TRAINING + (("tensorboard.summary.writer.event_file_writer",) if config.observe.tensorboard else ()),
     )
-    node = int(os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK") or 0)
-    with recording(folder.logs, "agent", node) as logger:
+    with recording(folder.logs, "agent", node_number(os.environ)) as logger:
         return run_processes(task, processes, group, config.resilience, tell, folder.logs)

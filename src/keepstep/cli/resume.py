@@ -16,9 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Submit it again."""
     from keepstep.launch.job import load_record
+    from keepstep.launch.quoting import node_names
     from keepstep.launch.submit import resume
 
-    record = resume(load_record(args.runs_dir, args.name), [node for node in args.exclude.split(",") if node])
+    record = resume(load_record(args.runs_dir, args.name), node_names(args.exclude))
     record.save(args.runs_dir / args.name)
     print(f"{args.name}: submitted again as {record.job_id}")
     print(f"next: keepstep logs {args.name} --follow")

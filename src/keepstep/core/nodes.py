@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from keepstep.core.errors import UsageError
 
 DEFAULT_PORT = 29500
+_NODE_RANK = ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def group_from_environment(nodes: str, max_restarts: int, environment: Mapping[s
     if high == 1:
         return NodeGroup(max_restarts=max_restarts)
     address = _first(environment, "KEEPSTEP_HEAD", "PET_MASTER_ADDR", "MASTER_ADDR")
-    rank = _first(environment, "SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
+    rank = _first(environment, *_NODE_RANK)
     if address is None or rank is None:
         raise UsageError(
             f"--nodes is {nodes}, but nothing says where the nodes meet",
@@ -60,6 +61,12 @@ def group_from_environment(nodes: str, max_restarts: int, environment: Mapping[s
         is_host=int(rank) == 0,
         max_restarts=max_restarts,
     )
+
+
+def node_number(environment: Mapping[str, str]) -> int:
+    """This node's place among those of its job; 0 where nothing says so."""
+    rank = _first(environment, *_NODE_RANK) or ""
+    return int(rank) if rank.isdigit() else 0
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str | None:

@@ -23,19 +23,37 @@ code=$?
 [ "$code" -eq 0 ] || [ ! -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] || code=5
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $code"
 
+# A controller that is busy or restarts has forgotten nothing: a run that saved must not end because nobody answered once.
+ask_slurm() {
+  local tries said
+  for ((tries = 0; tries < 360; tries++)); do
+    # The answer is the last line: warnings come before it.
+    said=$("$@" 2>&1) && { answer=${said##*$'\n'}; return 0; }
+    [[ $said != *'Invalid job id'* ]] || return 1
+    [ "$tries" -ne 0 ] || echo "keepstep: $1 failed, asking on: $said"
+    sleep "${KEEPSTEP_ASK_S:-5}"
+  done
+  return 1
+}
+
+# A task of an array: one of them has the number of the whole array, which Slurm would take for all of them.
+job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job_id=${job_id:-$SLURM_JOB_ID}
 # Cancelled or already requeued by Slurm: nothing is left to decide here.
-[ "$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)" = RUNNING ] || exit "$code"
+ask_slurm squeue -h -j "$job_id" -o %T && [ "$answer" = RUNNING ] || exit "$code"
 # Somebody wanted it to stop: whatever came of that, nothing starts by itself again.
 [ ! -e "$KEEPSTEP_JOB_FOLDER/stop" ] || exit "$code"
-if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
+if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -ge "$KEEPSTEP_REQUEUES" ]; then
+  echo "keepstep: saved; not requeued, for the job has started again ${SLURM_RESTART_COUNT:-0} times (max_requeues is $KEEPSTEP_REQUEUES)"
+elif [ "$code" -eq 75 ]; then
   echo "keepstep: saved; requeued"
-  scontrol requeue "$SLURM_JOB_ID"
+  ask_slurm scontrol requeue "$job_id"
 elif [ "$code" -eq 5 ] && [ -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] && [ "${KEEPSTEP_TRY:-0}" -lt "$KEEPSTEP_REQUEUES" ]; then
   failed=$(sort -u "$KEEPSTEP_JOB_FOLDER/failed-nodes" | paste -sd, -)
   # Where every node complains the nodes are not the cause, and without them the job could never start.
   if [ "$(sort -u "$KEEPSTEP_JOB_FOLDER/failed-nodes" | wc -l)" -lt "${#nodes[@]}" ]; then
     # sbatch's option replaces the script's, so what this job does without must be named again.
-    before=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    before=$(scontrol -o show job "$job_id" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
     [ "$before" != '(null)' ] || before=
     excluded=$failed${before:+,$before}
     if next=$(KEEPSTEP_TRY=$((${KEEPSTEP_TRY:-0} + 1)) \

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_json
 
 System = Literal["local", "slurm", "k8s"]
@@ -113,6 +113,14 @@ def _read(path: Path) -> JobRecord:
         return JobRecord(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is damaged: {error}", "remove it; the run itself is not touched") from None
+
+
+def unreachable(record: JobRecord) -> HardwareError:
+    """For a job that may still run: a second one in its folder must not start."""
+    return HardwareError(
+        f"{record.system} cannot be asked whether run {record.name} still runs as {record.job_id}",
+        "try again when the scheduler answers",
+    )
 
 
 def now() -> float:

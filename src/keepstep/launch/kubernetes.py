@@ -16,7 +16,7 @@ import yaml
 
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
-from keepstep.launch.job import Job, JobRecord, absolute, now, record_path
+from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, unreachable
 from keepstep.launch.profiles import KubernetesProfile
 from keepstep.launch.quoting import slug
 
@@ -113,6 +113,13 @@ def submit(job: Job, profile: KubernetesProfile, profile_name: str) -> JobRecord
 
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
     """Install the same values again; the run goes on from its newest checkpoint. Returns the release."""
+    current = state(record)
+    if current == "unreachable":
+        raise unreachable(record)
+    if current == "ending":
+        raise UsageError(f"pods of run {record.name} still save and stop", "again when keepstep jobs says stopped")
+    if current in ("waiting", "running"):
+        raise UsageError(f"run {record.name} is {current} as {record.job_id}", f"keepstep stop {record.name} first")
     values = yaml.safe_load(Path(record.script).read_text())
     if exclude:
         values["affinity"] = _without(exclude)
@@ -129,7 +136,7 @@ def stop(record: JobRecord, at_once: bool) -> None:
 
 
 def state(record: JobRecord) -> str:
-    """waiting, running, finished or failed; empty where the release is gone."""
+    """waiting, running, ending (stopped, but its pods still save), finished, failed, stopped, or unreachable."""
     try:
         pods = json.loads(_kubectl(record, ["get", "pods", "-l", _selector(record), "-o", "json"]))["items"]
         installed = _run([_helm(), "list", "-q", "--filter", f"^{record.job_id}$", *_scope(record, "--kube-context")])
@@ -138,6 +145,8 @@ def state(record: JobRecord) -> str:
     phases = {pod["status"].get("phase", "Pending") for pod in _newest_of_each_node(pods)}
     if not phases:
         return "waiting" if installed.strip() else "stopped"
+    if phases & {"Running", "Pending"} and not installed.strip():
+        return "ending"
     for phase, word in (("Running", "running"), ("Pending", "waiting"), ("Failed", "failed")):
         if phase in phases:
             return word
@@ -155,7 +164,8 @@ def _newest_of_each_node(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 def logs_command(record: JobRecord, follow: bool) -> list[str]:
     """kubectl's own log reader over all pods of the run."""
-    options = ["-f", "--max-log-requests=64"] if follow else []
+    # One for each pod, those that were replaced included; kubectl refuses where there are more.
+    options = ["-f", f"--max-log-requests={max(64, 8 * record.nodes)}"] if follow else []
     return [_program("kubectl"), *_scope(record, "--context"), "logs", "-l", _selector(record), "--prefix", "--tail=-1",
             *options]  # fmt: skip
 
@@ -207,5 +217,10 @@ def _program(name: str) -> str:
 def _run(command: Sequence[str], text: str | None = None) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
+        if 'Service "' in done.stderr and "exists and cannot be imported" in done.stderr:
+            raise UsageError(
+                f"another run of this namespace has the TensorBoard service: {done.stderr.strip()}",
+                "tensorboard: false, or another tensorboard_service, in the profile",
+            )
         raise HardwareError(f"{Path(command[0]).name} failed: {done.stderr.strip()}", " ".join(command[1:4]))
     return done.stdout

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import yaml
 
@@ -22,6 +23,8 @@ from keepstep.core.errors import ConfigError, KeepstepError, UsageError
 from keepstep.core.home import home_folder
 from keepstep.launch.quoting import check_variables
 
+WARNED_EARLY_S = 60
+"""Slurm looks at time limits every 30 s, and warns up to a minute early."""
 Environment = Literal["none", "azure-ndv5", "nebius"]
 
 
@@ -159,14 +162,31 @@ def load_profile(kind: type[Profile], name: str) -> Profile:
         return kind()
     place, text = _find(_SYSTEMS[kind], name)
     try:
-        content = yaml.safe_load(text) or {}
+        content, written = yaml.safe_load(text) or {}, yaml.load(text, _AsWritten) or {}
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{place} is not YAML: {error}", "keepstep launch profiles prints one to start from"
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{place} must be keys and values", "partition: gpu")
+    # YAML takes 12:00:00 for a number of seconds, 0123 for 83 and no for a truth value: texts stay as they are written.
+    texts = [name for name, hint in get_type_hints(kind).items() if _is_text(hint)]
+    content = {name: written[name] if name in texts else content.get(name) for name in written}
     return _build(kind, content, place)
+
+
+class _AsWritten(yaml.SafeLoader):
+    """Every value as the text it is; only what is empty is nothing."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as the library has it
+        first: [pair for pair in found if pair[0].rpartition(":")[2] in ("null", "merge")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether a key takes texts: one, a list of them, or some by name."""
+    return hint in (str, tuple[str, ...]) or get_origin(hint) is Mapping
 
 
 def _build(kind: type[Profile], content: dict[str, Any], place: str) -> Profile:
@@ -186,8 +206,8 @@ def _build(kind: type[Profile], content: dict[str, Any], place: str) -> Profile:
             continue
         try:
             values[key] = convert(types[key], value)
-            if key == "variables":
-                check_variables(values[key], f"{place} variables:")
+            if key in ("variables", "secrets"):
+                check_variables(values[key], f"{place} {key}:", secret=key == "secrets")
         except Misfit as misfit:
             problems.append(KeepstepError(f"{place} {key} is {shown(value)}, but it {misfit.rule}", misfit.hint))
         except UsageError as error:
@@ -206,9 +226,22 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
         low = 1 if name == "nodes" else 0
         if getattr(profile, name) < low:
             broken.append((f"{name} is {getattr(profile, name)}, but it must be at least {low}", f"{name}: {low}"))
+    for name, value in profile.variables.items():
+        if not isinstance(value, str | int | float):
+            broken.append((f"variables: {name} is {shown(value)}, but it must be a text or a number", f'{name}: ""'))
     if isinstance(profile, SlurmProfile):
         if profile.warn_before_end_s < 60:
             broken.append(("warn_before_end_s must be at least 60: Slurm's clock ticks every 30 s", "300"))
+        limit_s = _limit_s(profile.time_limit)
+        if limit_s is not None and limit_s < profile.warn_before_end_s + WARNED_EARLY_S:
+            # It would save and requeue itself as soon as it has started, again and again.
+            broken.append(
+                (
+                    f"time_limit is {profile.time_limit}, {limit_s} s, but Slurm may warn {WARNED_EARLY_S} s before "
+                    f"warn_before_end_s ({profile.warn_before_end_s}): nothing is left to train in",
+                    "a longer time_limit (30 is minutes, 12:00:00 hours), or a smaller warn_before_end_s",
+                )
+            )
         for name, path in profile.secrets.items():
             if not isinstance(path, str) or not path.startswith("/"):
                 broken.append((f"secrets: {name} is {shown(path)}, but it must be the absolute path of a file", name))
@@ -219,6 +252,20 @@ def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
                     (f"secrets: {name} is {shown(reference)}, but it must be SECRET/KEY", "huggingface/token")
                 )
     return broken
+
+
+def _limit_s(text: str) -> int | None:
+    """A time limit as Slurm reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for none or a wrong one."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    # Zero asks for no limit at all.
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 def _find(kind: str, name: str) -> tuple[str, str]:

@@ -37,6 +37,11 @@ def sbatch_value(option: str, value: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
+def node_names(text: str) -> list[str]:
+    """The nodes of a list as Slurm writes them: `n1,m[1-3,7]` is n1 and m[1-3,7]."""
+    return [name for name in re.split(r",(?![^\[]*\])", text) if name]
+
+
 def slug(name: str, limit: int = 40) -> str:
     """A name that Slurm, Kubernetes and DNS take: small letters, digits and dashes.
 
@@ -51,12 +56,15 @@ def slug(name: str, limit: int = 40) -> str:
     return f"{start if start[0].isalpha() else 'r' + start}-{mark}"
 
 
-def check_variables(variables: Iterable[str], where: str) -> None:
-    """Refuse names that no shell takes, and values that belong into a secret."""
+def check_variables(variables: Iterable[object], where: str, *, secret: bool) -> None:
+    """Refuse names that no shell takes and, unless these are secrets, values that belong into one."""
     for name in variables:
-        if not _VARIABLE.fullmatch(name):
-            raise UsageError(f"{where} is {name!r}, but it must be a variable's name", "letters, digits and _")
-        if _SECRET_NAME.search(name):
+        # YAML reads some words as numbers, and `on` and `no` as truth values.
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            raise UsageError(
+                f"{where} {name!r} is not a variable's name", "letters, digits and _, in quotes if need be"
+            )
+        if not secret and _SECRET_NAME.search(name):
             raise UsageError(
                 f"{where} {name} looks like a credential, which would be printed and saved with the job",
                 f"secrets: {{{name}: ...}} takes it from a file or a Kubernetes Secret",

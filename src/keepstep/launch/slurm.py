@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
 from keepstep.launch.environments import variables_for
-from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark
+from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark, unreachable
 from keepstep.launch.profiles import SlurmProfile
 from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
+from keepstep.resilience.signals import SHUTDOWN_S, SHUTDOWN_VARIABLE
 
 
 def render(job: Job, profile: SlurmProfile) -> str:
@@ -78,6 +80,8 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
 
 
 def _settings(job: Job, profile: SlurmProfile) -> Iterator[str]:
+    # All the time that Slurm leaves for a save is there to be used: the agent must not end it before.
+    yield f"export {SHUTDOWN_VARIABLE}={max(int(SHUTDOWN_S), profile.warn_before_end_s)}"
     for name, value in variables_for(profile.environment, profile.sharp, profile.variables).items():
         yield f"export {name}={shell_word(value)}"
     for name, path in profile.secrets.items():
@@ -110,10 +114,8 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
         return
     image = shell_word(profile.image)
     if profile.stage_image:
-        folder = shell_word(profile.stage_image.rstrip("/"))
-        yield f"image={image}; staged={folder}/${{image##*/}}"
-        copy = 'mkdir -p "${2%/*}" && { [ "$2" -nt "$1" ] || { cp "$1" "$2.$$" && mv "$2.$$" "$2"; }; }'
-        yield f'srun --ntasks-per-node=1 bash -c {shell_word(copy)} stage "$image" "$staged" || exit 5'
+        yield f"image={image}; staged={shell_word(_staged(profile))}"
+        yield f'srun --ntasks-per-node=1 bash -c {shell_word(_STAGE)} stage "$image" "$staged" || exit 5'
         image = '"$staged"'
     # The run's folder and the folder that relative paths start from are inside what they are outside.
     own = [str(path) for path in (job.working_dir, absolute(job.folder))]
@@ -122,6 +124,23 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
     options = ["--no-container-mount-home", f"--container-workdir={job.working_dir}"]
     options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
+
+
+# A copy is taken for the image only where it has its size and its time: which of the two is newer says nothing where an
+# older image came back, or where the clocks of node and storage differ. One job of a node copies at a time, always by
+# way of the same name, so that copies that were cut short do not pile up.
+_STAGE = """\
+same() { [ -e "$2" ] && [ "$(stat -Lc %s.%Y -- "$1")" = "$(stat -c %s.%Y -- "$2")" ]; }
+mkdir -p -- "${2%/*}" && { same "$1" "$2" || {
+  flock 9 && { same "$1" "$2" ||
+    { cp -L --preserve=timestamps --remove-destination -- "$1" "$2.part" && mv -- "$2.part" "$2"; }; }
+} 9<"${2%/*}"; }"""
+
+
+def _staged(profile: SlurmProfile) -> str:
+    """Where a node keeps its copy of the image: two images may have the same name in different folders."""
+    folder, name = profile.stage_image.rstrip("/"), profile.image.rpartition("/")[2]
+    return f"{folder}/{hashlib.sha256(profile.image.encode()).hexdigest()[:8]}-{name}"
 
 
 def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
@@ -168,10 +187,27 @@ def stop(record: JobRecord, at_once: bool) -> None:
     current = state(record)
     if current in ("", "finished", "failed", "stopped"):
         raise UsageError(f"run {record.name} does not run: {current or 'Slurm has forgotten it'}", "keepstep jobs")
+    mark = stop_mark(Path(record.script).parent)
+    asked_before = mark.exists()
     # Left first: a node that starts only now sees it, one that runs gets the signal, and nothing is requeued.
-    stop_mark(Path(record.script).parent).touch()
-    waiting = _ask(["squeue", "-h", "-j", record.job_id, "-o", "%T"]) in ("PENDING", "REQUEUED", "CONFIGURING")
-    _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+    mark.touch()
+    try:
+        waiting = _run(["squeue", "-h", "-j", record.job_id, "-o", "%T"]).strip() in (*_QUEUED, "CONFIGURING")
+        _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+    except HardwareError:
+        if not asked_before:
+            # Who is told that this failed must not find the run ended at its next time limit all the same.
+            mark.unlink(missing_ok=True)
+        raise
+
+
+_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+"""States of a job that has no process anywhere and may start, by itself or when somebody releases it."""
+_FAILED = (
+    "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED",
+    "RECONFIG_FAIL", "REVOKED",
+)  # fmt: skip
+"""States that a job does not leave."""
 
 
 def state(record: JobRecord) -> str:
@@ -185,18 +221,21 @@ def state(record: JobRecord) -> str:
     match words.get("JobState", ""):
         case "":
             return ""
-        case "PENDING" | "CONFIGURING" | "SUSPENDED" | "REQUEUED":
+        case "CONFIGURING" | "SUSPENDED" | "STOPPED":
             return "waiting"
-        case "RUNNING":
-            return "running"
-        case "COMPLETING":
+        case state if state in _QUEUED:
+            return "waiting"
+        case "COMPLETING" | "STAGE_OUT":
             return "ending"
         case "COMPLETED":
             return "finished"
         case "CANCELLED":
             return "stopped"
-        case _:
+        case state if state in _FAILED:
             return "stopped" if words.get("ExitCode", "").startswith("75:") else "failed"
+        case _:
+            # Running, or something that Slurm may do to a job that runs: a second one in its folder must not start.
+            return "running"
 
 
 def idle_nodes(profile: SlurmProfile) -> list[str]:
@@ -204,20 +243,14 @@ def idle_nodes(profile: SlurmProfile) -> list[str]:
     where = ["-p", profile.partition] if profile.partition else []
     answer = _run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N %P", *where])
     default = [line.split()[0] for line in answer.splitlines() if where or line.endswith("*")]
-    return [name for name in dict.fromkeys(default) if name not in profile.exclude]
+    # A profile may name nodes as n[1-3,7].
+    names = _run(["scontrol", "show", "hostnames", ",".join(profile.exclude)]).split() if profile.exclude else []
+    return [name for name in dict.fromkeys(default) if name not in names]
 
 
 def _sbatch(script: Path, options: Sequence[str] = ()) -> str:
     stop_mark(script.parent).unlink(missing_ok=True)
     return _run(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
-
-
-def _ask(command: Sequence[str]) -> str:
-    """The answer, or nothing where Slurm does not know the job any more."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        raise _no_slurm(command[0]) from None
 
 
 def _run(command: Sequence[str]) -> str:
@@ -227,14 +260,6 @@ def _run(command: Sequence[str]) -> str:
         raise _no_slurm(command[0]) from None
     except subprocess.CalledProcessError as error:
         raise HardwareError(f"{command[0]} failed: {error.stderr.strip()}", "sinfo shows the cluster's state") from None
-
-
-def unreachable(record: JobRecord) -> HardwareError:
-    """For a job that may still run: a second one in its folder must not start."""
-    return HardwareError(
-        f"{record.system} cannot be asked whether run {record.name} still runs as {record.job_id}",
-        "try again when the scheduler answers",
-    )
 
 
 def _no_slurm(program: str) -> UsageError:

@@ -10,7 +10,7 @@ from keepstep.config.check import check_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes, slurm
-from keepstep.launch.job import Job, JobRecord, Target, absolute, all_records, read_target
+from keepstep.launch.job import Job, JobRecord, Target, absolute, all_records, read_target, unreachable
 from keepstep.launch.profiles import KubernetesProfile, SlurmProfile, load_profile
 
 Profile = SlurmProfile | KubernetesProfile
@@ -89,7 +89,7 @@ def submit(job: Job, profile: Profile, target: Target) -> JobRecord:
             continue
         word = state(record)
         if word == "unreachable":
-            raise slurm.unreachable(record)
+            raise unreachable(record)
         if word in ("waiting", "running", "ending"):
             raise UsageError(f"run {job.name} is {word} as {record.job_id}", "keepstep stop it, or name= another")
     if isinstance(profile, SlurmProfile):

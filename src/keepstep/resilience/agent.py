@@ -23,14 +23,12 @@ from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import HEARD_S, Alone, Elastic, Meeting, Meetings
 from keepstep.resilience.pulse import Board
 from keepstep.resilience.scratch import remove_with, scratch_folder, server_folder
-from keepstep.resilience.signals import Patience, heeded_signals
+from keepstep.resilience.signals import Patience, heeded_signals, shutdown_s
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers
 
 POLL_S = 0.25
 """Between looks at processes that run; one that ends is seen at once."""
 WAITING_NODES_S = 1.0
-SHUTDOWN_S = 540.0
-"""Between a stop request and the kill: a step and a save must fit."""
 SETTLE_S = 0.1
 """After the first process failed: how long to wait for another that may know better why."""
 LONGEST_BACKOFF_S = 60.0
@@ -92,6 +90,7 @@ class _Agent:
         self._memory = [[os.memfd_create("keepstep-state") for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
         self._signals: list[int] = []
         self._patience = Patience()
+        self._shutdown_s = shutdown_s()
         self._waiting = False
         self._waker = -1
         self._world_size = 0
@@ -199,8 +198,8 @@ class _Agent:
                 if self._patience.lost:
                     return _Ending(code=128 + signal.SIGINT)
                 self._workers.signal(signal.SIGTERM if self._signals[-1] == signal.SIGINT else self._signals[-1])
-            if forwarded and time.monotonic() - asked_at > SHUTDOWN_S:
-                return _Ending(cause=Cause("hang", f"the processes did not stop within {SHUTDOWN_S:.0f} s"))
+            if forwarded and time.monotonic() - asked_at > self._shutdown_s:
+                return _Ending(cause=Cause("hang", f"the processes did not stop within {self._shutdown_s:.0f} s"))
             if not forwarded and (hang := self._hang()) is not None:
                 return _Ending(cause=hang)
             if not forwarded and time.monotonic() - looked_at > WAITING_NODES_S:

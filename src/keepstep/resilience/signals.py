@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 from keepstep.core.endings import ONE_REQUEST_S
+from keepstep.core.errors import UsageError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """What schedulers, people, Slurm's early warning and a terminal that goes away send."""
+
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable, known from torchrun: seconds between a stop request and the kill. Our charts and scripts set it
+from how long the scheduler waits."""
+SHUTDOWN_S = 540.0
+"""Where nothing says how long: a step and a save must fit."""
+
+
+def shutdown_s(environment: Mapping[str, str] = os.environ) -> float:
+    """How long processes that were asked to stop may take for it."""
+    text = environment.get(SHUTDOWN_VARIABLE) or str(SHUTDOWN_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    # A comparison that NaN fails as well.
+    if not seconds > 0:
+        raise UsageError(f"{SHUTDOWN_VARIABLE} is {text!r}, but it must be seconds", f"{SHUTDOWN_VARIABLE}=540")
+    return seconds
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:

@@ -21,14 +21,12 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from keepstep.resilience.signals import STOP_SIGNALS, heeded_signals
+from keepstep.resilience.signals import STOP_SIGNALS, heeded_signals, shutdown_s
 
 STACKS_FILE = "KEEPSTEP_STACKS_FILE"
 """Environment variable: where a process writes its stacks when the agent asks for them."""
 STACKS_SIGNAL = signal.SIGUSR2
 _NOT_FOR_THE_WARM = (*STOP_SIGNALS, signal.SIGQUIT)
-ORPHAN_S = 540.0
-"""Between the end of the agent and that of a process that does not stop: a step and a save must fit."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +155,6 @@ def _stop_with_agent() -> None:
     assert agent is not None
     connection.wait([agent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_S)
+    time.sleep(shutdown_s())
     # It hangs, and the agent that would have noticed is gone: its GPU and its helpers must not be held for ever.
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -42,7 +42,7 @@ from keepstep.data.rows import Rows, RowSource
 
 GENERATED = "toolcalls"
 """The data.path of the generated function-calling set."""
-_VERSION = 9
+_VERSION = 10
 _VALID_ROWS = 512
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given, settings
@@ -188,6 +189,23 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_rather_than_masked_wr
     messages = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
     with pytest.raises(BadRow, match="differently"):
         ChatTemplate(rewriting).render(canonical(messages))
+
+
+def test_rows_are_the_same_on_any_day_and_an_answer_knows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
+    conversation = canonical([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+    template = ChatTemplate(source)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(2031, 5, 17, tzinfo=tz)
+
+    first = template.render(conversation)
+    monkeypatch.setattr("keepstep.data.chat_template.datetime", Clock)
+    assert template.prompt(conversation.messages[:1]) == "17 May 2031x<|im_end|>"
+    assert template.render(conversation) == ChatTemplate(source).render(conversation) == first
+    assert "2031" not in first.text
 
 
 def test_templates_run_in_a_sandbox() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,21 @@ def test_prepared_rows_follow_the_tokens_that_the_tokenizers_folder_names(tmp_pa
         batch = build_chat_loaders(source, tmp_path / "cache").train.rows(0, 1)
         known = load(tokenizer)
         assert known.decode(batch.inputs[0][:40].tolist(), skip_special_tokens=False).startswith(f"Hello?Yes.{end}")
+
+
+def test_every_start_tells_how_many_rows_were_refused_and_where_it_says_why(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row("Yes.")) + "\n" + json.dumps(row("much too long " * 99)) + "\n")
+    source = ChatSource(
+        DataConfig(path=str(rows), tokenizer=str(tokenizer), valid_share=0.0), ChatConfig(), 256, 500, 0
+    )
+    for _ in range(2):
+        build_chat_loaders(source, tmp_path / "cache")
+        told = re.search(r"1 rows refused, with reasons: (\S+)", capsys.readouterr().err)
+        assert told is not None
+        assert "do not fit a row of 257" in Path(told[1]).read_text()
 
 
 def test_a_tokenizer_that_takes_anothers_place_gets_none_of_its_files(tmp_path: Path) -> None:

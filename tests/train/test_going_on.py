@@ -73,6 +73,15 @@ def test_settings_that_do_not_fit_a_runs_steps_are_refused_at_once_and_the_run_s
     assert len(losses(tmp_path)) == 4
 
 
+def test_a_run_that_is_done_already_says_that_it_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for duration, told in (("2ba", False), ("2ba", True), ("4ba", False), ("3ba", True)):
+        run_here(tmp_path, f"max_duration={duration}", "optimizer.lr=2e-2")
+        assert ("nothing is left to train" in capsys.readouterr().err) is told
+    assert len(losses(tmp_path)) == 4
+
+
 def test_going_back_in_a_run_holds_until_it_has_steps_of_its_own_since(tmp_path: Path) -> None:
     run_here(tmp_path, "max_duration=8ba", "checkpoint.interval=2ba", "checkpoint.keep=0")
     back = [f"checkpoint.resume_from={tmp_path}/run/checkpoints/step_00000002", "checkpoint.keep=0"]

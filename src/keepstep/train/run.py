@@ -152,6 +152,12 @@ class _Run:
         self._resume()
         # Not before: a state that does not fit these settings is still that of the settings in the folder.
         self._describe(planner)
+        if self.clock.step and self.clock.reached(self.config.max_duration):
+            # Else whoever gives a finished run's name to other data or settings takes `done` for theirs.
+            self.recorder.note(
+                f"notice: nothing is left to train: step {self.clock.step} is the end by max_duration "
+                f"({self.config.max_duration}); a longer one goes on, another name begins anew"
+            )
         feed = StepFeed(
             self.loaders.train,
             at=self.clock.samples,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from keepstep.data import tokenize
+from keepstep.data.chat_import import convert
 from keepstep.data.chat_masks import encode, encode_rendered
 from keepstep.data.chat_rows import BadRow, Conversation, calls_of, canonical
 from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate, Rendered, Span
@@ -177,6 +178,20 @@ def test_loss_on_tool_calls_leaves_out_turns_that_only_talk(tokenizer: Any) -> N
     text = tokenizer.decode(row.tokens[row.loss].tolist(), skip_special_tokens=False)
     assert "tool_call" in text
     assert "done" not in text
+
+
+@pytest.mark.parametrize("source", [BUILT_IN, UNMARKED])
+def test_a_turn_of_weight_0_is_read_and_not_learnt(source: str, tokenizer: Any) -> None:
+    said = [("user", "Two?", None), ("assistant", "Wrong: five", 0), ("user", "No.", None), ("assistant", "It is 2", 1)]
+    openai = {"messages": [{"role": role, "content": text, "weight": weight} for role, text, weight in said]}
+    turns = {"conversations": [{"from": role, "value": text, "weight": weight} for role, text, weight in said]}
+    for conversation in (convert(openai), convert(turns), convert(convert(openai).row())):
+        row = encode(conversation, ChatTemplate(source), tokenizer)
+        assert tokenizer.decode(row.tokens[row.loss].tolist(), skip_special_tokens=False) == f"It is 2{TURN_END}"
+        assert "five" in tokenizer.decode(row.tokens.tolist())
+    openai["messages"][1]["weight"] = 0.5
+    with pytest.raises(BadRow, match=r"message 1 has the weight 0\.5"):
+        convert(openai)
 
 
 def test_loss_on_all_learns_the_whole_text(tokenizer: Any) -> None:

@@ -177,16 +177,18 @@ def test_a_greeting_is_no_answer_and_rows_that_ask_nothing_are_told(
     tools = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
     calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     hello, asked = {"role": "assistant", "content": "hello"}, {"role": "user", "content": "add 1"}
-    rows = [{"messages": messages, "tools": tools} for messages in ([hello, asked, calls], [hello], [asked, calls])]
+    wrong = {"role": "assistant", "content": "It is 7.", "weight": 0}
+    talks = ([hello, asked, calls], [hello], [asked, calls], [asked, wrong, asked, calls])
+    rows = [{"messages": messages, "tools": tools} for messages in talks]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     questions = load_questions(str(path), 10)
-    assert [item.task.category for item in questions] == ["simple", "simple"]
-    assert [len(item.prompt.messages) for item in questions] == [2, 1]
+    assert [item.task.category for item in questions] == ["simple"] * 3
+    assert [len(item.prompt.messages) for item in questions] == [2, 1, 3]
     assert "row 2: nobody asks anything" in capsys.readouterr().err
     answered = ask(speaker(tmp_path), questions, Sampling(max_new_tokens=2), batch=2)
     write_answers(answered.lines, tmp_path / "new" / "answers.jsonl")
-    assert len((tmp_path / "new" / "answers.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "new" / "answers.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(

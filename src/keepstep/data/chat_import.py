@@ -153,13 +153,13 @@ def _from_hermes(row: Mapping[str, Any]) -> Conversation:
         elif role == "call":
             # As LLaMA-Factory writes them: a turn of their own, one call or a list of them.
             made = [read_call(item) for item in parsed_list(text, "a function_call's words")]
-            messages.append({"role": "assistant", "content": "", "tool_calls": made})
+            messages.append({"role": "assistant", "content": "", "tool_calls": made, **_weight(turn)})
         elif role == "assistant":
             made = [read_call(_python_or_json(body)) for body in _TOOL_CALL.findall(text)]
             content = _TOOL_CALL.sub("", text).strip()
             if "<tool_call>" in content:
                 raise BadRow("a <tool_call> does not end")
-            messages.append({"role": "assistant", "content": content, "tool_calls": made})
+            messages.append({"role": "assistant", "content": content, "tool_calls": made, **_weight(turn)})
         else:
             messages.append({"role": named, "content": text})
     return canonical(messages, tools)
@@ -198,9 +198,10 @@ def _from_toolace(row: Mapping[str, Any]) -> Conversation:
     for turn in _turns(row):
         role, text = str(turn.get("from") or turn.get("role")), str(turn.get("value") or turn.get("content") or "")
         if plain_role(role) == "assistant" and re.match(r"\s*\[\s*[A-Za-z_]", text) and text.rstrip().endswith(")]"):
-            messages.append({"role": "assistant", "content": "", "tool_calls": bracketed_calls(text)})
+            called = bracketed_calls(text)
+            messages.append({"role": "assistant", "content": "", "tool_calls": called, **_weight(turn)})
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": text, **_weight(turn)})
     return canonical(messages, tools)
 
 
@@ -263,12 +264,20 @@ def _literal(node: ast.expr) -> Any:
 
 def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
     turns = [
-        {"role": turn.get("from") or turn.get("role"), "content": turn.get("value") or turn.get("content")}
+        {
+            "role": turn.get("from") or turn.get("role"),
+            "content": turn.get("value") or turn.get("content"),
+            **_weight(turn),
+        }
         for turn in _turns(row)
     ]
     if row.get("system"):
         turns.insert(0, {"role": "system", "content": row["system"]})
     return canonical(turns, row.get("tools"))
+
+
+def _weight(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weight": turn["weight"]} if "weight" in turn else {}
 
 
 def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -207,9 +207,19 @@ def _message(value: Any, number: int) -> Message:
             message["tool_calls"] = found
         elif not content:
             raise BadRow(f"message {number} of the assistant says nothing and calls nothing")
+        message.update(_unlearnt(value.get("weight"), number))
     if role == "tool":
         message.update({key: str(value[key]) for key in ("name", "tool_call_id") if value.get(key)})
     return message
+
+
+def _unlearnt(weight: Any, number: int) -> Message:
+    """OpenAI's mark of a turn that is there to be read and not to be learnt; a turn is learnt without one."""
+    if weight is None or weight == 1:
+        return {}
+    if weight != 0:
+        raise BadRow(f"message {number} has the weight {weight!r}, which is neither 0 nor 1")
+    return {"weight": 0}
 
 
 def _text(content: Any, number: int, role: str) -> str:

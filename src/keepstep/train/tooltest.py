@@ -101,8 +101,11 @@ def wanted_calls(message: Message) -> list[Call]:
 
 
 def answer_place(conversation: Conversation) -> int | None:
-    """Where the assistant first answers somebody; what it says before, a greeting say, is no answer."""
-    roles = [item["role"] for item in conversation.messages]
+    """Where the assistant first answers somebody; what it says before, a greeting say, is no answer.
+
+    Nor is what nobody is to learn from: it may be there because it is wrong.
+    """
+    roles = [item["role"] if item.get("weight") != 0 else "" for item in conversation.messages]
     asked = roles.index("user") if "user" in roles else len(roles)
     return roles.index("assistant", asked) if "assistant" in roles[asked:] else None
 

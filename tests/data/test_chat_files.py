@@ -64,6 +64,26 @@ def test_a_conversion_that_fails_leaves_the_old_files_as_they_were(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.jsonl", "valid.jsonl"]
 
 
+def test_a_conversion_that_keeps_no_row_is_an_error_and_leaves_the_old_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, texts, empty = (tmp_path / f"{name}.jsonl" for name in ("good", "texts", "empty"))
+    good.write_text(json.dumps(row("Yes.")) + "\n")
+    texts.write_text('{"text": "no conversation"}\n' * 3)
+    empty.write_text("")
+    out, held = tmp_path / "new" / "out.jsonl", tmp_path / "other" / "held.jsonl"
+    words = ["--out", str(out), "--valid-out", str(held), "--valid-share", "0"]
+    assert main(["data", "chat", str(good), *words]) == 0
+    before = out.read_bytes()
+    rejects = out.parent / "out.rejects.jsonl"
+    for path, told in ((texts, f"3 rows were refused: {rejects} says why"), (empty, "0 rows were refused\n")):
+        assert main(["data", "chat", str(path), *words]) == 4
+        assert told in capsys.readouterr().err
+        assert rejects.is_file() is (path == texts)
+        assert out.read_bytes() == before
+    assert held.is_file()
+
+
 def test_half_a_character_and_bad_utf8_cost_their_own_row_only(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row(answer)).encode() for answer in ("first", "cut \ud83d", "paired \U0001f600")]

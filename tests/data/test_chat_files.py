@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ def test_a_conversion_that_fails_leaves_the_old_files_as_they_were(tmp_path: Pat
         write_canonical(read_conversations(cut), out, valid, 0.5, 0)
     assert (out.read_text(), valid.read_text()) == ("old\n", "old\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.jsonl", "valid.jsonl"]
+
+
+def test_a_conversion_that_keeps_no_row_is_an_error_and_leaves_the_old_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, texts, empty = (tmp_path / f"{name}.jsonl" for name in ("good", "texts", "empty"))
+    good.write_text(json.dumps(row("Yes.")) + "\n")
+    texts.write_text('{"text": "no conversation"}\n' * 3)
+    empty.write_text("")
+    out, held = tmp_path / "new" / "out.jsonl", tmp_path / "other" / "held.jsonl"
+    words = ["--out", str(out), "--valid-out", str(held), "--valid-share", "0"]
+    assert main(["data", "chat", str(good), *words]) == 0
+    before = out.read_bytes()
+    rejects = out.parent / "out.rejects.jsonl"
+    for path, told in ((texts, f"3 rows were refused: {rejects} says why"), (empty, "0 rows were refused\n")):
+        assert main(["data", "chat", str(path), *words]) == 4
+        assert told in capsys.readouterr().err
+        assert rejects.is_file() is (path == texts)
+        assert out.read_bytes() == before
+    assert held.is_file()
 
 
 def test_half_a_character_and_bad_utf8_cost_their_own_row_only(tmp_path: Path) -> None:
@@ -145,6 +166,21 @@ def test_prepared_rows_follow_the_tokens_that_the_tokenizers_folder_names(tmp_pa
         batch = build_chat_loaders(source, tmp_path / "cache").train.rows(0, 1)
         known = load(tokenizer)
         assert known.decode(batch.inputs[0][:40].tolist(), skip_special_tokens=False).startswith(f"Hello?Yes.{end}")
+
+
+def test_every_start_tells_how_many_rows_were_refused_and_where_it_says_why(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row("Yes.")) + "\n" + json.dumps(row("much too long " * 99)) + "\n")
+    source = ChatSource(
+        DataConfig(path=str(rows), tokenizer=str(tokenizer), valid_share=0.0), ChatConfig(), 256, 500, 0
+    )
+    for _ in range(2):
+        build_chat_loaders(source, tmp_path / "cache")
+        told = re.search(r"1 rows refused, with reasons: (\S+)", capsys.readouterr().err)
+        assert told is not None
+        assert "do not fit a row of 257" in Path(told[1]).read_text()
 
 
 def test_a_tokenizer_that_takes_anothers_place_gets_none_of_its_files(tmp_path: Path) -> None:

@@ -103,6 +103,48 @@ def test_calls_and_answers_in_turns_of_their_own() -> None:
         assert calls_of(made.messages[2]) == [(item["name"], item["arguments"]) for item in listed]
 
 
+def test_a_system_text_beside_plain_turns_is_kept() -> None:
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "[Enters (left)]"}]
+    made = convert({"system": "You are a pirate.", "conversations": turns})
+    assert [message["content"] for message in made.messages] == ["You are a pirate.", "Hello", "[Enters (left)]"]
+    named = convert(
+        {"system": "You are a pirate.", "conversations": [turns[0], {**turns[1], "value": "Ahoy"}]}, "toolace"
+    )
+    assert named.messages[0] == {"role": "system", "content": "You are a pirate."}
+
+
+def test_calls_are_read_whoever_holds_the_system_text_and_whatever_the_roles_are_called() -> None:
+    """The same rows with the system text beside the turns, as many tools write them."""
+    listed, *turns = HERMES["conversations"]
+    beside = {"system": listed["value"], "conversations": turns}
+    assert detect(beside) == "hermes"
+    assert convert(beside) == convert(HERMES)
+    names = {"user": "human", "assistant": "gpt", "tool": "observation"}
+    renamed = [{**turn, "from": names[turn["from"]]} for turn in TOOLACE["conversations"]]  # type: ignore[index]
+    assert convert({**TOOLACE, "conversations": renamed}) == convert(TOOLACE)
+
+
+def test_arguments_that_are_called_parameters_are_arguments() -> None:
+    """As Llama 3 writes calls, in every format that holds them."""
+    asked = {"name": "add", "parameters": {"city": "Rome"}}
+    tools = [{"name": "add", "description": "", "parameters": SCHEMA}]
+    turns = [
+        {"from": "human", "value": "Add."},
+        {"from": "gpt", "value": f"<tool_call>{json.dumps(asked)}</tool_call>"},
+    ]
+    apart = [turns[0], {"from": "function_call", "value": json.dumps(asked)}]
+    chat = f"USER: x\n\nASSISTANT: <functioncall> {json.dumps(asked)}"
+    rows = (
+        {"conversations": turns, "tools": tools},
+        {"conversations": apart, "tools": tools},
+        {"query": "Add.", "answers": [asked], "tools": tools},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [asked]}]},
+        {"system": f"SYSTEM: {json.dumps(tools[0])}", "chat": chat},
+    )
+    for row in rows:
+        assert calls(row)[0] == [("add", {"city": "Rome"})]
+
+
 def test_the_older_function_call_is_a_call() -> None:
     made = {"role": "assistant", "content": "I look.", "function_call": {"name": "f", "arguments": '{"a": 1}'}}
     assert calls({"messages": [{"role": "user", "content": "x"}, made]}) == [[("f", {"a": 1})]]
@@ -144,6 +186,16 @@ def test_arguments_as_text_and_as_object_are_the_same() -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "holds image_url"),
         (["a", "list"], "not an object"),
+        ({**XLAM, "answers": '[{"name": "live_giveaways", "input": {"limit": 3}}]'}, "has no arguments, but input"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {"a": 1}}]},
+                ]
+            },
+            "message 1 holds tool_use",
+        ),
     ],
 )
 def test_bad_rows_are_refused_with_the_reason(row: Any, reason: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from keepstep.data import tokenize
+from keepstep.data.chat_import import convert
 from keepstep.data.chat_masks import encode, encode_rendered
 from keepstep.data.chat_rows import BadRow, Conversation, calls_of, canonical
 from keepstep.data.chat_template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate, Rendered, Span
@@ -178,6 +180,20 @@ def test_loss_on_tool_calls_leaves_out_turns_that_only_talk(tokenizer: Any) -> N
     assert "done" not in text
 
 
+@pytest.mark.parametrize("source", [BUILT_IN, UNMARKED])
+def test_a_turn_of_weight_0_is_read_and_not_learnt(source: str, tokenizer: Any) -> None:
+    said = [("user", "Two?", None), ("assistant", "Wrong: five", 0), ("user", "No.", None), ("assistant", "It is 2", 1)]
+    openai = {"messages": [{"role": role, "content": text, "weight": weight} for role, text, weight in said]}
+    turns = {"conversations": [{"from": role, "value": text, "weight": weight} for role, text, weight in said]}
+    for conversation in (convert(openai), convert(turns), convert(convert(openai).row())):
+        row = encode(conversation, ChatTemplate(source), tokenizer)
+        assert tokenizer.decode(row.tokens[row.loss].tolist(), skip_special_tokens=False) == f"It is 2{TURN_END}"
+        assert "five" in tokenizer.decode(row.tokens.tolist())
+    openai["messages"][1]["weight"] = 0.5
+    with pytest.raises(BadRow, match=r"message 1 has the weight 0\.5"):
+        convert(openai)
+
+
 def test_loss_on_all_learns_the_whole_text(tokenizer: Any) -> None:
     row = encode(random_conversation(3), ChatTemplate(), tokenizer, "all")
     assert row.loss.all()
@@ -188,6 +204,23 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_rather_than_masked_wr
     messages = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
     with pytest.raises(BadRow, match="differently"):
         ChatTemplate(rewriting).render(canonical(messages))
+
+
+def test_rows_are_the_same_on_any_day_and_an_answer_knows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
+    conversation = canonical([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+    template = ChatTemplate(source)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(2031, 5, 17, tzinfo=tz)
+
+    first = template.render(conversation)
+    monkeypatch.setattr("keepstep.data.chat_template.datetime", Clock)
+    assert template.prompt(conversation.messages[:1]) == "17 May 2031x<|im_end|>"
+    assert template.render(conversation) == ChatTemplate(source).render(conversation) == first
+    assert "2031" not in first.text
 
 
 def test_templates_run_in_a_sandbox() -> None:

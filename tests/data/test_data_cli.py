@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,34 @@ def test_a_field_that_no_record_has_is_an_error_and_not_an_empty_result(
     assert "--field" in said
     assert not (tmp_path / "out").exists()
     assert main([*words, "--field", "content"]) == 0
+
+
+def test_a_build_that_came_to_nothing_says_that_its_folder_can_go(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"content": "some text"}\n')
+    out = tmp_path / "out"
+    words = ["data", "build", str(tmp_path / "in.jsonl"), "--out", str(out), "--tokenizer", str(tokenizer)]
+    right = [*words, "--field", "content"]
+    assert main(words) == 4
+    assert main(right) == 4
+    assert f"none of its tasks is done: if nobody is at it, rm -r {out} and start again" in capsys.readouterr().err
+    shutil.rmtree(out)
+    assert main(right) == 0
+    assert main(words) == 4
+    assert "rm -r" not in capsys.readouterr().err
+
+
+def test_a_flag_given_twice_counts_twice(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": "word " * count}) + "\n" for count in (2, 20, 200)))
+    words = ["data", "build", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert main([*words, "--filter", "min_chars=50", "--filter", "max_chars=500", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dropped"] == {"min_chars": 1, "max_chars": 1}
+    made = tmp_path / "tokenizer.json"
+    words = ["data", "train-tokenizer", str(tmp_path / "in.jsonl"), "--out", str(made), "--vocab", "300"]
+    for given, special in (([], ["<|endoftext|>"]), (["--special", "<a>", "--special", "<b>"], ["<a>", "<b>"])):
+        assert main([*words, *given]) == 0
+        assert [item["content"] for item in json.loads(made.read_text())["added_tokens"]] == special
 
 
 def test_dedup_drops_exact_and_near_duplicates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from keepstep.config.schema import ResilienceConfig
-from keepstep.core.errors import CheckpointError, ConfigError, DataError, DivergedError, HardwareError
+from keepstep.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    HardwareError,
+    StateMismatchError,
+)
 from keepstep.resilience.causes import CAUSE_FILE, Cause, classify, first_cause, read_cause, write_cause
 from keepstep.resilience.hangs import Look, most_suspect
 from keepstep.resilience.pulse import Beat, Board, Pulse
@@ -75,6 +82,7 @@ def test_slow_steps_are_no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         (type("DistBackendError", (RuntimeError,), {})("NCCL timeout"), "peer", True),
         (OSError(errno.ENOSPC, "No space left on device"), "storage", True),
         (CheckpointError("torn"), "storage", True),
+        (StateMismatchError("another model's"), "config", False),
         (DataError("gone"), "data", True),
         (ConfigError("wrong"), "config", False),
         (DivergedError("the loss is nan"), "refused", False),

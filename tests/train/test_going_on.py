@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import losses, metrics, run_here
+from tiny_runs import losses, metrics, run_here, run_processes
 from tiny_worlds import run_world
 
 from keepstep.core.errors import StopRequested
 from keepstep.resilience.signals import StopFlag
 from keepstep.train.saver import Saver
+from keepstep.train.start import whole_model
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,32 @@ def test_a_run_that_began_at_another_ones_step_goes_on_from_its_own(tmp_path: Pa
     run_here(tmp_path, "name=cut", *begin, "checkpoint.autoresume=false")
     resumed = [event["step"] for event in events(tmp_path, "cut", "resume")]
     assert resumed == ([10] if weights_only else [4, 10, 4])
+
+
+def test_settings_that_do_not_fit_a_runs_steps_are_refused_at_once_and_the_run_stays_as_it_was(tmp_path: Path) -> None:
+    """A second command of the same name with another shape must not cost the first one its model."""
+    run_here(tmp_path, "max_duration=2ba")
+    folder = tmp_path / "run"
+    before = {name: (folder / name).read_bytes() for name in ("config.yaml", "facts.json")}
+    refused = run_processes(tmp_path, 2, "model.hidden=64", "max_duration=4ba")
+    assert refused.returncode == 2
+    assert "this run needs" in refused.stderr
+    assert "give this run another name" in refused.stderr
+    assert "given up" not in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert whole_model(folder)[2] == 2
+    run_here(tmp_path, "max_duration=4ba")
+    assert len(losses(tmp_path)) == 4
+
+
+def test_a_run_that_is_done_already_says_that_it_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for duration, told in (("2ba", False), ("2ba", True), ("4ba", False), ("3ba", True)):
+        run_here(tmp_path, f"max_duration={duration}", "optimizer.lr=2e-2")
+        assert ("nothing is left to train" in capsys.readouterr().err) is told
+    assert len(losses(tmp_path)) == 4
 
 
 def test_going_back_in_a_run_holds_until_it_has_steps_of_its_own_since(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data import tokenize
 from keepstep.data.chat_template import ChatTemplate
+from keepstep.evaluate.toolcalls import judge
 from keepstep.models.cache import KeyValueCache
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
@@ -176,16 +177,45 @@ def test_a_greeting_is_no_answer_and_rows_that_ask_nothing_are_told(
     tools = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
     calls = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     hello, asked = {"role": "assistant", "content": "hello"}, {"role": "user", "content": "add 1"}
-    rows = [{"messages": messages, "tools": tools} for messages in ([hello, asked, calls], [hello], [asked, calls])]
+    wrong = {"role": "assistant", "content": "It is 7.", "weight": 0}
+    talks = ([hello, asked, calls], [hello], [asked, calls], [asked, wrong, asked, calls])
+    rows = [{"messages": messages, "tools": tools} for messages in talks]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     questions = load_questions(str(path), 10)
-    assert [item.task.category for item in questions] == ["simple", "simple"]
-    assert [len(item.prompt.messages) for item in questions] == [2, 1]
+    assert [item.task.category for item in questions] == ["simple"] * 3
+    assert [len(item.prompt.messages) for item in questions] == [2, 1, 3]
     assert "row 2: nobody asks anything" in capsys.readouterr().err
     answered = ask(speaker(tmp_path), questions, Sampling(max_new_tokens=2), batch=2)
     write_answers(answered.lines, tmp_path / "new" / "answers.jsonl")
-    assert len((tmp_path / "new" / "answers.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "new" / "answers.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
+        "[add(a=1)]",
+    ],
+)
+def test_an_answer_that_writes_its_call_as_text_wants_that_call(
+    written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+    asked = {"role": "user", "content": "add 1"}
+    said = [{"role": "assistant", "content": text} for text in (written, "<tool_call>{", "I cannot.", written)]
+    rows: list[dict[str, Any]] = [{"messages": [asked, answer], "tools": tools} for answer in said]
+    del rows[-1]["tools"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    calling, refusing = load_questions(str(path), 10)
+    assert (calling.task.category, refusing.task.category) == ("simple", "irrelevance")
+    assert judge(calling.task, written).exact
+    assert judge(refusing.task, "I cannot.").exact
+    told = capsys.readouterr().err
+    assert "row 2: the answer calls something, but it cannot be read" in told
+    assert "1 rows have no tools and were not asked" in told
 
 
 def test_a_place_that_takes_no_answers_is_told_before_the_first_question(

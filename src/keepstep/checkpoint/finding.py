@@ -12,12 +12,12 @@ from keepstep.checkpoint import commit, parity
 from keepstep.checkpoint.layout import split_state
 from keepstep.checkpoint.manifest import StepFolder
 from keepstep.checkpoint.nearby import Nearby
-from keepstep.checkpoint.restore import StateMismatchError, restore
+from keepstep.checkpoint.restore import restore
 from keepstep.checkpoint.retention import reading
 from keepstep.checkpoint.store import Store, UnreadableError, open_store
 from keepstep.checkpoint.together import Together
 from keepstep.config.schema import CheckpointConfig
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, StateMismatchError
 
 LOOK_REMEDY = "see that the place exists and can be reached, and that this user or these credentials may read it"
 _WAITS_S = (1.0, 5.0, 20.0)

@@ -14,17 +14,13 @@ from keepstep.checkpoint.layout import DTYPES, RANK_KEY, Holding, holding, split
 from keepstep.checkpoint.manifest import ITEM_BYTES, Manifest, Piece
 from keepstep.checkpoint.shards import ShardReader
 from keepstep.checkpoint.store import Store
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import StateMismatchError
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     return memoryview(flat.numpy().data)
-
-
-class StateMismatchError(CheckpointError):
-    """A checkpoint is whole, but it is not one of this state."""
 
 
 def match_names(
@@ -61,13 +57,17 @@ def match_names(
         if entry is not None and (entry.dtype, entry.shape) != (held.dtype, held.shape):
             raise StateMismatchError(
                 f"{where}: tensor {name} is {entry.dtype} {list(entry.shape)}, "
-                f"this run needs {held.dtype} {list(held.shape)}"
+                f"this run needs {held.dtype} {list(held.shape)}",
+                _mismatch_hint(name),
             )
 
 
 def _mismatch_hint(name: str) -> str:
     if not name.startswith("optimizer."):
-        return "is this the checkpoint of another model?"
+        return (
+            "it was saved with another model.* or lora.*: give this run another name, "
+            "or what it was saved with (config.yaml in its run's folder)"
+        )
     return (
         "it has another optimizer's state, or none; "
         "checkpoint.resume_from with checkpoint.skip_optimizer=true takes its weights alone"

@@ -61,7 +61,9 @@ def _add_build(actions: Any) -> None:
     parser.add_argument("--concat", type=int, default=0, help="MDS: join documents and cut every N tokens")
     parser.add_argument("--dtype", choices=("auto", "uint16", "int32"), default="auto", help="token type on disk")
     parser.add_argument("--lines", action="store_true", help="plain text: each line is a document")
-    parser.add_argument("--filter", nargs="*", default=[], metavar="NAME=VALUE", help="quality filters, see the docs")
+    parser.add_argument(
+        "--filter", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="quality filters, see the docs"
+    )
     parser.add_argument("--limit", type=int, default=0, help="stop after N samples")
     parser.add_argument("--workers", type=int, default=0, help="processes on this machine; default: one a core")
     parser.add_argument("--task", default="0/1", metavar="I/N", help="do only this share of the tasks (arrays of jobs)")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.cli.data_common import add_action
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import DataError, UsageError
 
 LOSS_ON = ("assistant", "tool_calls", "all")
 FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca")
@@ -100,6 +100,12 @@ def run_chat(args: argparse.Namespace) -> int:
     else:
         found = read_conversations(Path(args.path), args.format)
         written = write_canonical(found, args.out, args.valid_out, args.valid_share, args.seed)
+    if not written.kept + written.held_out:
+        why = f": {written.rejects} says why" if written.rejects else ""
+        raise DataError(
+            f"{args.path} holds no conversation: {written.rejected:,} rows were refused{why}",
+            f"rows are {', '.join(FORMATS[1:])}; --format names what their keys do not tell",
+        )
     facts = {"kept": written.kept, "held_out": written.held_out, "rejected": written.rejected}
     if args.json:
         print(json.dumps({**facts, "rejects": str(written.rejects) if written.rejects else None}))

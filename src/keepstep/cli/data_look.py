@@ -74,7 +74,7 @@ def _add_train_tokenizer(actions: Any) -> None:
     parser.add_argument("inputs", nargs="+", help="as for build")
     parser.add_argument("--out", required=True, type=Path, help="the tokenizer.json to write")
     parser.add_argument("--vocab", type=int, default=32768, help="tokens, special ones included")
-    parser.add_argument("--special", nargs="*", default=["<|endoftext|>"], help="special tokens")
+    parser.add_argument("--special", nargs="*", action="extend", help="special tokens (default: <|endoftext|>)")
     parser.add_argument("--field", default="text")
     parser.add_argument("--lines", action="store_true")
     parser.add_argument("--max-bytes", type=size, default=1 << 30, help="stop reading after this much text")
@@ -83,15 +83,16 @@ def _add_train_tokenizer(actions: Any) -> None:
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Train and write a tokenizer."""
     from keepstep.data.records import RecordOptions, Rejects, not_nothing, texts_of
-    from keepstep.data.tokenize import train_bpe
+    from keepstep.data.tokenize import END_OF_TEXT, train_bpe
 
+    special = [END_OF_TEXT] if args.special is None else args.special
     rejects = Rejects()
     texts = texts_of(args.inputs, RecordOptions(args.field, lines=args.lines), rejects, max_chars=args.max_bytes)
-    size = train_bpe(not_nothing(texts, rejects), args.vocab, args.out, special=args.special)
+    size = train_bpe(not_nothing(texts, rejects), args.vocab, args.out, special=special)
     print(f"tokens    {size:,}")
     if rejects.total:
         print("rejected  " + ", ".join(f"{count:,} {reason}" for reason, count in rejects.counts.most_common()))
-    print(f"next: keepstep data build … --tokenizer {args.out} --eos '{args.special[0] if args.special else ''}'")
+    print(f"next: keepstep data build … --tokenizer {args.out} --eos '{special[0] if special else ''}'")
     return EXIT_DONE
 
 

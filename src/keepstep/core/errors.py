@@ -87,6 +87,12 @@ class CheckpointError(KeepstepError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
+class StateMismatchError(CheckpointError):
+    """A checkpoint is whole, but it is not one of this state: no other attempt will find it fitting."""
+
+    exit_code = EXIT_CONFIG
+
+
 class StopRequested(KeepstepError):  # noqa: N818 - not a fault: the run was asked to stop and did
     """The run saved and stopped because it was asked to."""
 

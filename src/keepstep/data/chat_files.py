@@ -8,7 +8,7 @@ import json
 import os
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,15 +165,19 @@ def reject_line(reject: Reject) -> str:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file that gets its name once all is written; what cannot be UTF-8 is written as JSON's escape."""
+def written_whole(path: Path, wanted: Callable[[], bool] = lambda: True) -> Iterator[TextIO]:
+    """A text file that gets its name once all is written; what cannot be UTF-8 is written as JSON's escape.
+
+    Where it is not `wanted` in the end, what was there stays.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        if wanted():
+            aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -193,15 +197,20 @@ def write_canonical(
 ) -> Written:
     """Write canonical .jsonl, the held-out share apart, and the refused rows to `OUT.rejects.jsonl`.
 
-    All of them appear when the last row is written, `out` last.
+    All of them appear when the last row is written, `out` last. Where no row can be kept, what was there stays.
     """
     counts = {"kept": 0, "held_out": 0, "rejected": 0}
     rejects = out.with_name(out.name.removesuffix(".jsonl") + ".rejects.jsonl")
-    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def holds_rows() -> bool:
+        return counts["kept"] + counts["held_out"] > 0
+
+    for place in (out, valid_out or out):
+        place.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
-        train = files.enter_context(written_whole(out))
+        train = files.enter_context(written_whole(out, holds_rows))
         refused = files.enter_context(written_whole(rejects))
-        valid = files.enter_context(written_whole(valid_out)) if valid_out else None
+        valid = files.enter_context(written_whole(valid_out, holds_rows)) if valid_out else None
         for item in rows:
             if isinstance(item, Reject):
                 refused.write(reject_line(item))

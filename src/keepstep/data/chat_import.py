@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from keepstep.data.chat_rows import BadRow, Conversation, call, canonical, parsed, parsed_list, plain_role
+from keepstep.data.chat_rows import BadRow, Conversation, call, canonical, parsed, parsed_list, plain_role, read_call
 
 RowFormat = Literal["messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"]
 
@@ -39,13 +39,19 @@ def detect(row: Mapping[str, Any]) -> RowFormat:
     if "query" in row and "answers" in row:
         return "xlam"
     if "conversations" in row:
-        if "system" in row and "tools" not in row:
-            return "toolace"
-        text = json.dumps(row["conversations"])
-        return "hermes" if "tools" in row or "<tools>" in text or "<tool_call>" in text else "sharegpt"
+        return _turns_format(row)
     if "instruction" in row or "prompt" in row:
         return "alpaca"
     raise BadRow(f"no known format has the keys {', '.join(map(str, row)) or '(none)'}")
+
+
+def _turns_format(row: Mapping[str, Any]) -> RowFormat:
+    system = str(row.get("system") or "")
+    text = system + json.dumps(row["conversations"], default=str)
+    if "tools" in row or any(mark in text for mark in ("<tools>", "<tool_call>", '"function_call"')):
+        return "hermes"
+    # A system text alone makes no ToolACE row: that one lists its functions there.
+    return "toolace" if "[{" in system else "sharegpt"
 
 
 def _from_messages(row: Mapping[str, Any]) -> Conversation:
@@ -64,7 +70,7 @@ def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
 
 def _from_xlam(row: Mapping[str, Any]) -> Conversation:
     answers = parsed_list(row["answers"], "answers")
-    calls = [call(item.get("name"), item.get("arguments")) for item in map(_object, answers)]
+    calls = [read_call(item) for item in answers]
     if not calls:
         raise BadRow("there are no answers")
     messages = [
@@ -105,8 +111,7 @@ def _glaive_assistant(text: str) -> dict[str, Any]:
     if quoted:
         made = call(quoted[1], quoted[2].replace("\\'", "'"))
     else:
-        value = _object(parsed(body, "the words after <functioncall>"))
-        made = call(value.get("name"), value.get("arguments"))
+        made = read_call(parsed(body, "the words after <functioncall>"))
     return {"role": "assistant", "content": text[: found.start()].strip(), "tool_calls": [made]}
 
 
@@ -147,16 +152,14 @@ def _from_hermes(row: Mapping[str, Any]) -> Conversation:
             messages += [{"role": "tool", "content": answer} for answer in answers]
         elif role == "call":
             # As LLaMA-Factory writes them: a turn of their own, one call or a list of them.
-            asked = [_object(item) for item in parsed_list(text, "a function_call's words")]
-            made = [call(item.get("name"), item.get("arguments")) for item in asked]
-            messages.append({"role": "assistant", "content": "", "tool_calls": made})
+            made = [read_call(item) for item in parsed_list(text, "a function_call's words")]
+            messages.append({"role": "assistant", "content": "", "tool_calls": made, **_weight(turn)})
         elif role == "assistant":
-            calls = [_python_or_json(body) for body in _TOOL_CALL.findall(text)]
-            made = [call(item.get("name"), item.get("arguments")) for item in calls]
+            made = [read_call(_python_or_json(body)) for body in _TOOL_CALL.findall(text)]
             content = _TOOL_CALL.sub("", text).strip()
             if "<tool_call>" in content:
                 raise BadRow("a <tool_call> does not end")
-            messages.append({"role": "assistant", "content": content, "tool_calls": made})
+            messages.append({"role": "assistant", "content": content, "tool_calls": made, **_weight(turn)})
         else:
             messages.append({"role": named, "content": text})
     return canonical(messages, tools)
@@ -190,13 +193,15 @@ def _from_toolace(row: Mapping[str, Any]) -> Conversation:
             tools, _ = json.JSONDecoder().raw_decode(system, start)
         except ValueError as error:
             raise BadRow(f"the functions of the system text are no JSON: {error}") from None
-    messages: list[dict[str, Any]] = []
+    # The words around a list of functions say how to write calls, which the chat template says in its own way.
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system and not tools else []
     for turn in _turns(row):
         role, text = str(turn.get("from") or turn.get("role")), str(turn.get("value") or turn.get("content") or "")
-        if role == "assistant" and re.match(r"\s*\[\s*[A-Za-z_]", text) and text.rstrip().endswith(")]"):
-            messages.append({"role": "assistant", "content": "", "tool_calls": bracketed_calls(text)})
+        if plain_role(role) == "assistant" and re.match(r"\s*\[\s*[A-Za-z_]", text) and text.rstrip().endswith(")]"):
+            called = bracketed_calls(text)
+            messages.append({"role": "assistant", "content": "", "tool_calls": called, **_weight(turn)})
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": text, **_weight(turn)})
     return canonical(messages, tools)
 
 
@@ -259,12 +264,20 @@ def _literal(node: ast.expr) -> Any:
 
 def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
     turns = [
-        {"role": turn.get("from") or turn.get("role"), "content": turn.get("value") or turn.get("content")}
+        {
+            "role": turn.get("from") or turn.get("role"),
+            "content": turn.get("value") or turn.get("content"),
+            **_weight(turn),
+        }
         for turn in _turns(row)
     ]
     if row.get("system"):
         turns.insert(0, {"role": "system", "content": row["system"]})
     return canonical(turns, row.get("tools"))
+
+
+def _weight(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weight": turn["weight"]} if "weight" in turn else {}
 
 
 def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from keepstep.config.schema import ChatConfig, DataConfig
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_json
+from keepstep.core.ranks import from_environment
 from keepstep.data import tokenize
 from keepstep.data.chat_files import (
     NumberedRow,
@@ -42,7 +43,7 @@ from keepstep.data.rows import Rows, RowSource
 
 GENERATED = "toolcalls"
 """The data.path of the generated function-calling set."""
-_VERSION = 9
+_VERSION = 10
 _VALID_ROWS = 512
 
 
@@ -96,6 +97,13 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
         )
     source = replace(given, tokenizer=tokenizer)
     folder = prepare_folder(cache_dir / f"chat-{_key(source, tokenizer)}", lambda aside: _prepare(aside, source))
+    prepared = read_facts(folder)
+    if prepared["rejected"] and not from_environment().rank:
+        # At every start: rows prepared by an earlier one are as much left out of this one.
+        print(
+            f"conversations: {prepared['rejected']:,} rows refused, with reasons: {folder / 'rejects.jsonl'}",
+            file=sys.stderr,
+        )
     packing = source.chat.packing
     train, valid = (ChatRows(folder / name, source.seq_len, packing=packing) for name in ("train", "valid"))
     if not train.count:
@@ -103,7 +111,7 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
             f"{source.data.path} holds no conversation to train on",
             f"{folder / 'rejects.jsonl'} says why rows were refused",
         )
-    facts = {"kind": "chat", "path": str(folder), **read_facts(folder), "rows": train.count, "filled": train.filled}
+    facts = {"kind": "chat", "path": str(folder), **prepared, "rows": train.count, "filled": train.filled}
     return Loaders(
         ReadingLoader(train, source.whole_samples, seed=source.seed, shuffle=source.data.shuffle),
         Loader(valid, seed=0, shuffle=True) if valid.count else None,
@@ -166,10 +174,7 @@ def _prepare(folder: Path, source: ChatSource) -> None:
         "template_marks_turns": template.marks_turns,
     }
     write_json(folder / FACTS, facts)
-    refusal = f", {encoder.rejected:,} refused (rejects.jsonl says why)" if encoder.rejected else ""
-    print(
-        f"conversations: {facts['conversations']:,} to train on, {facts['tokens']:,} tokens{refusal}", file=sys.stderr
-    )
+    print(f"conversations: {facts['conversations']:,} to train on, {facts['tokens']:,} tokens", file=sys.stderr)
 
 
 def _items(source: ChatSource) -> Iterator[tuple[str, NumberedRow | Reject]]:

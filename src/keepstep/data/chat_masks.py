@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.data.chat_rows import Conversation
+from keepstep.data.chat_rows import Conversation, Message
 from keepstep.data.chat_template import ChatTemplate, Rendered, Span
 
 LossOn = Literal["assistant", "tool_calls", "all"]
@@ -39,12 +39,14 @@ def encode(
 
 
 def keep_turns(rendered: Rendered, conversation: Conversation, loss_on: LossOn) -> Rendered:
-    """Only the spans that are to carry a loss."""
-    if loss_on == "assistant":
-        return rendered
+    """Only the spans that are to carry a loss; a turn of weight 0 carries none, unless everything does."""
     if loss_on == "all":
         return Rendered(rendered.text, (Span(0, len(rendered.text), 0),))
-    spans = tuple(span for span in rendered.spans if conversation.messages[span.message].get("tool_calls"))
+
+    def learnt(message: Message) -> bool:
+        return message.get("weight") != 0 and (loss_on == "assistant" or bool(message.get("tool_calls")))
+
+    spans = tuple(span for span in rendered.spans if learnt(conversation.messages[span.message]))
     return Rendered(rendered.text, spans)
 
 

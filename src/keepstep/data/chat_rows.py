@@ -23,6 +23,7 @@ _JSON_TYPES = {
     "str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number",
     "bool": "boolean", "dict": "object", "map": "object", "list": "array", "tuple": "array", "set": "array",
 }  # fmt: skip
+_CALL_KEYS = ("name", "arguments", "parameters", "id", "type", "index", "function")
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 
 
@@ -72,6 +73,22 @@ def call(name: Any, arguments: Any) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise BadRow(f"the arguments of {name} are {type(arguments).__name__}, not an object")
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def read_call(value: Any) -> dict[str, Any]:
+    """One tool call as published rows write it: perhaps inside `function`, its arguments perhaps as `parameters`."""
+    if not isinstance(value, Mapping):
+        raise BadRow(f"a call is {type(value).__name__}, not an object")
+    inner = value.get("function") if isinstance(value.get("function"), Mapping) else value
+    assert isinstance(inner, Mapping)
+    # Llama 3 says parameters.
+    arguments = next((inner[key] for key in ("arguments", "parameters") if inner.get(key) is not None), None)
+    other = sorted(str(key) for key in inner if key not in _CALL_KEYS and inner[key])
+    if arguments is None and other:
+        # They may be the arguments under another name: a call without them would be learnt wrongly.
+        raise BadRow(f"a call of {inner.get('name')} has no arguments, but {', '.join(other)}")
+    made = call(inner.get("name"), arguments)
+    return {"id": str(value["id"]), **made} if value.get("id") else made
 
 
 def calls_of(message: Message) -> list[tuple[str, dict[str, Any]]]:
@@ -180,31 +197,32 @@ def _message(value: Any, number: int) -> Message:
     role = plain_role(named)
     if role not in ROLES:
         raise BadRow(f"message {number} has the role {named!r}, which is none of {', '.join(ROLES)}")
-    content = _text(value.get("content"), number)
+    content = _text(value.get("content"), number, role)
     message: Message = {"role": role, "content": content}
     if role == "assistant":
         # function_call is what OpenAI had before tool_calls.
         asked = value.get("tool_calls") or value.get("function_call")
-        found = [_call(item) for item in parsed_list(asked, "tool_calls")]
+        found = [read_call(item) for item in parsed_list(asked, "tool_calls")]
         if found:
             message["tool_calls"] = found
         elif not content:
             raise BadRow(f"message {number} of the assistant says nothing and calls nothing")
+        message.update(_unlearnt(value.get("weight"), number))
     if role == "tool":
         message.update({key: str(value[key]) for key in ("name", "tool_call_id") if value.get(key)})
     return message
 
 
-def _call(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise BadRow(f"a call is {type(value).__name__}, not an object")
-    inner = value.get("function") if isinstance(value.get("function"), Mapping) else value
-    assert isinstance(inner, Mapping)
-    made = call(inner.get("name"), inner.get("arguments", inner.get("parameters")))
-    return {"id": str(value["id"]), **made} if value.get("id") else made
+def _unlearnt(weight: Any, number: int) -> Message:
+    """OpenAI's mark of a turn that is there to be read and not to be learnt; a turn is learnt without one."""
+    if weight is None or weight == 1:
+        return {}
+    if weight != 0:
+        raise BadRow(f"message {number} has the weight {weight!r}, which is neither 0 nor 1")
+    return {"weight": 0}
 
 
-def _text(content: Any, number: int) -> str:
+def _text(content: Any, number: int, role: str) -> str:
     match content:
         case None:
             return ""
@@ -212,17 +230,20 @@ def _text(content: Any, number: int) -> str:
             return content
         case list() if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
             return "".join(part["text"] for part in content)
-        case list() if seen := [part["type"] for part in content if isinstance(part, Mapping) and _is_media(part)]:
+        case list() if seen := [part["type"] for part in content if _is_other(part, role)]:
             raise BadRow(f"message {number} holds {seen[0]}, and only text can be learnt")
-        case Mapping() | list():
+        case Mapping() | list() if role == "tool":
             # Tool results are often objects: their JSON is what a program would have sent.
             return json.dumps(content, ensure_ascii=False)
         case _:
             raise BadRow(f"message {number} has a content of type {type(content).__name__}")
 
 
-def _is_media(part: Mapping[str, Any]) -> bool:
-    return any(word in str(part.get("type", "")) for word in ("image", "audio", "video"))
+def _is_other(part: Any, role: str) -> bool:
+    """Whether a part of a message is named as something else than text; a tool may answer with any object."""
+    if not isinstance(part, Mapping) or not part.get("type") or isinstance(part.get("text"), str):
+        return False
+    return role != "tool" or any(word in str(part["type"]) for word in ("image", "audio", "video"))
 
 
 def _check_order(messages: Sequence[Message]) -> None:

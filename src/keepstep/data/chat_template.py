@@ -7,7 +7,7 @@ the conversation up to each of the assistant's turns (`prefix rendering`).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -58,6 +58,10 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = ("<|im_start|>", TURN_END, "<tool_call>", "</tool_call>", "<tools>", "</tools>")
 """Tokens that a tokenizer for the built-in template should have as wholes."""
 
+TRAINING_DAY = datetime(2024, 7, 26)
+"""The day that rows to learn from tell where a template asks for it: the one that Llama's templates have of their own.
+With today's, a run that went on tomorrow on another machine would learn other tokens than the one it goes on from."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -84,7 +88,8 @@ class ChatTemplate:
         self._values = {"bos_token": bos, "eos_token": eos}
         self._ends = tuple(dict.fromkeys(text for text in (*ends, eos, TURN_END) if text))
         self._marks = Marks()
-        self._template = _compile(source, self._marks)
+        self._day = TRAINING_DAY
+        self._template = _compile(source, self._marks, lambda form: self._day.strftime(form))
 
     @property
     def marks_turns(self) -> bool:
@@ -92,8 +97,9 @@ class ChatTemplate:
         return self._marks.used
 
     def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """The text that the assistant's next turn follows."""
+        """The text that the assistant's next turn follows; the day it tells, if any, is today."""
         self._marks.set("", "")
+        self._day = datetime.now()
         return self._render(messages, tools, add_generation_prompt=True)
 
     def turn_end(self) -> str:
@@ -108,6 +114,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, *, by_prefix: bool = False) -> Rendered:
         """Text and spans; `by_prefix` ignores the template's own marks. Raises BadRow where it cannot be done."""
+        self._day = TRAINING_DAY
         if self.marks_turns and not by_prefix:
             return self._by_marks(conversation)
         return self._by_prefix(conversation)
@@ -189,7 +196,7 @@ class Marks:
         return self.opening, self.closing
 
 
-def _compile(source: str, marks: Marks) -> Any:
+def _compile(source: str, marks: Marks, strftime_now: Callable[[str], str]) -> Any:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -215,7 +222,7 @@ def _compile(source: str, marks: Marks) -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,9 @@ HASHES = 128
 BANDS = 32
 _WORDS = re.compile(r"\w+")
 _SPACES = re.compile(r"\s+")
+_FIRST_ROOM = 1024
+_NOBODY = -1
+_EVERY_BAND = np.arange(BANDS)
 _SEEDS = mix_array(np.arange(1, HASHES + 1, dtype=np.uint64))
 
 
@@ -50,7 +52,8 @@ def signature(text: str, shingle: int = 5) -> NDArray[np.uint64]:
     """MinHash over shingles of words: two signatures agree in about the share their shingles do."""
     words = [word.lower() for word in _WORDS.findall(text)]
     count = max(1, len(words) - shingle + 1)
-    raw = {" ".join(words[start : start + shingle]) for start in range(count)}
+    # Without a word the text itself: else drawings and formulas would all be alike.
+    raw = {" ".join(words[start : start + shingle]) if words else text for start in range(count)}
     hashes = np.frombuffer(
         b"".join(hashlib.blake2b(one.encode(), digest_size=8).digest() for one in sorted(raw)), np.uint64
     )
@@ -66,14 +69,65 @@ def similarity(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> float:
     return float(np.mean(first == second))
 
 
+class Signatures:
+    """Signatures of documents, found again by their bands. Plain arrays: as dicts the bands would take 7 KB a document.
+
+    A document's bands are links of chains, one chain a bucket: `_newest` holds a bucket's last document, `_before` the
+    one before it in the same bucket.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._hashes = np.zeros((_FIRST_ROOM, HASHES), dtype=np.uint64)
+        self._before = np.zeros((_FIRST_ROOM, BANDS), dtype=np.int32)
+        self._newest = np.full((BANDS, _FIRST_ROOM), _NOBODY, dtype=np.int32)
+
+    def similar(self, mine: NDArray[np.uint64], threshold: float) -> bool:
+        """Whether one that agrees in a whole band agrees in at least this share of all hashes."""
+        links = self._newest[_EVERY_BAND, self._buckets(mine)]
+        met = []
+        while (linked := links != _NOBODY).any():
+            met.append(links[linked])
+            links = np.where(linked, self._before[links, _EVERY_BAND], _NOBODY)
+        if not met:
+            return False
+        equal = self._hashes[np.unique(np.concatenate(met))] == mine
+        # Others may share the bucket.
+        banded = equal.reshape(len(equal), BANDS, -1).all(axis=2).any(axis=1)
+        return bool((banded & (equal.mean(axis=1) >= threshold)).any())
+
+    def add(self, mine: NDArray[np.uint64]) -> None:
+        """Keep one more."""
+        if self.count == len(self._hashes):
+            room = self.count + self.count // 8
+            # In place where the system can: a copy would need twice the memory for a moment.
+            self._hashes.resize((room, HASHES), refcheck=False)
+            self._before.resize((room, BANDS), refcheck=False)
+        if self.count == self._newest.shape[1]:
+            self._newest = np.full((BANDS, 2 * self.count), _NOBODY, dtype=np.int32)
+            for number in range(self.count):
+                self._link(number)
+        self._hashes[self.count] = mine
+        self._link(self.count)
+        self.count += 1
+
+    def _link(self, number: int) -> None:
+        buckets = self._buckets(self._hashes[number])
+        self._before[number] = self._newest[_EVERY_BAND, buckets]
+        self._newest[_EVERY_BAND, buckets] = number
+
+    def _buckets(self, mine: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        bands = mix_array(mine.reshape(BANDS, -1).sum(axis=1, dtype=np.uint64))
+        return bands & np.uint64(self._newest.shape[1] - 1)
+
+
 class Deduplicator:
     """Says of one document after the other whether it was seen before."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._exact: set[bytes] = set()
-        self._bands: list[dict[bytes, list[int]]] = [defaultdict(list) for _ in range(BANDS)]
-        self._signatures: list[NDArray[np.uint64]] = []
+        self._kept = Signatures()
 
     def look(self, text: str) -> str:
         """`exact`, `near`, or nothing for a document that is new."""
@@ -84,13 +138,9 @@ class Deduplicator:
         if self._threshold >= 1:
             return ""
         mine = signature(text)
-        bands = [part.tobytes() for part in np.split(mine, BANDS)]
-        candidates = {number for band, table in zip(bands, self._bands, strict=True) for number in table.get(band, ())}
-        if any(similarity(mine, self._signatures[number]) >= self._threshold for number in sorted(candidates)):
+        if self._kept.similar(mine, self._threshold):
             return "near"
-        for band, table in zip(bands, self._bands, strict=True):
-            table[band].append(len(self._signatures))
-        self._signatures.append(mine)
+        self._kept.add(mine)
         return ""
 
 

@@ -22,6 +22,7 @@ from keepstep.core.errors import (
     KeepstepError,
     NothingToReadError,
     RunTakenError,
+    StateMismatchError,
     UsageError,
 )
 
@@ -58,7 +59,7 @@ def classify(error: BaseException) -> Kind:
     match error:
         case RunTakenError():
             return "taken"
-        case ConfigError() | UsageError():
+        case ConfigError() | UsageError() | StateMismatchError():
             return "config"
         case NothingToReadError():
             return "refused"

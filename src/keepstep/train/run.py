@@ -148,8 +148,16 @@ class _Run:
     def go(self, stop: StopFlag, planner: Planner | None) -> None:
         """Resume where a checkpoint allows it, then train."""
         self.stop = stop
-        self._describe(planner)
+        self._introduce()
         self._resume()
+        # Not before: a state that does not fit these settings is still that of the settings in the folder.
+        self._describe(planner)
+        if self.clock.step and self.clock.reached(self.config.max_duration):
+            # Else whoever gives a finished run's name to other data or settings takes `done` for theirs.
+            self.recorder.note(
+                f"notice: nothing is left to train: step {self.clock.step} is the end by max_duration "
+                f"({self.config.max_duration}); a longer one goes on, another name begins anew"
+            )
         feed = StepFeed(
             self.loaders.train,
             at=self.clock.samples,
@@ -400,6 +408,14 @@ class _Run:
         progress = Progress(self.clock.pace.steps(config.max_duration) or 0, tokens_per_step)
         return Recorder(config.observe, rates, sinks, progress, device)
 
+    def _introduce(self) -> None:
+        config = self.config
+        self.recorder.note(
+            f"{config.name}: {config.model.preset} {format_count(parameter_count(config.model))} parameters on "
+            f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
+            f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
+        )
+
     def _describe(self, planner: Planner | None) -> None:
         if not self.world.is_first:
             return
@@ -409,8 +425,3 @@ class _Run:
             keep_tokenizer(self.loaders.tokenizer, self.folder.root / TOKENIZER, config.chat.template)
         if not self.known_facts:
             write_json(self.folder.facts, facts_of(config, self.world, self.loaders, planner))
-        self.recorder.note(
-            f"{config.name}: {config.model.preset} {format_count(parameter_count(config.model))} parameters on "
-            f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
-            f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
-        )

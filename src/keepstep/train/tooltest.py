@@ -11,10 +11,11 @@ from typing import Any
 
 from keepstep.core.errors import DataError
 from keepstep.core.files import write_atomic
-from keepstep.data.chat_files import Reject, read_conversations
+from keepstep.data.chat_files import NumberedRow, Reject, read_conversations
 from keepstep.data.chat_generate import generate_rows
 from keepstep.data.chat_loader import GENERATED
-from keepstep.data.chat_rows import Conversation, calls_of
+from keepstep.data.chat_rows import Conversation, Message, calls_of
+from keepstep.evaluate.calls import Call, Malformed, parse_calls
 from keepstep.evaluate.toolcalls import Task, ToolReport, judge, summarise
 from keepstep.train.speaker import Prompt, Sampling, Speaker
 
@@ -51,34 +52,60 @@ def load_questions(path: str, rows: int) -> list[Question]:
 
 
 def _from_file(path: Path, rows: int) -> Iterator[Question]:
-    refused = 0
+    refused = without_tools = 0
     for item in read_conversations(path):
-        if isinstance(item, Reject):
+        reason = item.reason if isinstance(item, Reject) else _why_not_asked(item.conversation)
+        if reason:
             refused += 1
-            print(f"{item.file} row {item.row}: {item.reason}", file=sys.stderr)
-        elif item.conversation.tools and rows:
-            if answer_place(item.conversation) is None:
-                refused += 1
-                print(f"{item.file} row {item.row}: nobody asks anything before the assistant speaks", file=sys.stderr)
-                continue
+            print(f"{item.file} row {item.row}: {reason}", file=sys.stderr)
+        elif isinstance(item, NumberedRow) and not item.conversation.tools:
+            without_tools += 1
+        elif isinstance(item, NumberedRow) and rows:
             rows -= 1
             yield question(item.conversation)
     if refused:
         print(f"{refused} rows were refused and not asked", file=sys.stderr)
+    if without_tools:
+        print(f"{without_tools} rows have no tools and were not asked", file=sys.stderr)
+
+
+def _why_not_asked(conversation: Conversation) -> str:
+    """Why a row with tools makes no question; empty where it makes one."""
+    turn = answer_place(conversation)
+    if not conversation.tools:
+        return ""
+    if turn is None:
+        return "nobody asks anything before the assistant speaks"
+    try:
+        wanted_calls(conversation.messages[turn])
+    except Malformed as bad:
+        return f"the answer calls something, but it cannot be read: {bad}"
+    return ""
 
 
 def question(conversation: Conversation, category: str = "") -> Question:
     """The conversation up to the assistant's first answer, and that turn's calls as the right ones."""
     turn = answer_place(conversation)
     assert turn is not None, "somebody asks something"
-    expected = calls_of(conversation.messages[turn])
+    expected = wanted_calls(conversation.messages[turn])
     prompt = Prompt(conversation.messages[:turn], conversation.tools)
     return Question(prompt, Task(category or _category(conversation, len(expected)), conversation.tools, expected))
 
 
+def wanted_calls(message: Message) -> list[Call]:
+    """The calls of a row's own answer, read from its text where they are written there. Raises Malformed.
+
+    Else a row whose answer is `<tool_call>…` in its content would want no call, and its very answer would be wrong.
+    """
+    return calls_of(message) or parse_calls(message["content"])
+
+
 def answer_place(conversation: Conversation) -> int | None:
-    """Where the assistant first answers somebody; what it says before, a greeting say, is no answer."""
-    roles = [item["role"] for item in conversation.messages]
+    """Where the assistant first answers somebody; what it says before, a greeting say, is no answer.
+
+    Nor is what nobody is to learn from: it may be there because it is wrong.
+    """
+    roles = [item["role"] if item.get("weight") != 0 else "" for item in conversation.messages]
     asked = roles.index("user") if "user" in roles else len(roles)
     return roles.index("assistant", asked) if "assistant" in roles[asked:] else None
 

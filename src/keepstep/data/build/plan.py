@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -125,13 +126,21 @@ def settle_plan(folder: Path, plan: Plan, tokenizer: Path) -> Plan:
         difference = _difference(json.loads(known.to_json()), json.loads(as_known.to_json()))
         raise DataError(
             f"{folder} was started with other inputs or options: {difference}",
-            "give the same inputs and options to go on, or another --out",
+            "give the same inputs and options to go on, or another --out" + _or_begin_anew(folder, known),
         )
     # Whoever goes on tokenises with the folder's own copy, and it stays with the data.
     copy = folder / TOKENIZER
     if not copy.is_file() or sha256_file(copy) != known.options.tokenizer_sha256:
         write_atomic(copy, tokenizer.read_bytes())
     return known
+
+
+def _or_begin_anew(folder: Path, known: Plan) -> str:
+    """Where a first try came to nothing, a mistyped option say, its folder need not be kept."""
+    tasks = range(len(known.tasks))
+    if len(open_tasks(folder, tasks)) < len(tasks):
+        return ""
+    return f"; none of its tasks is done: if nobody is at it, rm -r {shlex.quote(str(folder))} and start again"
 
 
 def _difference(known: Any, wanted: Any, at: str = "") -> str:

@@ -105,6 +105,13 @@ def test_a_byte_order_mark_costs_no_row(tmp_path: Path, name: str) -> None:
     assert kept(path) == ["Yes."]
 
 
+def test_a_path_that_is_not_there_is_told_from_one_without_conversations(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(f"there is no file or folder {tmp_path / 'missing.jsonl'}")):
+        list(read_conversations(tmp_path / "missing.jsonl"))
+    with pytest.raises(DataError, match="holds no conversations"):
+        list(read_conversations(tmp_path))
+
+
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1" + b"\0" * 64 + b"PAR1")

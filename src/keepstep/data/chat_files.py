@@ -71,7 +71,8 @@ def read_conversations(path: Path, form: FormatName = "auto") -> Iterator[Number
     """Every row of the files, numbered from 1 in each: as a conversation, or refused with a reason."""
     files = conversation_files(path)
     if not files:
-        raise DataError(f"{path} holds no conversations", f"give a file or folder of {', '.join(SUFFIXES)}")
+        wrong = f"{path} holds no conversations" if path.exists() else f"there is no file or folder {path}"
+        raise DataError(wrong, f"give a file or folder of {', '.join(SUFFIXES)}")
     wanted: RowFormat | None = None if form == "auto" else form
     for file in files:
         for number, row in enumerate(_raw_rows(file), start=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models import products
+from keepstep.models.activated import activated_gradient, activated_product
 from keepstep.models.added import added_product
 from keepstep.models.attention import Attention
 from keepstep.models.causal import attend_fused, has_kernel
@@ -18,11 +20,12 @@ from keepstep.models.documents import Bounds, attend_documents, document_bounds,
 from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
 from keepstep.models.gated import gated_gradient, gated_product
 from keepstep.models.head import head_loss
+from keepstep.models.kernels import activated as activated_kernels
 from keepstep.models.kernels import choice
 from keepstep.models.kernels import gated as gated_kernels
 from keepstep.models.kernels import turned as turned_kernels
 from keepstep.models.masks import make_context
-from keepstep.models.mlp import GatedMLP
+from keepstep.models.mlp import make_mlp
 from keepstep.models.norm import RMSNorm
 from keepstep.models.positions import rotate
 from keepstep.models.residual import add_and_norm
@@ -327,10 +330,52 @@ def test_swiglu_inside_its_products(tokens: int, hidden: int, ffn: int, width: i
     assert torch.equal(d_fused, gated_gradient(d_out, down, slopes, width))
 
 
-def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators() -> None:
+@hopper
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize(("tokens", "hidden", "ffn", "biased"), [(256, 512, 256, True), (14336, 1088, 3072, False)])
+def test_gelu_inside_its_products(tokens: int, hidden: int, ffn: int, biased: bool, approximate: str) -> None:
+    torch.manual_seed(10)
+    x, d_out = (torch.randn(tokens, hidden, device=CUDA).bfloat16() for _ in range(2))
+    up = (torch.randn(ffn, hidden, device=CUDA) * 0.1).bfloat16()
+    down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
+    # A bias that begins between two places where eight numbers could be read at once.
+    bias = torch.randn(ffn + 1, device=CUDA).bfloat16()[1:] if biased else None
+    assert activated_kernels.joins(x, ffn)
+    by_tanh = approximate == "tanh"
+    activation, slopes = activated_product(x, up, bias, by_tanh)
+    wide = F.linear(x, up, bias).float()
+    assert relative(activation, F.gelu(wide, approximate=approximate)) < 4e-3
+    d_wide = activated_gradient(d_out, down, slopes, by_tanh)
+    expected = torch.ops.aten.gelu_backward(torch.mm(d_out, down).float(), wide, approximate=approximate)
+    assert relative(d_wide, expected) < 5e-3
+    assert torch.equal(d_wide, activated_gradient(d_out, down, slopes, by_tanh))
+
+
+@hopper
+def test_gelu_of_every_number() -> None:
+    # The product with 1 is the number itself: all bf16 numbers of ordinary size, in rows of their own.
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=CUDA).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.abs() < 64]
+    x = torch.zeros((numbers.numel() + 255) // 256 * 256, 512, device=CUDA, dtype=torch.bfloat16)
+    x[: numbers.numel(), 0] = numbers
+    up = torch.zeros(256, 512, device=CUDA, dtype=torch.bfloat16)
+    up[:, 0] = 1
+    for by_tanh, approximate in ((False, "none"), (True, "tanh")):
+        value = numbers.double().requires_grad_()
+        expected = F.gelu(value, approximate=approximate)
+        (slope,) = torch.autograd.grad(expected.sum(), value)
+        ours = activated_product(x, up, None, by_tanh)
+        for part, truth in zip(ours, (expected.detach(), slope), strict=True):
+            got = part[: numbers.numel(), 7].double()
+            assert ((got - truth).abs() <= 0.005 * truth.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
+def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators(kind: Any) -> None:
     torch.manual_seed(11)
-    shape = ModelConfig(hidden=512, heads=8, kv_heads=4, ffn_hidden=1024, activation="swiglu", bias=False)
-    mlp = GatedMLP(shape).to(CUDA, torch.bfloat16)
+    biased = kind != "swiglu"
+    shape = ModelConfig(hidden=512, heads=8, kv_heads=4, ffn_hidden=1024, activation=kind, bias=biased)
+    mlp = make_mlp(shape).to(CUDA, torch.bfloat16)
     x = torch.randn(2, 256, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x)
     outcomes = []

@@ -8,14 +8,15 @@ from math import isnan
 
 import pytest
 import torch
-from model_variants import LLAMA, build, random_tokens
+from model_variants import LLAMA, TINY, build, random_tokens
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.activated import activated
 from keepstep.models.attention import Attention
 from keepstep.models.gated import gated
 from keepstep.models.kernels import cuda, proof, tiles
-from keepstep.models.mlp import GatedMLP
+from keepstep.models.mlp import GatedMLP, PlainMLP
 from keepstep.models.positions import rotate
 from keepstep.models.residual import joined_add_and_norm
 from keepstep.models.turn import project_and_turn, split_and_turn
@@ -97,6 +98,44 @@ def test_the_feed_forward_with_both_its_products(compiled: bool) -> None:
     ours, theirs = (outputs_and_gradients(one, [x, gate_up, down]) for one in (function, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("by_tanh", "bias"), [(False, True), (True, False)])
+def test_the_plain_feed_forward_with_both_its_products(by_tanh: bool, bias: bool, compiled: bool) -> None:
+    torch.manual_seed(5)
+    up, down = torch.nn.Linear(24, 32, bias), torch.nn.Linear(32, 24, bias)
+    x, residual = torch.randn(2, 5, 24), torch.randn(2, 5, 24)
+    weights = [*up.parameters(), *down.parameters()]
+
+    def joined(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        # A product with a bias takes no residual.
+        return activated(x, up, down, by_tanh, None if bias else residual) + residual * bias
+
+    def plain(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + down(F.gelu(up(x), approximate="tanh" if by_tanh else "none"))
+
+    def outcome(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        inputs = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+        output = function(*inputs)
+        return [output, *torch.autograd.grad(output, [*inputs, *weights], torch.ones_like(output).cumsum(-1))]
+
+    function = torch.compile(joined, backend="aot_eager", fullgraph=True) if compiled else joined
+    torch.testing.assert_close(outcome(function), outcome(plain), rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
+
+
+def test_which_plain_feed_forwards_are_one_step_of_differentiation() -> None:
+    block = build(ModelConfig(**TINY)).blocks["0"]
+    mlp = block.mlp
+    assert isinstance(mlp, PlainMLP)
+    assert mlp._spans_products()
+    block.keep_products_apart()  # type: ignore[operator]
+    assert not mlp._spans_products()
+    assert not PlainMLP(ModelConfig(**{**TINY, "linear": "bitnet"}))._spans_products()
+    assert not PlainMLP(ModelConfig(**{**TINY, "linear": "fp8"}))._spans_products()
 
 
 def test_frozen_weights_get_no_gradient_and_keep_no_input() -> None:

@@ -43,6 +43,8 @@ def test_the_attention_kernel_is_the_configured_one() -> None:
     [
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matmul"),
         ("gated_forward", "matmul"),
+        ("activated_backward", "matmul"),
+        ("triton_red_fused_gelu_gelu_backward_sum_view_2", "other"),
         ("turned", "matmul"),
         ("_turn_kernel", "other"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),

@@ -291,8 +291,8 @@ class ComputeConfig:
     compute and mask them, and so does auto where flash cannot: no GPU, fp32, ALiBi, a pipeline, context above 1, a head
     size that is no multiple of 8 or above 256. There flash itself is an error."""
     joined_products: bool = True
-    """Compute residual sums inside the products of matrices before them, on GPUs, and SwiGLU and rotary turns inside
-    those around them, on GPUs that have the kernels (Hopper); false computes all of it apart."""
+    """Compute residual sums inside the products of matrices before them, on GPUs, and SwiGLU, GELU and rotary turns
+    inside those around them, on GPUs that have the kernels (Hopper); false computes all of it apart."""
     loss_chunks: int = 0
     """Compute head and cross-entropy in this many pieces so that all logits never exist at once; 0 chooses by size."""
     threads: int = 0

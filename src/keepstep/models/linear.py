@@ -47,8 +47,13 @@ def _round_tokens(x: Tensor) -> Tensor:
     return (x / scale).round() * scale
 
 
+def is_dense(linear: nn.Module) -> bool:
+    """A product with or without a bias: neither another kind nor somebody's wrapper."""
+    return type(linear) is nn.Linear
+
+
 def is_plain(linear: nn.Module) -> bool:
-    """A product and nothing else: neither a bias nor another kind nor somebody's wrapper."""
+    """A product and nothing else."""
     return type(linear) is nn.Linear and linear.bias is None
 
 

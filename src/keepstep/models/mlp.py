@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.activated import activated
 from keepstep.models.added import add_product
 from keepstep.models.fp8 import Fp8Linear, fp8_gated
 from keepstep.models.gated import gated
-from keepstep.models.linear import is_plain, make_linear
+from keepstep.models.linear import is_dense, is_plain, make_linear
 from keepstep.models.swiglu import swiglu
 
 
@@ -75,22 +76,29 @@ class PlainMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.joined = True
-        """Whether the last product may be joined with what follows; tensor parallelism says no."""
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        """Whether products may be joined with what is around them; tensor parallelism says no."""
+        self.keeps_activation = True
+        """Whether what is between the products may be kept for the backward pass; selective recomputation says no."""
+        self.by_tanh = config.activation == "gelu_tanh"
         self.up = make_linear(config.linear, config.hidden, config.ffn_size, config.bias)
         self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
 
     def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+        if x_btd.is_cuda and self._spans_products():
+            return activated(x_btd, self.up, self.down, self.by_tanh, residual_btd)
+        wide_btf = F.gelu(self.up(x_btd), approximate="tanh" if self.by_tanh else "none")
         if residual_btd is not None:
-            wide = F.gelu(self.up(x_btd), approximate=self.approximate)
-            return add_product(wide, self.down.weight.to(wide.dtype), residual_btd)
-        output_btd: Tensor = self.down(F.gelu(self.up(x_btd), approximate=self.approximate))
+            return add_product(wide_btf, self.down.weight.to(wide_btf.dtype), residual_btd)
+        output_btd: Tensor = self.down(wide_btf)
         return output_btd
 
     def adds_inside(self) -> bool:
         """Whether the last product may take the residual."""
         return self.joined and is_plain(self.down)
+
+    def _spans_products(self) -> bool:
+        return self.joined and self.keeps_activation and is_dense(self.up) and is_dense(self.down)
 
 
 def make_mlp(config: ModelConfig) -> GatedMLP | PlainMLP:

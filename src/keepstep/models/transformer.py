@@ -18,7 +18,7 @@ from keepstep.models.cache import KeyValueCache
 from keepstep.models.documents import Bounds
 from keepstep.models.head import Head, head_output
 from keepstep.models.masks import Context, make_context
-from keepstep.models.mlp import GatedMLP, make_mlp
+from keepstep.models.mlp import make_mlp
 from keepstep.models.norm import make_norm
 from keepstep.models.positions import document_positions
 from keepstep.models.residual import add_and_norm
@@ -58,8 +58,7 @@ class Block(nn.Module):
     def keep_products_apart(self) -> None:
         """Compute what is between products beside them, and not inside."""
         self.attention.joined = False
-        if isinstance(self.mlp, GatedMLP):
-            self.mlp.keeps_activation = False
+        self.mlp.keeps_activation = False
 
 
 class Transformer(nn.Module):

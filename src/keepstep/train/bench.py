@@ -23,7 +23,7 @@ from keepstep.train.build import build_learner, compute_dtype, device_name, devi
 from keepstep.train.kernels import chosen_kernels
 from keepstep.train.readback import Readback
 
-_JOINED = ("gated_forward", "gated_backward", "turned")
+_JOINED = ("gated_forward", "gated_backward", "activated_forward", "activated_backward", "turned")
 """Products of our own, with what else happens inside them."""
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),

@@ -25,14 +25,6 @@ __device__ __forceinline__ u32 product_and_slopes(u32& gates, u32& ups) {
   ups = pack(by_up[0], by_up[1]);
   return pack(product[0], product[1]);
 }
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
-  u32 both;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
-  return both;
-}
-__device__ __forceinline__ uint4 times(uint4 a, uint4 b) {
-  return {times(a.x, b.x), times(a.y, b.y), times(a.z, b.z), times(a.w, b.w)};
-}
 
 // Runs of eight gates and their eight ups take turns among the columns: a thread's sums hold both sides of each product.
 struct GatedForward {
@@ -84,19 +76,14 @@ struct GatedForward {
   }
 };
 
-struct GatedBackward {
-  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8;
-  const TensorMap *down, *slopes_map;
+struct GatedBackward : ByInputs {
+  const TensorMap* slopes_map;
   const uint4* slopes;
   uint4* d_fused;
   int width, row_eights;
   typedef int Spot;  // of this lane's first eight gates
   struct Inputs { uint4 gate[2], up[2]; };
 
-  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
-    for (int i = rank * 2; i < rank * 2 + 2; ++i)
-      fetch_for_both(to + i * (RIGHT_BYTES / 4), down, column * COLUMNS + i * 64, step * DEPTH, barrier);
-  }
   __device__ __forceinline__ int gates_at(int column) const {
     const int per_block = width / COLUMNS;
     return column / per_block * 2 * width + column % per_block * COLUMNS;
@@ -115,10 +102,6 @@ struct GatedBackward {
   __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
     const uint4 *from = slopes + place(spot, piece, warp), *below = from + 16 * row_eights;
     return {{from[0], below[0]}, {from[width / 8], below[width / 8]}};
-  }
-  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
-    lay(at, words[0], words[1], words[2], words[3]);
-    lay(at ^ 32, words[4], words[5], words[6], words[7]);
   }
   __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
     uint4 dy[2];
@@ -142,6 +125,6 @@ KERNEL gated_forward(MAP left, MAP gate_up, uint4* slopes, uint4* product, int r
 
 KERNEL gated_backward(MAP left, MAP down, MAP slopes_map, const uint4* slopes, uint4* d_fused, int row_pairs,
                       int column_tiles, int steps, int width, int row_eights) {
-  const GatedBackward finish = {&down, &slopes_map, slopes, d_fused, width, row_eights};
+  const GatedBackward finish = {{&down}, &slopes_map, slopes, d_fused, width, row_eights};
   run_tiles(&left, finish, row_pairs, column_tiles, steps);
 }

@@ -85,6 +85,15 @@ __device__ __forceinline__ float power_of_two(float x) {
   return y;
 }
 
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 both;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+  return both;
+}
+__device__ __forceinline__ uint4 times(uint4 a, uint4 b) {
+  return {times(a.x, b.x), times(a.y, b.y), times(a.z, b.z), times(a.w, b.w)};
+}
+
 // Four 8 × 8 matrices between registers and a strip: rows 0 to 7 and 8 to 15 of 8 columns, then of the next 8.
 __device__ __forceinline__ void lay(u32 at, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),

@@ -193,4 +193,40 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
   cluster_sync();
 }
 
+// ---- what finishes have in common ----
+
+// Right lies as [n, k], and its columns are handed over as they come, 64 at a time.
+struct ByOutputs {
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  const TensorMap* right;
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+    fetch_for_both(to + rank * (RIGHT_BYTES / 2), right, step * DEPTH, column * COLUMNS + rank * (COLUMNS / 2), barrier);
+  }
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+#pragma unroll
+    for (int strip = 0; strip < 2; ++strip) {
+      const u32* w = words + strip * 8;
+      lay(at + strip * STRIP_BYTES, w[0], w[1], w[2], w[3]);
+      lay((at ^ 32) + strip * STRIP_BYTES, w[4], w[5], w[6], w[7]);
+    }
+  }
+};
+
+// Right lies as [k, n], and its columns are handed over as they come, 32 at a time.
+struct ByInputs {
+  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8;
+  const TensorMap* right;
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+    for (int i = rank * 2; i < rank * 2 + 2; ++i)
+      fetch_for_both(to + i * (RIGHT_BYTES / 4), right, column * COLUMNS + i * 64, step * DEPTH, barrier);
+  }
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+    lay(at, words[0], words[1], words[2], words[3]);
+    lay(at ^ 32, words[4], words[5], words[6], words[7]);
+  }
+};
+
 #define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)

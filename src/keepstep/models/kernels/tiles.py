@@ -22,7 +22,7 @@ _MULTIPLYING_WARPS, _PIECES_AHEAD, _STRIP_BYTES = 8, 2, 1024
 _BARRIERS_BYTES = 512
 _LEAST_DEPTH = 8 * DEPTH
 """A step for each piece of a tile."""
-_STRIPS = {"gated_forward": 2, "gated_backward": 1, "turned": 2}
+_STRIPS = {"gated_forward": 2, "gated_backward": 1, "activated_forward": 2, "activated_backward": 1, "turned": 2}
 """By name of the function: strips that a piece is handed over in, as its `Finish` says."""
 
 
@@ -50,7 +50,7 @@ def right_map(right_nk: Tensor) -> TensorMap:
 
 
 def start(
-    file: str, name: str, left_mk: Tensor, others: Sequence[TensorMap | Tensor], column_tiles: int, *sizes: int
+    file: str, name: str, left_mk: Tensor, others: Sequence[TensorMap | Tensor | None], column_tiles: int, *sizes: int
 ) -> None:
     """Run a kernel: its arguments are the left side's map, `others`, the sizes of the product, and `sizes`."""
     m, k = left_mk.shape

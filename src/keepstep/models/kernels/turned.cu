@@ -3,28 +3,14 @@
 // A row's heads come group by group: a group's query heads, its key head, its value head. Channel i of a head is turned
 // together with channel i + 32; values are not turned.
 
-struct Turned {
-  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
-  const TensorMap* weight;
+struct Turned : ByOutputs {
   uint4 *query, *key, *value;    // eight numbers each
   const float4 *cosines, *sines;  // eight of them a row of the tables
   int table_rows, queries, groups;
   struct Spot { int row, head; };
   struct Inputs {};
 
-  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
-    fetch_for_both(to + rank * (RIGHT_BYTES / 2), weight, step * DEPTH, column * COLUMNS + rank * (COLUMNS / 2), barrier);
-  }
-  __device__ __forceinline__ void warm_up(int, int, int) const {}
   __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
-  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
-#pragma unroll
-    for (int strip = 0; strip < 2; ++strip) {
-      const u32* w = words + strip * 8;
-      lay(at + strip * STRIP_BYTES, w[0], w[1], w[2], w[3]);
-      lay((at ^ 32) + strip * STRIP_BYTES, w[4], w[5], w[6], w[7]);
-    }
-  }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     return {tile.row + (int)threadIdx.x % 32 / 4, tile.column * (COLUMNS / 64)};
   }
@@ -63,6 +49,6 @@ struct Turned {
 
 KERNEL turned(MAP left, MAP weight, uint4* query, uint4* key, uint4* value, const float4* cosines, const float4* sines,
               int row_pairs, int column_tiles, int steps, int table_rows, int queries, int groups) {
-  const Turned finish = {&weight, query, key, value, cosines, sines, table_rows, queries, groups};
+  const Turned finish = {{&weight}, query, key, value, cosines, sines, table_rows, queries, groups};
   run_tiles(&left, finish, row_pairs, column_tiles, steps);
 }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import isnan
+from typing import Any
 
 import pytest
 import torch
 from model_variants import LLAMA, TINY, build, random_tokens
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.activated import activated
@@ -125,6 +129,39 @@ def test_the_plain_feed_forward_with_both_its_products(by_tanh: bool, bias: bool
     function = torch.compile(joined, backend="aot_eager", fullgraph=True) if compiled else joined
     torch.testing.assert_close(outcome(function), outcome(plain), rtol=1e-4, atol=1e-4)
     torch.compiler.reset()
+
+
+class _Products(TorchDispatchMode):
+    """Counts products of matrices, and operators that stand for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "keepstep" or func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_full_recomputation_ends_before_the_last_product(activation: str) -> None:
+    x = torch.randn(2, 5, 24, requires_grad=True)
+    if activation == "swiglu":
+        gate_up, down = torch.randn(64, 24, requires_grad=True), torch.randn(24, 32, requires_grad=True)
+        function, weights = partial(gated, gate_up_nk=gate_up, down_kf=down, width=8), [gate_up, down]
+    else:
+        first, last = torch.nn.Linear(24, 32), torch.nn.Linear(32, 24)
+        function = partial(activated, up=first, down=last, by_tanh=False, residual_btk=None)
+        weights = [*first.parameters(), *last.parameters()]
+    plain = torch.autograd.grad(function(x).sin().sum(), [x, *weights])
+    products = _Products()
+    with products:
+        # What follows keeps nothing of its own here: its input is the output of the function.
+        output = checkpoint(function, x, use_reentrant=False)
+        assert products.count == 2
+        again = torch.autograd.grad(output.sin().sum(), [x, *weights])
+    assert products.count == 2 + 1 + 4
+    torch.testing.assert_close(again, plain)
 
 
 def test_which_plain_feed_forwards_are_one_step_of_differentiation() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepstep.config.load import load_config
 from keepstep.core.errors import DataError
+from keepstep.models.size import matmul_parameters
 from keepstep.plan.calibrate import agreement, calibrate, measured_run, read_runs, same_device
 from keepstep.plan.cluster import find_cluster, read_profiles
 from keepstep.plan.plan import shipped_runs
@@ -113,3 +115,50 @@ def test_a_slower_network_is_waited_for() -> None:
     fast, slow = plan_speed(work, cluster), plan_speed(work, replace(cluster, network_gb_s=1))
     assert slow.step.exposed_s["shard"] > 10 * fast.step.exposed_s["shard"]
     assert slow.mfu < fast.mfu
+
+
+def measured_runs() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    truth, steps = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("plan_truth", "h200"))
+    return truth["calibration"], [*truth["runs"], steps["llama1b_bf16"], steps["mpt1b"], steps["llama1b_fp8"]]
+
+
+def test_one_other_run_brings_all_that_were_measured_within_a_tenth() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    calibration, runs = measured_runs()
+    lines = agreement(map(measured_run, runs), cluster, calibrate([measured_run(calibration)], cluster))
+    assert len(lines) == 15
+    for line in lines:
+        assert abs(line.step_error) < 0.1
+        assert line.memory_error is not None
+        assert abs(line.memory_error) < 0.05
+
+
+def test_what_is_beside_products_and_attention_takes_the_time_that_was_measured() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    calibration, runs = measured_runs()
+    for run in [calibration, *runs]:
+        planned = plan_speed(measured_run(run).work, cluster).step
+        assert planned.memory_s == pytest.approx(run["breakdown"]["other"] + run["breakdown"]["copies"], rel=0.2), run
+        assert planned.update_s == pytest.approx(run["breakdown"]["optimizer"], rel=0.15), run
+
+
+@pytest.mark.parametrize("model", ["mpt-1b", "llama-1b"])
+def test_what_happens_inside_products_takes_no_time_beside_them(model: str) -> None:
+    words = f"model={model} precision=bf16 microbatch=4 global_batch=4"
+    inside, apart = (workload(words + more, 1) for more in ("", " compute.joined_products=false"))
+    hopper, older = (find_cluster(name, read_profiles()) for name in ("h200:1", "a100-80:1"))
+    assert plan_speed(inside, hopper).step.memory_s < 0.9 * plan_speed(apart, hopper).step.memory_s
+    # Of it all, sums before norms alone need no Hopper GPU, and only where products have no bias.
+    shares = [plan_speed(work, older).step.memory_s for work in (inside, apart)]
+    assert (shares[0] == shares[1]) == inside.model.bias
+
+
+def test_full_recomputation_leaves_out_the_last_product() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    words = "model=llama-1b precision=bf16 microbatch=4 global_batch=4 compute.recompute="
+    none, full = (plan_speed(workload(words + mode, 1), cluster).step.matmul_s for mode in ("none", "full"))
+    model = workload(words + "full", 1).model
+    whole = 2 * (matmul_parameters(model) - model.padded_vocab * model.hidden)
+    last = 2 * model.layers * model.ffn_size * model.hidden
+    per_flop = none / (6 * matmul_parameters(model))
+    assert full - none == pytest.approx((whole - last) * per_flop)

@@ -14,56 +14,47 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from keepstep.models.added import added_product
+from keepstep.models.added import last_product, output_token
 from keepstep.models.kernels.activated import activated_backward, activated_forward, joins
 
 
 def activated(x_btk: Tensor, up: nn.Linear, down: nn.Linear, by_tanh: bool, residual_btk: Tensor | None) -> Tensor:
     """down(gelu(up(x))), and a residual where one is given, which only a product without a bias takes."""
     parts: list[Tensor | None] = [up.weight, up.bias, down.weight, down.bias]
-    cast = [None if part is None else part.to(x_btk.dtype) for part in parts]
+    up_fk, up_bias_f, down_kf, down_bias_k = (None if part is None else part.to(x_btk.dtype) for part in parts)
+    assert down_kf is not None
     residual_mk = None if residual_btk is None else residual_btk.flatten(0, -2)
-    output_mk: Tensor = _Activated.apply(x_btk.flatten(0, -2), *cast, residual_mk, by_tanh)  # type: ignore[no-untyped-call]
-    return output_mk.view_as(x_btk)
+    token_mk, activation_mf = _Activated.apply(x_btk.flatten(0, -2), up_fk, up_bias_f, down_kf, by_tanh)  # type: ignore[no-untyped-call]
+    return last_product(token_mk, activation_mf, down_kf, down_bias_k, residual_mk).view_as(x_btk)
 
 
 class _Activated(torch.autograd.Function):
-    """Spans both products, because GELU's backward is part of the second one's."""
+    """Has the gradients of both products, because GELU's backward is part of the second one's."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_mk: Tensor,
-        up_fk: Tensor,
-        up_bias_f: Tensor | None,
-        down_kf: Tensor,
-        down_bias_k: Tensor | None,
-        residual_mk: Tensor | None,
-        by_tanh: bool,
-    ) -> Tensor:
+        ctx: Any, x_mk: Tensor, up_fk: Tensor, up_bias_f: Tensor | None, down_kf: Tensor, by_tanh: bool
+    ) -> tuple[Tensor, Tensor]:
         activation_mf, kept_mf = activated_product(x_mk, up_fk, up_bias_f, by_tanh)
         # Frozen weights have no gradient to keep inputs for.
-        _, by_up, _, by_down, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x_mk if by_up else None, up_fk, down_kf, activation_mf if by_down else None, kept_mf)
+        _, by_up, _, by_down, _ = ctx.needs_input_grad
+        left_mk, right_mf = x_mk if by_up else None, activation_mf if by_down else None
+        ctx.save_for_backward(left_mk, up_fk, down_kf, right_mf, kept_mf)
         ctx.by_tanh = by_tanh
-        if residual_mk is not None:
-            stream_mk: Tensor = added_product(activation_mf, down_kf, residual_mk)
-            return stream_mk
-        return F.linear(activation_mf, down_kf, down_bias_k)
+        ctx.mark_non_differentiable(activation_mf)
+        return output_token(x_mk, down_kf), activation_mf
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x_mk, up_fk, down_kf, activation_mf, kept_mf = ctx.saved_tensors
-        (d_out_mk,) = gradients
-        by_x, by_up, by_up_bias, by_down, by_down_bias, by_residual, _ = ctx.needs_input_grad
+        d_out_mk = gradients[0]
+        by_x, by_up, by_up_bias, by_down, _ = ctx.needs_input_grad
         d_wide_mf = activated_gradient(d_out_mk, down_kf, kept_mf, ctx.by_tanh)
         return (
             torch.mm(d_wide_mf, up_fk) if by_x else None,
             torch.mm(d_wide_mf.t(), x_mk) if by_up else None,
             d_wide_mf.sum(0) if by_up_bias else None,
             torch.mm(d_out_mk.t(), activation_mf) if by_down else None,
-            d_out_mk.sum(0) if by_down_bias else None,
-            d_out_mk if by_residual else None,
             None,
         )
 

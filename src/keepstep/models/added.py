@@ -1,4 +1,4 @@
-"""The residual stream added inside the product that ends a sub-block, as one step of differentiation.
+"""The product that ends a sub-block: the residual stream added inside it, and its gradient left to what comes before.
 
 Apart, the sum is two more passes over the stream. cuBLASLt adds a matrix on the way out of a product, in fp32 and
 before the only rounding; torch's addmm does so as well, but copies the matrix first.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from keepstep.models.products import multiply_and_add
 
@@ -41,6 +42,47 @@ class _AddProduct(torch.autograd.Function):
             torch.mm(d_stream_md.t(), left_mk) if by_weight else None,
             d_stream_md,
         )
+
+
+def output_token(x_mk: Tensor, weight_dk: Tensor) -> Tensor:
+    """What stands for an output [m, d] before it is computed; it has no numbers of its own."""
+    return x_mk.new_empty(()).expand(x_mk.shape[0], weight_dk.shape[0])
+
+
+def last_product(
+    token_md: Tensor, left_mk: Tensor, weight_dk: Tensor, bias_d: Tensor | None, residual_md: Tensor | None
+) -> Tensor:
+    """left · weightᵀ with a bias or a residual, for a step before it that computes its gradients together with its own.
+
+    `token_md` comes from that step and gets this output's gradient. Nothing is kept for the backward pass, so that full
+    recomputation ends before this product.
+    """
+    output_md: Tensor = _LastProduct.apply(token_md, left_mk, weight_dk.detach(), bias_d, residual_md)  # type: ignore[no-untyped-call]
+    return output_md
+
+
+class _LastProduct(torch.autograd.Function):
+    """Hands its gradient to the token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ARG004 - nothing is kept
+        token_md: Tensor,  # noqa: ARG004 - stands for the output
+        left_mk: Tensor,
+        weight_dk: Tensor,
+        bias_d: Tensor | None,
+        residual_md: Tensor | None,
+    ) -> Tensor:
+        if residual_md is None:
+            return F.linear(left_mk, weight_dk, bias_d)
+        stream_md: Tensor = added_product(left_mk, weight_dk, residual_md)
+        return stream_md
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (d_out_md,) = gradients
+        *_, by_bias, by_residual = ctx.needs_input_grad
+        return d_out_md, None, None, d_out_md.sum(0) if by_bias else None, d_out_md if by_residual else None
 
 
 @torch.library.custom_op("keepstep::added_product", mutates_args=())

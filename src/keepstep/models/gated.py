@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepstep.models.added import added_product
+from keepstep.models.added import last_product, output_token
 from keepstep.models.kernels.gated import gated_backward, gated_forward, joins
 from keepstep.models.swiglu import activate, activate_backward
 
@@ -21,34 +21,28 @@ from keepstep.models.swiglu import activate, activate_backward
 def gated(x_btk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int, residual_btk: Tensor | None = None) -> Tensor:
     """down · (silu(gate) × up) of blocks of `width` gates and ups, and a residual where one is given."""
     residual_mk = None if residual_btk is None else residual_btk.flatten(0, -2)
-    output_mk: Tensor = _Gated.apply(x_btk.flatten(0, -2), gate_up_nk, down_kf, width, residual_mk)  # type: ignore[no-untyped-call]
-    return output_mk.view_as(x_btk)
+    token_mk, product_mf = _Gated.apply(x_btk.flatten(0, -2), gate_up_nk, down_kf, width)  # type: ignore[no-untyped-call]
+    return last_product(token_mk, product_mf, down_kf, None, residual_mk).view_as(x_btk)
 
 
 class _Gated(torch.autograd.Function):
-    """Spans both products, because the activation's backward is part of the second one's."""
+    """Has the gradients of both products, because the activation's backward is part of the second one's."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_mk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int, residual_mk: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x_mk: Tensor, gate_up_nk: Tensor, down_kf: Tensor, width: int) -> tuple[Tensor, Tensor]:
         product_mf, kept_mn = gated_product(x_mk, gate_up_nk, width)
         # Frozen weights have no gradient to keep inputs for.
         by_gate_up, by_down = ctx.needs_input_grad[1:3]
         left_mk, right_mf = x_mk if by_gate_up else None, product_mf if by_down else None
         ctx.save_for_backward(left_mk, gate_up_nk, down_kf, right_mf, kept_mn)
         ctx.width = width
-        output_mk: Tensor
-        if residual_mk is None:
-            output_mk = torch.mm(product_mf, down_kf.t())
-        else:
-            output_mk = added_product(product_mf, down_kf, residual_mk)
-        return output_mk
+        ctx.mark_non_differentiable(product_mf)
+        return output_token(x_mk, down_kf), product_mf
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x_mk, gate_up_nk, down_kf, product_mf, kept_mn = ctx.saved_tensors
-        (d_out_mk,) = gradients
+        d_out_mk = gradients[0]
         by_x, by_gate_up, by_down = ctx.needs_input_grad[:3]
         d_fused_mn = gated_gradient(d_out_mk, down_kf, kept_mn, ctx.width)
         return (
@@ -56,7 +50,6 @@ class _Gated(torch.autograd.Function):
             torch.mm(d_fused_mn.t(), x_mk) if by_gate_up else None,
             torch.mm(d_out_mk.t(), product_mf) if by_down else None,
             None,
-            d_out_mk if ctx.needs_input_grad[4] else None,
         )
 
 

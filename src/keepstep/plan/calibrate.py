@@ -37,6 +37,8 @@ class Measured:
     matmul_s: float | None = None
     """Device seconds of a step in products and in attention, where the run was profiled."""
     attention_s: float | None = None
+    memory_s: float | None = None
+    """The same in all else, where that is known and no other process was waited for."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,13 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
         precision="bf16" if entry["precision"] == "auto" else entry["precision"],
         recompute=entry["recompute"],
         compiled=bool(entry.get("compile", False)),
+        joined_products=bool(entry.get("joined_products", True)),
         loss_chunks=int(entry.get("loss_chunks", 0)),
     )
     step_s = entry.get("step_s") or work.tokens_per_step / float(entry["tokens_per_s"])
     peak = entry.get("peak_memory_gib")
     kernels = entry.get("breakdown") or {}
+    rest = kernels.keys() - {"matmul", "attention"}
     return Measured(
         replace(work, device_bytes=_device_bytes(str(entry["device"]))),
         str(entry["device"]),
@@ -103,6 +107,7 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
         None if peak is None else float(peak),
         kernels.get("matmul"),
         kernels.get("attention"),
+        sum(kernels[kind] for kind in rest) if rest and work.degrees.world_size == 1 else None,
     )
 
 
@@ -160,7 +165,11 @@ def _kernels(run: Measured) -> list[float | None]:
     """The measured counterpart of `_parts`, where the profiler has told."""
     if run.matmul_s is None or run.attention_s is None:
         return [None, None, None]
-    return [run.matmul_s, run.attention_s, run.step_s - run.matmul_s - run.attention_s]
+    if run.memory_s is None:
+        return [run.matmul_s, run.attention_s, run.step_s - run.matmul_s - run.attention_s]
+    # A profiled step is not the median one, and there is time between kernels: both belong to all of them alike.
+    stretch = run.step_s / (run.matmul_s + run.attention_s + run.memory_s)
+    return [part * stretch for part in (run.matmul_s, run.attention_s, run.memory_s)]
 
 
 def _mean_ratio(measured: Sequence[float | None], predicted: Sequence[float]) -> float:

@@ -32,6 +32,11 @@ class Gpu:
     memory_share: float = 0.85
     """Of the memory rate, what element-wise kernels reach."""
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether products of our own run on it, which take in activations and turns."""
+        return self.name.partition("-")[0].lower() in ("h100", "h200")
+
     def flops(self, precision: str) -> float:
         """Dense FLOP/s at a precision; fp8 falls back to bf16 where the device has none."""
         rate = self.tflops.get(precision) or self.tflops.get("bf16")

@@ -74,8 +74,18 @@ def received_streams(work: Workload, stage: int) -> int:
     return 2 * work.stages_per_process - int(stage == 0) - int(stage == work.degrees.pipeline - 1)
 
 
-def block_adapters(work: Workload) -> int:
-    """Numbers in one block's adapters: the first factor has a row a rank for each projection, the second is shared."""
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """One of a block's linears with adapters on it."""
+
+    projections: int
+    """With an adapter: each has a first factor of its own, the second is shared."""
+    inputs: int
+    outputs: int
+
+
+def adapted_linears(work: Workload) -> list[AdaptedLinear]:
+    """A block's linears that have adapters."""
     model, targets = work.model, set(work.lora_targets)
     query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
     gated = model.activation == "swiglu"
@@ -85,11 +95,13 @@ def block_adapters(work: Workload) -> int:
         ("gate", "up") if gated else ("up",): (model.hidden, (2 if gated else 1) * model.ffn_size),
         ("down",): (model.ffn_size, model.hidden),
     }
-    numbers = sum(
-        len(targets & set(names)) * inputs + outputs
-        for names, (inputs, outputs) in linears.items()
-        if targets & set(names)
-    )
+    counted = ((len(targets & set(names)), sizes) for names, sizes in linears.items())
+    return [AdaptedLinear(projections, *sizes) for projections, sizes in counted if projections]
+
+
+def block_adapters(work: Workload) -> int:
+    """Numbers in one block's adapters."""
+    numbers = sum(linear.projections * linear.inputs + linear.outputs for linear in adapted_linears(work))
     return work.lora_rank * numbers // work.degrees.tensor
 
 

@@ -103,10 +103,12 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     # Forward costs 2 a parameter, backward 2 for gradients of inputs and 2 for those of weights, which frozen ones do
     # not have; full recomputation repeats the blocks' forward.
     learned = 4 if work.lora_rank else 6
-    passes = learned + (2 if work.recompute == "full" else 0)
+    repeated = _repeated_parameters(work, block)
     rate = gpu.flops(work.precision) * gpu.matmul_share
     head_rate = gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpu.matmul_share
-    matmul_s = tokens * (passes * block * blocks / rate + learned * head / head_rate) / degrees.tensor
+    block_flops = learned * block + 2 * repeated
+    matmul_s = tokens * (block_flops * blocks / rate + learned * head / head_rate) / degrees.tensor
+    passes = learned + (2 if work.recompute == "full" else 0)
     # Adapters are split over the tensor axis already, and never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate
 
@@ -117,15 +119,25 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     attention_rate = gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpu.attention_share
     attention_s = attention_passes * scores * blocks / attention_rate
 
-    moved = tokens * (block_traffic(work) * blocks + (head_traffic(work) if head else 0.0))
+    moved = tokens * (block_traffic(work, gpu) * blocks + (head_traffic(work) if head else 0.0))
     moved += weight_traffic(work, counts)
     memory_s = moved / (gpu.memory_gb_s * 1e9 * gpu.memory_share)
     return _MicroBatch(
         matmul_s * factors.matmul,
         attention_s * factors.attention,
         memory_s * factors.memory,
-        forward_share=2 / passes,
+        forward_share=2 * block / block_flops,
     )
+
+
+def _repeated_parameters(work: Workload, block: float) -> float:
+    """Of a block's parameters, those whose products recomputation repeats."""
+    if work.recompute != "full":
+        return 0
+    # Recomputation ends with the last tensor that was kept. The last product gives none, but in fp8, where it casts its
+    # own input, and with adapters, which follow it.
+    apart = work.precision == "fp8" or work.lora_rank
+    return block if apart else block - work.model.ffn_size * work.model.hidden
 
 
 def _step_time(

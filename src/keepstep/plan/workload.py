@@ -53,6 +53,7 @@ class Workload:
     recompute: Recompute = "none"
     keep_gathered: bool = False
     compiled: bool = False
+    joined_products: bool = True
     loss_chunks: int = 0
     optimizer: Literal["adamw", "muon"] = "adamw"
     schedule: Schedule = "1f1b"
@@ -126,6 +127,7 @@ def workload_of(
         recompute="none" if config.compute.recompute == "auto" else config.compute.recompute,
         keep_gathered=config.parallel.keep_gathered,
         compiled=config.compute.compile,
+        joined_products=config.compute.joined_products,
         loss_chunks=config.compute.loss_chunks,
         optimizer=config.optimizer.name,
         schedule=config.parallel.schedule,

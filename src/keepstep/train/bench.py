@@ -45,6 +45,7 @@ class StepBench:
     microbatch: int
     recompute: str
     compile: bool
+    joined_products: bool
     precision: str
     device: str
     world_size: int
@@ -107,6 +108,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             microbatch=config.microbatch,
             recompute=config.compute.recompute,
             compile=config.compute.compile,
+            joined_products=config.compute.joined_products,
             precision=config.precision,
             device=device_name(device),
             world_size=ranks.world_size,

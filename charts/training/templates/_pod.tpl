@@ -20,6 +20,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* The launcher gives up on its workers before Kubernetes gives up on the launcher. */ -}}
 {{- $grace := int $v.terminationGracePeriodSeconds -}}
 {{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (sub $grace (min 60 (div $grace 10)) | toString) -}}
+{{- /* What is saved anywhere else goes with the pod: the launcher refuses it. */ -}}
+{{- $_ := set $merged "KEEPSTEP_VOLUMES" $v.storage.mountPath -}}
 {{- $merged = mergeOverwrite $merged $v.environment.variables -}}
 {{- $env := list -}}
 {{- range $name, $value := $merged }}{{ $env = append $env (dict "name" $name "value" (include "training.scalar" $value | replace "$" "$$")) }}{{ end -}}

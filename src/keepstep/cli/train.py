@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import EXIT_FAILED, ConfigError, KeepstepError, StopRequested
+from keepstep.core.errors import EXIT_FAILED, ConfigError, KeepstepError, StopRequested, UsageError
 from keepstep.core.ranks import Ranks, from_environment
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.on != "local" or args.nodes is not None or args.dry_run:
         from keepstep.launch.submit import submit_run
 
+        _refuse_local_flags(args)
         return submit_run(args.on, path, overrides, config, args.nodes, args.dry_run)
     if args.ui:
         from keepstep.cli.ui import start_beside
@@ -61,6 +62,19 @@ def run(args: argparse.Namespace) -> int:
     if code == 0:
         print(f"done: {config.runs_dir}/{config.name}")
     return code
+
+
+def _refuse_local_flags(args: argparse.Namespace) -> None:
+    """Raise where a flag is given that a submitted run would not heed."""
+    if args.procs != "auto":
+        raise UsageError(
+            f"--procs {args.procs} counts processes of this machine, and the run is for {args.on}",
+            "processes_per_node (Slurm) or gpus_per_node in the profile",
+        )
+    if args.ui:
+        raise UsageError(
+            f"--ui shows a run of this machine, and the run is for {args.on}", "keepstep ui, once the run has begun"
+        )
 
 
 def load_run(path: Path | None, overrides: list[str]) -> RunConfig:

@@ -69,7 +69,7 @@ def test_a_pod_refuses_to_save_beside_its_volume_however_it_was_told_to(
     ]
     container = training_container(template("my-run", "training", *flags))
     for entry in container["env"]:
-        monkeypatch.setenv(entry["name"], entry["value"])
+        monkeypatch.setenv(entry["name"], entry.get("value", ""))
     (tmp_path / "run.yaml").write_text("{model: mpt-tiny, data: synthetic, max_duration: 1ba, compute: {device: cpu}}")
     monkeypatch.chdir(tmp_path)
     words = [word.replace("/etc/keepstep", str(tmp_path)) for word in container["args"]]

@@ -43,7 +43,9 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield option("job-name", slug(job.name))
     fewest = job.min_nodes if 0 < job.min_nodes < job.nodes else 0
     yield option("nodes", f"{fewest}-{job.nodes}" if fewest else str(job.nodes))
-    yield option("ntasks-per-node", "1")
+    if not fewest:
+        # With a range it would make Slurm content with as many tasks, and so nodes, as the fewest: srun says it itself.
+        yield option("ntasks-per-node", "1")
     if profile.gpus_per_node:
         yield option("gpus-per-node", str(profile.gpus_per_node))
     if profile.cpus_per_node:

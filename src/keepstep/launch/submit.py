@@ -10,7 +10,7 @@ from keepstep.config.check import check_layout
 from keepstep.config.dump import written
 from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import ConfigError, UsageError
 from keepstep.launch import kubernetes, slurm
 from keepstep.launch.job import Job, JobRecord, Target, absolute, all_records, read_target, unreachable
 from keepstep.launch.kept import check_kept
@@ -77,8 +77,18 @@ def processes_per_node(profile: Profile) -> int:
 
 def _check_layout(job: Job, profile: Profile, config: RunConfig) -> None:
     # Told now rather than by every process an hour later, when the job leaves the queue.
-    for nodes in {job.nodes, job.min_nodes or job.nodes}:
-        check_layout(config, nodes * processes_per_node(profile))
+    processes = processes_per_node(profile)
+    check_layout(config, job.nodes * processes)
+    for nodes in range(job.min_nodes or job.nodes, job.nodes):
+        try:
+            check_layout(config, nodes * processes)
+        except ConfigError as error:
+            # A run that lost a node starts again on what is left: that is what fewer nodes are allowed for.
+            raise ConfigError(
+                f"min_nodes is {job.min_nodes}, so that the run may have to do with {nodes} of {job.nodes} nodes, "
+                f"where {error.message}",
+                "reproducible=elastic runs on any number; or a global_batch for all of them, or min_nodes: 0",
+            ) from None
 
 
 def _check_kept(job: Job, profile: Profile, path: Path | None, config: RunConfig) -> None:

@@ -131,3 +131,15 @@ def test_launch_sb_warns_of_steps_that_are_in_no_mount(mounts: str, folder: str,
 
 def test_the_root_of_a_container_may_be_a_volume() -> None:
     assert is_kept("anything", ["/"], "/image")
+
+
+def test_a_model_on_the_volume_is_fine_tuned_from_a_machine_that_does_not_see_it(
+    k8s: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["finetune", "--from", "/data/no-such-place/base", "--data", "toolcalls", "--name", "my-run", "--dry-run"]
+    assert main([*words, "--on", k8s]) == 0
+    container = training_container([manifest for manifest in yaml.safe_load_all(capsys.readouterr().out) if manifest])
+    assert "finetune.start_from=/data/no-such-place/base" in container["args"]
+    # What the machines share is looked at here, before a job waits for hours.
+    assert main([*words, "--on", "slurm:azure-h100"]) == 2
+    assert "neither a run's folder nor a Hugging Face model" in capsys.readouterr().err

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train: as one of several processes where a launcher started us, else by starting them."""
     path, overrides = split_words(args.words)
-    config = load_run(path, overrides)
     ranks = from_environment()
+    config = load_run(path, overrides, for_pods=args.on.startswith("k8s") and not ranks.launched)
     if ranks.launched:
         return _train_as_one_of(ranks, config)
     if args.on != "local" or args.nodes is not None or args.dry_run:
@@ -77,10 +77,12 @@ def _refuse_local_flags(args: argparse.Namespace) -> None:
         )
 
 
-def load_run(path: Path | None, overrides: list[str]) -> RunConfig:
+def load_run(path: Path | None, overrides: list[str], *, for_pods: bool = False) -> RunConfig:
     """The configuration; with the shape of the weights where it starts from some."""
     loaded = load_config(path, overrides)
-    if not loaded.config.finetune.start_from:
+    start = loaded.config.finetune.start_from
+    # The volume of the pods need not be seen from the machine that submits: they look at the weights themselves.
+    if not start or (for_pods and start.startswith("/") and not Path(start).exists()):
         return loaded.config
     from keepstep.train.start import adopt_start
 

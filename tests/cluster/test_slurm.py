@@ -188,6 +188,24 @@ def test_a_node_with_failing_hardware_is_left_out_of_the_retry(rested: SlurmClus
 
 
 @pytest.mark.cluster
+def test_a_run_that_could_do_with_fewer_nodes_gets_all_that_are_free(rested: SlurmCluster, tmp_path: Path) -> None:
+    profile = PROFILE + "min_nodes: 2\npartition: gpu\n"
+    words = ["train", "max_duration=2ba", *TINY, "reproducible=elastic", "--on", f"slurm:{tmp_path}/profile.yaml"]
+    (tmp_path / "profile.yaml").write_text(profile)
+    try:
+        for name, free in (("all", 3), ("fewer", 2)):
+            if free == 2:
+                rested.run("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
+            rested.keepstep(*words, f"name={name}", "-N", "3", cwd=tmp_path)
+            record = load_record(tmp_path / "runs", name)
+            job = rested.wait_state(record.job_id, {"COMPLETED", "FAILED"}, 120, Path(record.log))
+            assert job["JobState"] == "COMPLETED", Path(record.log).read_text()
+            assert json.loads((tmp_path / "runs" / name / "facts.json").read_text())["world_size"] == free
+    finally:
+        rested.run("scontrol", "update", "nodename=n3", "state=resume", check=False)
+
+
+@pytest.mark.cluster
 def test_gpus_and_hostile_paths_pass_through_a_real_sbatch(rested: SlurmCluster, tmp_path: Path) -> None:
     folder = tmp_path / """a 'b' "c" $(touch pwned) %j;#d"""
     folder.mkdir()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -170,6 +173,7 @@ def test_what_trying_again_cannot_help_is_not_tried_again(kind: str) -> None:
             "multiple of 16",
         ),
         ("shared-storage", ["storage.skuName=Standard_LSR"], "storage.skuName must be one of"),
+        ("dataset-download", ["dataset.kind=hub"], "dataset.name: String length must be greater than or equal to 1"),
         ("dataset-download", ["dataset.outputpath=x"], "Additional property outputpath is not allowed"),
         ("dataset-preprocessing", ["stages={extract,tokenize}"], "stages.1 must be one of"),
     ],
@@ -274,3 +278,58 @@ def test_what_a_data_chart_runs_is_a_command_of_ours(words: list[str]) -> None:
         parsed = parser.parse_args([kubelet_expand(word, {"JOB_COMPLETION_INDEX": "0"}) for word in container["args"]])
         assert parsed.task.startswith("0/")
         assert str(parsed.out).startswith("/data/")
+
+
+def data_sources(*flags: str) -> list[str]:
+    """What the pods of the download chart are told to read."""
+    ours = [c for c in containers(template("data", "dataset-download", *flags)) if c["command"] == ["keepstep", "data"]]
+    return [container["args"][1] for container in ours]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sources"),
+    [
+        ("dataset.name=allenai/c4", ["c4:train", "c4:val"]),
+        ("dataset.name=allenai/c4,dataset.kind=hub,dataset.splits={val_small}", ["c4:val_small"]),
+        ("dataset.subset=realnewslike", ["c4:realnewslike/train", "c4:realnewslike/val"]),
+        ("dataset.name=owner/set,dataset.subset=,dataset.splits={train}", ["hf://datasets/owner/set/train*"]),
+        ("dataset.name=owner/set,dataset.subset=data,dataset.splits={train}", ["hf://datasets/owner/set/data/train*"]),
+        ("dataset.name=cerebras/SlimPajama-627B,dataset.fullDataset=false", ["slimpajama"]),
+        ("dataset.name=owner/copy,dataset.fullDataset=true", ["hf://datasets/owner/copy/*train*"]),
+    ],
+)
+def test_a_data_set_given_by_name_is_the_one_that_is_read(flags: str, sources: list[str]) -> None:
+    assert data_sources("--set", flags) == sources
+
+
+@pytest.mark.parametrize("subset", ["", "en", "en.noblocklist", "en.noclean", "realnewslike"])
+def test_the_product_knows_every_split_that_the_chart_asks_of_c4(subset: str) -> None:
+    from keepstep.data.stages import C4_SPLITS, c4_split
+
+    splits = ",".join(C4_SPLITS)
+    for source, split in zip(
+        data_sources("--set", f"dataset.subset={subset},dataset.splits={{{splits}}}"), C4_SPLITS, strict=True
+    ):
+        files, samples = c4_split(source.removeprefix("c4:"))
+        assert files.startswith(f"hf://datasets/allenai/c4/{subset or 'en'}/c4-")
+        assert samples == C4_SPLITS[split][1]
+
+
+@pytest.mark.parametrize(("faulty", "code"), [(False, 0), (True, 1)])
+def test_the_volume_check_fails_where_the_volume_gives_back_other_bytes(
+    faulty: bool, code: int, tmp_path: Path
+) -> None:
+    (container,) = containers([m for m in template("s", "shared-storage") if m["kind"] == "Pod"])
+    volume, programs = tmp_path / "volume", tmp_path / "bin"
+    volume.mkdir()
+    programs.mkdir()
+    # A volume that spoils what is written: dd to it ends well, and the file is another.
+    spoil = f"case $2 in of={volume}/*) printf x >> ${{2#of=}} ;; esac" if faulty else ""
+    (programs / "dd").write_text(f'#!/bin/sh\n{shutil.which("dd")} "$@" || exit\n{spoil}\n')
+    (programs / "dd").chmod(0o755)
+    script = kubelet_expand(container["args"][0], {}).replace("/data", str(volume))
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOSTNAME": "pod", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([*container["command"], script], env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("other bytes than were written" in done.stderr) is faulty
+    assert not list(volume.iterdir())

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifests import REPOSITORY
+from manifests import REPOSITORY, template, training_container
 
+from keepstep.cli import doctor
+from keepstep.cli.main import main
 from keepstep.launch.health import judge_cluster, worst
 from keepstep.launch.machine import machine_checks
+from keepstep.parallel.probe import node_name
 
 
 def report(node: str, **changes: Any) -> dict[str, Any]:
@@ -97,3 +100,55 @@ def test_a_driver_that_does_not_answer_is_told(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.startswith("[('fail', 'nvidia-smi does not answer")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--on slurm:azure-h100", "--on without --cluster"),
+        ("-N 4 --storage /data --data /data/c4", "-N, --storage, --data without --cluster"),
+        ("--cluster --dry-run", "--dry-run: this machine is all there is"),
+        ("--cluster -N 2", "-N: this machine is all there is"),
+        ("--cluster --on slurm:azure-h100 -N 0 --dry-run", "-N is 0"),
+        ("--cluster --on slurm:azure-h100 -N -3 --dry-run", "-N is -3"),
+    ],
+)
+def test_a_flag_that_would_not_be_heeded_is_refused(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words.split()]) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    assert told in error
+    assert "hint: " in error
+
+
+def played_cluster(monkeypatch: pytest.MonkeyPatch, reports: list[dict[str, Any]]) -> None:
+    monkeypatch.setattr(doctor, "_measure_there", lambda *_: (reports, []))
+
+
+def test_a_slow_network_is_not_the_word_to_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played_cluster(monkeypatch, [report(f"n{i}", allreduce_gb_s=250.0) for i in range(4)])
+    assert main(["doctor", "--cluster", "--on", "slurm:azure-h100", "-N", "4"]) == 3
+    out = capsys.readouterr().out
+    assert "fail  all-reduce" in out
+    assert "may train" not in out
+
+
+@pytest.mark.parametrize(("word", "code"), [("model.layerz=3", 3), ("model=mpt-tiny", 0)])
+def test_a_configuration_is_checked_beside_the_nodes_too(
+    word: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played_cluster(monkeypatch, [report(f"n{i}") for i in range(4)])
+    assert main(["doctor", word, "--cluster", "--on", "slurm:azure-h100", "-N", "4"]) == code
+    assert f"{'fail' if code else 'pass'}  config" in capsys.readouterr().out
+
+
+def test_a_pod_is_measured_under_the_name_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kubectl cordon` takes no pod, and the pod is gone when its name is read."""
+    container = training_container(template("doctor-1", "training", "--set-json", 'instead=["doctor","--probe"]'))
+    (source,) = [entry["valueFrom"] for entry in container["env"] if entry["name"] == "KEEPSTEP_NODE"]
+    assert source == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setenv("KEEPSTEP_NODE", "aks-gpu-3")
+    assert node_name() == "aks-gpu-3"

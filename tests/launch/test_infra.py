@@ -136,6 +136,10 @@ NEBIUS_COMMAND = """#!/bin/sh
 echo "$@" >> "$LOG"
 case "$*" in
   "iam get-access-token") echo s3cret-token ;;
+  *"group get-by-name"*) printf '{\\n  "metadata": {\\n    "id": "group-e00g"\\n  }\\n}\\n' ;;
+  *"access-key create"*) printf '{\\n  "id": "operation-e00o",\\n  "resource_id": "accesskey-e00k"\\n}\\n' ;;
+  *"access-key get-by-id"*) printf '{\\n  "status": {\\n    "aws_access_key_id": "NAKIE00"\\n  }\\n}\\n' ;;
+  *"access-key get-secret-once"*) printf '{\\n  "secret": "s3cret-key"\\n}\\n' ;;
   *service-account*get-by-name*) exit 1 ;;
   *service-account*create*) printf '{\\n  "metadata": {\\n    "id": "serviceaccount-e00x"\\n  }\\n}\\n' ;;
   *bucket*get-by-name*) exit 1 ;;
@@ -144,13 +148,15 @@ esac
 """
 
 
-def envrc(tmp_path: Path, **given: str) -> subprocess.CompletedProcess[str]:
+SHOW = "env | grep -E '^(TF_|AWS_)' | sed 's/s3cret-token/TOKEN/; s/s3cret-key/KEY/' | sort"
+
+
+def envrc(tmp_path: Path, then: str = SHOW, **given: str) -> subprocess.CompletedProcess[str]:
     command = tmp_path / "nebius"
     command.write_text(NEBIUS_COMMAND)
     command.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log"), **given}
-    show = "env | grep -E '^(TF_VAR_|KEEPSTEP_)' | sed s/s3cret-token/TOKEN/ | sort"
-    words = ["bash", "-c", f"source {INFRA}/nebius/.envrc && {show}"]
+    words = ["bash", "-c", f"source {INFRA}/nebius/.envrc && {then}"]
     return subprocess.run(words, env=environment, capture_output=True, text=True)
 
 
@@ -158,12 +164,49 @@ def test_envrc_sets_what_terraform_needs_and_prints_no_secret(tmp_path: Path) ->
     done = envrc(tmp_path, NEBIUS_TENANT_ID="tenant-e00b", NEBIUS_PROJECT_ID="project-e00a", NEBIUS_REGION="eu-north1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        "KEEPSTEP_TFSTATE_BUCKET=keepstep-tfstate-e00a", "TF_VAR_iam_project_id=project-e00a",
+        "AWS_ACCESS_KEY_ID=NAKIE00", "AWS_ENDPOINT_URL_S3=https://storage.eu-north1.nebius.cloud:443",
+        "AWS_REGION=eu-north1", "AWS_SECRET_ACCESS_KEY=KEY",
+        "TF_CLI_ARGS_init=-backend-config=bucket=keepstep-tfstate-e00a", "TF_VAR_iam_project_id=project-e00a",
         "TF_VAR_iam_tenant_id=tenant-e00b", "TF_VAR_iam_token=TOKEN", "TF_VAR_region=eu-north1",
         "TF_VAR_vpc_subnet_id=vpcsubnet-e00c",
     ]  # fmt: skip
     assert "s3cret" not in done.stdout + done.stderr
     assert "bucket create" in (tmp_path / "log").read_text()
+    # A key of an account that may not write the bucket would be of no use.
+    assert (
+        "group-membership create --parent-id group-e00g --member-id serviceaccount-e00x"
+        in (tmp_path / "log").read_text()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_state_lies_in_the_bucket_and_not_on_this_machine(tmp_path: Path) -> None:
+    """The real Terraform with the module's own backend and what .envrc says, and a stand-in for the object store."""
+    boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    if shutil.which("terraform") is None:
+        pytest.skip("terraform is not installed")
+    server = moto_server.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        address = "http://{}:{}".format(*server.get_host_and_port())
+        key = {"aws_access_key_id": "NAKIE00", "aws_secret_access_key": "s3cret-key", "region_name": "us-east-1"}
+        store = boto3.client("s3", endpoint_url=address, **key)
+        store.create_bucket(Bucket="keepstep-tfstate-e00a")
+        module = tmp_path / "module"
+        module.mkdir()
+        shutil.copy(INFRA / "nebius" / "backend.tf", module)
+        (module / "main.tf").write_text('resource "terraform_data" "cluster" {}\n')
+        given = {"NEBIUS_TENANT_ID": "tenant-e00b", "NEBIUS_PROJECT_ID": "project-e00a", "NEBIUS_REGION": "eu-north1"}
+        given |= {"TF_CLI_CONFIG_FILE": os.devnull, "CHECKPOINT_DISABLE": "1", "HOME": str(tmp_path)}
+        then = f"cd {module} && export AWS_ENDPOINT_URL_S3={address} && terraform init -input=false"
+        done = envrc(tmp_path, f"{then} && terraform apply -auto-approve -input=false", **given)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = store.get_object(Bucket="keepstep-tfstate-e00a", Key="soperator.tfstate")["Body"].read()
+        assert [resource["name"] for resource in json.loads(found)["resources"]] == ["cluster"]
+        assert not (module / "terraform.tfstate").exists()
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("missing", ["NEBIUS_TENANT_ID", "NEBIUS_PROJECT_ID", "NEBIUS_REGION"])

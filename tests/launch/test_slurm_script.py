@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manifests import REPOSITORY
 
+from keepstep.cli.main import main
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.launch.environments import all_environments
 from keepstep.launch.job import Job, JobRecord, load_record, read_target
@@ -257,3 +258,26 @@ def test_a_missing_job_names_those_there_are(tmp_path: Path) -> None:
 def test_quoting_refuses_what_no_command_can_take() -> None:
     with pytest.raises(UsageError, match="NUL"):
         shell_word("a\0b")
+
+
+@pytest.mark.parametrize("where", ["slurm:azure-h100", "k8s:aks-h100"])
+@pytest.mark.parametrize(("flags", "told"), [(["--procs", "3"], "--procs 3 counts"), (["--ui"], "--ui shows a run of")])
+def test_a_flag_for_this_machine_is_refused_for_a_cluster(
+    flags: list[str], told: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "model=mpt-tiny", *flags, "--on", where, "--dry-run"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_number_of_nodes_between_the_fewest_and_all_is_checked_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that starts again on what is left of its nodes must not end there as wrongly configured."""
+    (tmp_path / "profile.yaml").write_text("nodes: 4\nmin_nodes: 2\ngpus_per_node: 8\n")
+    words = ["train", "model=mpt-tiny", "microbatch=1", "--on", f"slurm:{tmp_path}/profile.yaml", "--dry-run"]
+    assert main([*words, "global_batch=64"]) == 2
+    error = capsys.readouterr().err
+    assert "may have to do with 3 of 4 nodes, where global_batch is 64" in error
+    assert "reproducible=elastic" in error
+    assert main([*words, "global_batch=96"]) == 0
+    assert main([*words, "global_batch=64", "reproducible=elastic"]) == 0

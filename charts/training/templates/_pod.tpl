@@ -20,9 +20,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* The launcher gives up on its workers before Kubernetes gives up on the launcher. */ -}}
 {{- $grace := int $v.terminationGracePeriodSeconds -}}
 {{- $_ := set $merged "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" (sub $grace (min 60 (div $grace 10)) | toString) -}}
+{{- /* What is saved anywhere else goes with the pod: the launcher refuses it. */ -}}
+{{- $_ := set $merged "KEEPSTEP_VOLUMES" $v.storage.mountPath -}}
 {{- $merged = mergeOverwrite $merged $v.environment.variables -}}
 {{- $env := list -}}
 {{- range $name, $value := $merged }}{{ $env = append $env (dict "name" $name "value" (include "training.scalar" $value | replace "$" "$$")) }}{{ end -}}
+{{- /* The machine, which a health check has to name: the host name is the pod's, and gone with it. */ -}}
+{{- $env = append $env (dict "name" "KEEPSTEP_NODE" "valueFrom" (dict "fieldRef" (dict "fieldPath" "spec.nodeName"))) -}}
 {{- if eq $v.jobKind "jobset" -}}
 {{- $env = append $env (dict "name" "MASTER_ADDR" "value" (printf "%s-node-0-0.%s" .Release.Name .Release.Name)) -}}
 {{- $env = append $env (dict "name" "MASTER_PORT" "value" "29500") -}}

@@ -48,7 +48,7 @@ def _add_build(actions: Any) -> None:
         "inputs",
         nargs="+",
         help="files, folders, patterns, s3://, az://, gs:// and https:// addresses, hf://datasets/OWNER/NAME/PATTERN, "
-        "or c4:SPLIT",
+        "or c4:[SUBSET/]SPLIT",
     )
     parser.add_argument("--out", required=True, type=Path, help="folder to write; the same command again goes on")
     parser.add_argument("--tokenizer", required=True, type=Path, help="a tokenizer.json")
@@ -128,7 +128,7 @@ def build(args: argparse.Namespace) -> int:
 
 
 def _named_inputs(inputs: list[str], limit: int) -> tuple[tuple[str, ...], int]:
-    """Inputs with `c4:SPLIT` written out; a small split brings its own limit."""
+    """Inputs with `c4:SUBSET/SPLIT` written out; a small split brings its own limit."""
     found = []
     for name in inputs:
         if name.startswith("c4:"):

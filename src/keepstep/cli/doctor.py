@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Check, print a table, and exit with 3 where something failed."""
     if args.probe:
         return _probe(args)
+    _check_flags(args)
     if args.cluster:
         return _cluster(args)
     from keepstep.launch.health import table, worst
@@ -62,6 +63,20 @@ def run(args: argparse.Namespace) -> int:
             "next: mend what failed" if worst(checks) == "fail" else "next: keepstep demo, or keepstep doctor --cluster"
         )
     return EXIT_PREFLIGHT if worst(checks) == "fail" else EXIT_DONE
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise where a flag would be ignored: who names a cluster must not be told that all is well with this machine."""
+    beside = {"--on": args.on != "local", "-N": args.nodes is not None, "--dry-run": args.dry_run}
+    beside_cluster = {**beside, "--storage": args.storage is not None, "--data": args.data is not None}
+    if not args.cluster and any(beside_cluster.values()):
+        given = ", ".join(flag for flag, is_given in beside_cluster.items() if is_given)
+        raise UsageError(f"{given} without --cluster: only this machine would be checked", "keepstep doctor --cluster")
+    if args.cluster and args.on == "local" and any(beside.values()):
+        given = " and ".join(flag for flag, is_given in beside.items() if is_given)
+        raise UsageError(f"{given}: this machine is all there is", "--on slurm:PROFILE or --on k8s:PROFILE")
+    if args.nodes is not None and args.nodes < 1:
+        raise UsageError(f"-N is {args.nodes}, but a job has at least one node", "-N 1")
 
 
 def _torch_checks() -> list[Check]:
@@ -124,6 +139,7 @@ def _cluster(args: argparse.Namespace) -> int:
     from keepstep.launch.job import read_target
 
     target = read_target(args.on)
+    checks = tuple(_config_checks(args.words))
     if target.system == "local":
         health = judge_cluster(_measure_here(args))
     else:
@@ -134,6 +150,7 @@ def _cluster(args: argparse.Namespace) -> int:
             print(render(job, profile), end="")
             return EXIT_DONE
         health = judge_cluster(*_measure_there(args, job, profile, expected))
+    health = replace(health, shared=(*checks, *health.shared))
     if args.json:
         print(json.dumps({**asdict(health), "drain": health.drain, "sound": health.sound}, indent=2))
     else:
@@ -175,7 +192,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Any, list[str]]:
     target = read_target(args.on)
     profile = replace(profile_of(target), max_restarts=0, min_nodes=0)
     expected: list[str] = []
-    nodes = args.nodes or profile.nodes
+    nodes = profile.nodes if args.nodes is None else args.nodes
     if isinstance(profile, SlurmProfile):
         profile = replace(profile, max_requeues=0)
         if args.nodes is None and not args.dry_run:
@@ -246,7 +263,7 @@ def _print_cluster(health: ClusterHealth, system: str) -> None:
     for name in health.absent:
         print(f"fail  {name}  did not take part")
     if not health.drain:
-        print("next: all nodes may train")
+        print("next: all nodes may train" if health.sound else "next: mend what failed; no single node is to blame")
         return
     print(f"drain: {','.join(health.drain)}")
     if system == "slurm":

@@ -57,6 +57,7 @@ def _node(args: argparse.Namespace) -> int:
     from keepstep.core.nodes import group_from_environment
     from keepstep.launch.foundry import translate
     from keepstep.launch.job import stop_mark
+    from keepstep.launch.kept import VOLUMES_VARIABLE, check_kept
 
     if not args.words:
         raise UsageError("nothing to run", "keepstep launch node --nodes 2 -- train run.yaml")
@@ -66,7 +67,12 @@ def _node(args: argparse.Namespace) -> int:
     if folder is not None and stop_mark(Path(folder)).exists():
         print("stopped on request before it began", file=sys.stderr)
         return _leave_word(Path(folder), EXIT_STOPPED)
-    code = start_processes(words, args.processes, group, _run_config(words, args.max_restarts))
+    config = _run_config(words, args.max_restarts)
+    if config is not None and os.environ.get(VOLUMES_VARIABLE):
+        volumes = os.environ[VOLUMES_VARIABLE].split(":")
+        remedy = f"a folder below {volumes[0]}; without checkpoint.folder steps are kept in the run's folder"
+        check_kept(config, volumes, os.getcwd(), remedy)  # noqa: PTH109 - joined with texts
+    code = start_processes(words, args.processes, group, config)
     return code if folder is None else _leave_word(Path(folder), code)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.config.load import load_config, split_words
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import EXIT_FAILED, ConfigError, KeepstepError, StopRequested
+from keepstep.core.errors import EXIT_FAILED, ConfigError, KeepstepError, StopRequested, UsageError
 from keepstep.core.ranks import Ranks, from_environment
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train: as one of several processes where a launcher started us, else by starting them."""
     path, overrides = split_words(args.words)
-    config = load_run(path, overrides)
     ranks = from_environment()
+    config = load_run(path, overrides, for_pods=args.on.startswith("k8s") and not ranks.launched)
     if ranks.launched:
         return _train_as_one_of(ranks, config)
     if args.on != "local" or args.nodes is not None or args.dry_run:
         from keepstep.launch.submit import submit_run
 
+        _refuse_local_flags(args)
         return submit_run(args.on, path, overrides, config, args.nodes, args.dry_run)
     if args.ui:
         from keepstep.cli.ui import start_beside
@@ -63,10 +64,25 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def load_run(path: Path | None, overrides: list[str]) -> RunConfig:
+def _refuse_local_flags(args: argparse.Namespace) -> None:
+    """Raise where a flag is given that a submitted run would not heed."""
+    if args.procs != "auto":
+        raise UsageError(
+            f"--procs {args.procs} counts processes of this machine, and the run is for {args.on}",
+            "processes_per_node (Slurm) or gpus_per_node in the profile",
+        )
+    if args.ui:
+        raise UsageError(
+            f"--ui shows a run of this machine, and the run is for {args.on}", "keepstep ui, once the run has begun"
+        )
+
+
+def load_run(path: Path | None, overrides: list[str], *, for_pods: bool = False) -> RunConfig:
     """The configuration; with the shape of the weights where it starts from some."""
     loaded = load_config(path, overrides)
-    if not loaded.config.finetune.start_from:
+    start = loaded.config.finetune.start_from
+    # The volume of the pods need not be seen from the machine that submits: they look at the weights themselves.
+    if not start or (for_pods and start.startswith("/") and not Path(start).exists()):
         return loaded.config
     from keepstep.train.start import adopt_start
 

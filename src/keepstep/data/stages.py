@@ -47,11 +47,22 @@ C4_SPLITS: dict[str, tuple[str, int]] = {
 """Files and output samples of C4's named splits."""
 
 
+C4_SUBSETS = ("en", "en.noblocklist", "en.noclean", "realnewslike")
+"""Subsets whose files are named alike."""
+
+
 def c4_split(name: str) -> tuple[str, int]:
-    """Inputs and limit of `c4:NAME`."""
-    if name not in C4_SPLITS:
-        raise UsageError(f"C4 has no split {name!r}", f"its splits are {', '.join(C4_SPLITS)}")
-    return C4_SPLITS[name]
+    """Inputs and limit of `c4:SPLIT`, or of `c4:SUBSET/SPLIT` where it is not en."""
+    subset, _, split = name.rpartition("/")
+    if split not in C4_SPLITS:
+        raise UsageError(f"C4 has no split {split!r}", f"its splits are {', '.join(C4_SPLITS)}")
+    if (subset or "en") not in C4_SUBSETS:
+        raise UsageError(
+            f"C4 has no subset {subset!r} with such splits",
+            f"{', '.join(C4_SUBSETS)}, or its files as hf://datasets/allenai/c4/PATTERN",
+        )
+    files, samples = C4_SPLITS[split]
+    return files.replace("/en/", f"/{subset or 'en'}/"), samples
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from typing import Any
 
 import yaml
 
+from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
 from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, unreachable
+from keepstep.launch.kept import is_kept
 from keepstep.launch.profiles import KubernetesProfile
 from keepstep.launch.quoting import slug
 
@@ -37,6 +39,20 @@ def chart_folder(chart: str) -> Path:
 def release(job: Job) -> str:
     """The Helm release, which names the job and its pods."""
     return slug(job.name)
+
+
+def runs_folder(profile: KubernetesProfile) -> str:
+    """Where pods keep run folders; the chart says the same."""
+    if profile.runs_path.startswith("/"):
+        return profile.runs_path
+    return f"{profile.mount_path.removesuffix('/')}/{profile.runs_path}"
+
+
+def pod_overrides(overrides: Sequence[str], config: RunConfig, profile: KubernetesProfile) -> list[str]:
+    """The overrides that pods get. A `runs_dir` off their volume, as one in a file, is where the record lies here."""
+    if is_kept(config.runs_dir, [profile.mount_path], "/image"):
+        return list(overrides)
+    return [word for word in overrides if not word.startswith("runs_dir=")]
 
 
 def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield option("job-name", slug(job.name))
     fewest = job.min_nodes if 0 < job.min_nodes < job.nodes else 0
     yield option("nodes", f"{fewest}-{job.nodes}" if fewest else str(job.nodes))
-    yield option("ntasks-per-node", "1")
+    if not fewest:
+        # With a range it would make Slurm content with as many tasks, and so nodes, as the fewest: srun says it itself.
+        yield option("ntasks-per-node", "1")
     if profile.gpus_per_node:
         yield option("gpus-per-node", str(profile.gpus_per_node))
     if profile.cpus_per_node:
@@ -117,13 +119,23 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
         yield f"image={image}; staged={shell_word(_staged(profile))}"
         yield f'srun --ntasks-per-node=1 bash -c {shell_word(_STAGE)} stage "$image" "$staged" || exit 5'
         image = '"$staged"'
-    # The run's folder and the folder that relative paths start from are inside what they are outside.
-    own = [str(path) for path in (job.working_dir, absolute(job.folder))]
-    mounts = [*profile.mounts, *(f"{path}:{path}" for path in dict.fromkeys(own))]
+    mounts = [*profile.mounts, *(f"{path}:{path}" for path in _own_mounts(job))]
     # No --container-name: what has a name stays on the node, and the next job of that name gets it, whatever its image.
     options = ["--no-container-mount-home", f"--container-workdir={job.working_dir}"]
     options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
+
+
+def _own_mounts(job: Job) -> list[str]:
+    """The run's folder and the folder that relative paths start from are inside what they are outside."""
+    return list(dict.fromkeys(str(path) for path in (job.working_dir, absolute(job.folder))))
+
+
+def volumes(job: Job, profile: SlurmProfile) -> list[str]:
+    """Folders of the container that outlive it."""
+    # SOURCE:TARGET:FLAGS, or one path for both.
+    mounts = [mount.split(":") for given in profile.mounts for mount in given.split(",")]
+    return [*(parts[min(1, len(parts) - 1)] for parts in mounts), *_own_mounts(job)]
 
 
 # A copy is taken for the image only where it has its size and its time: which of the two is newer says nothing where an

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.config.check import check_layout
+from keepstep.config.dump import written
+from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import ConfigError, UsageError
 from keepstep.launch import kubernetes, slurm
 from keepstep.launch.job import Job, JobRecord, Target, absolute, all_records, read_target, unreachable
+from keepstep.launch.kept import check_kept
 from keepstep.launch.profiles import KubernetesProfile, SlurmProfile, load_profile
 
 Profile = SlurmProfile | KubernetesProfile
@@ -26,6 +29,7 @@ def submit_run(
     profile = profile_of(target)
     job = training_job(target, profile, path, overrides, config, nodes)
     _check_layout(job, profile, config)
+    _check_kept(job, profile, path, config)
     if dry_run:
         print(render(job, profile), end="")
         print("next: the same without --dry-run submits it", file=sys.stderr)
@@ -52,6 +56,8 @@ def training_job(
         raise UsageError(f"-N is {count}, but a job has at least one node", "-N 1")
     folder = Path(config.runs_dir) / config.name
     file = str(slurm.config_copy(folder)) if target.system == "slurm" else "/etc/keepstep/run.yaml"
+    if isinstance(profile, KubernetesProfile):
+        overrides = kubernetes.pod_overrides(overrides, config, profile)
     return Job(
         name=config.name,
         words=("train", file, *overrides),
@@ -71,8 +77,31 @@ def processes_per_node(profile: Profile) -> int:
 
 def _check_layout(job: Job, profile: Profile, config: RunConfig) -> None:
     # Told now rather than by every process an hour later, when the job leaves the queue.
-    for nodes in {job.nodes, job.min_nodes or job.nodes}:
-        check_layout(config, nodes * processes_per_node(profile))
+    processes = processes_per_node(profile)
+    check_layout(config, job.nodes * processes)
+    for nodes in range(job.min_nodes or job.nodes, job.nodes):
+        try:
+            check_layout(config, nodes * processes)
+        except ConfigError as error:
+            # A run that lost a node starts again on what is left: that is what fewer nodes are allowed for.
+            raise ConfigError(
+                f"min_nodes is {job.min_nodes}, so that the run may have to do with {nodes} of {job.nodes} nodes, "
+                f"where {error.message}",
+                "reproducible=elastic runs on any number; or a global_batch for all of them, or min_nodes: 0",
+            ) from None
+
+
+def _check_kept(job: Job, profile: Profile, path: Path | None, config: RunConfig) -> None:
+    if isinstance(profile, KubernetesProfile):
+        # As the pod reads it: a folder may be written as ${runs_dir}/steps.
+        inside = [f"name={written(job.name)}", f"runs_dir={written(kubernetes.runs_folder(profile))}", *job.words[2:]]
+        volume = profile.mount_path
+        remedy = f"a folder below {volume}; without checkpoint.folder steps are kept in the run's folder"
+        # A pod starts in its image's own folder, wherever that is.
+        check_kept(load_config(path, inside).config, [volume], "/image", remedy)
+    elif profile.image:
+        remedy = 'mounts: ["/scratch:/scratch"] in the profile, or a folder below one of them'
+        check_kept(config, slurm.volumes(job, profile), str(job.working_dir), remedy)
 
 
 def render(job: Job, profile: Profile) -> str:

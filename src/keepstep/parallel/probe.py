@@ -32,8 +32,8 @@ class ProbeSettings:
 
 
 def node_name() -> str:
-    """As Slurm calls this node, or as it calls itself."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """As Slurm or Kubernetes calls this node (a pod has a host name of its own), or as it calls itself."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("KEEPSTEP_NODE") or socket.gethostname()
 
 
 def probe(world: World, settings: ProbeSettings, known: dict[str, Any]) -> list[dict[str, Any]] | None:

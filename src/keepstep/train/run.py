@@ -113,6 +113,7 @@ class _Run:
         self.loaders = self._open_data()
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
+        self.recorder.positions = self.loaders.positions
 
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.saver = Saver(where, config.checkpoint, self.recorder)

@@ -159,6 +159,11 @@ class Recorder:
         )
         self.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """The model wrote a text."""
+        if self._sinks is not None:
+            self._sinks.sample(step, prompt, text)
+
     def complete(self, tail: Sequence[dict[str, Any]], recorded_step: int) -> None:
         """After a resume: write the lines of a saved `tail` that never reached the file."""
         self.tail.extend(tail)

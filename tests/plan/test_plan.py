@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -68,6 +69,14 @@ def test_what_does_not_fit_exits_with_3_and_three_remedies(capsys: pytest.Captur
     assert main(lines[-1].split()[2:]) == 0
 
 
+def test_the_next_command_knows_the_profiles_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "my machines.yaml"
+    mine.write_text("clusters: {cellar: {gpu: h100, gpus_per_node: 8}}")
+    assert main(["plan", "model=llama-8b", "--profiles", str(mine), "--cluster", "cellar:1"]) == 3
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: keepstep ")
+    assert main(shlex.split(command)) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -76,6 +85,8 @@ def test_what_does_not_fit_exits_with_3_and_three_remedies(capsys: pytest.Captur
         (["model=llama-8b", "--cluster", "h100:8", "--stall", "soon"], "--stall is 'soon'"),
         (["model=llama-8b", "--cluster", "h100:8", "--recovery", "nobody"], "--recovery is 'nobody'"),
         (["model=llama-8b", "--cluster", "h100:8", "--measured", "nowhere.json"], "there is no file nowhere.json"),
+        (["model=llama-8b", "--cluster", "h100:8", "--png", "layouts.png"], "--png layouts.png"),
+        (["model=llama-8b", "--cluster", "h100:8", "--search", "--top", "-1"], "--top is -1"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(
@@ -92,6 +103,7 @@ def test_search_ranks_layouts_and_draws_them(tmp_path: Path, capsys: pytest.Capt
     found = json.loads(capsys.readouterr().out)["search"]
     assert len(found["best"]) == 3
     assert found["fitting"] <= found["layouts"]
+    assert {word for each in found["pareto"] for word in each["words"]} >= {"precision=fp8"}
     assert picture.stat().st_size > 10_000
 
 

@@ -69,6 +69,25 @@ def test_what_does_not_fit_exits_with_3_and_three_remedies(capsys: pytest.Captur
     assert main(lines[-1].split()[2:]) == 0
 
 
+def test_what_a_machine_must_hold_itself_is_planned_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["model=llama-70b", "parallel.offload=true", "microbatch=1", "global_batch=16", "compute.recompute=full"]
+    assert main(["plan", *run, "--cluster", "nebius-h100:1", "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    host, parameters = answer["host"], answer["parameters"]
+    # fp32 weights, gradients and two moments; and of a save fp32 weights and moments.
+    assert host["offloaded_gib"] == pytest.approx(16 * parameters / 2**30, rel=0.01)
+    assert host["copy_gib"] == pytest.approx(12 * parameters / 2**30, rel=0.01)
+    assert (answer["memory"]["fits"], host["fits"], host["available_gib"]) == (True, False, 1600)
+    assert "GiB a machine" in answer["verdict"]
+
+    assert main(["plan", *run, "--cluster", "nebius-h100:1"]) == 3
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: keepstep ").partition(",")[0]
+    assert main(shlex.split(command)) == 0
+    capsys.readouterr()
+    assert main(["plan", *run[:1], *run[2:], "--cluster", "nebius-h200:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host"]["offloaded_gib"] == 0
+
+
 def test_the_next_command_knows_the_profiles_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "my machines.yaml"
     mine.write_text("clusters: {cellar: {gpu: h100, gpus_per_node: 8}}")

@@ -215,11 +215,22 @@ def _list(profiles: Profiles, args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _machines_for_host(plan: Plan) -> int:
+    """Machines that share the state so that each has room for its part: doubled, so that batches still divide."""
+    machines, wanted = plan.cluster.nodes, plan.cluster.nodes * plan.host.needed / 2**30 / plan.host.available_gib
+    while machines < wanted:
+        machines *= 2
+    return machines
+
+
 def _next(plan: Plan, args: argparse.Namespace) -> str:
     words = shlex.join(args.words)
     if plan.fits:
         return f"next: keepstep train {words}".rstrip()
     profiles = ["--profiles", str(args.profiles)] if args.profiles else []
+    if plan.fits_device:
+        more = shlex.join([*profiles, "--cluster", f"{plan.cluster.name}:{_machines_for_host(plan)}"])
+        return f"next: keepstep plan {words} {more}, or machines with more memory"
     where = shlex.join([*profiles, "--cluster", args.cluster])
     if plan.remedies:
         return f"next: keepstep plan {words} {' '.join(plan.remedies[0].words)} {where}"

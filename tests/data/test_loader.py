@@ -172,6 +172,18 @@ def test_validation_files_of_their_own_are_read_once_in_a_blend(tmp_path: Path) 
         assert sorted(loader.rows(0, loader.samples_per_epoch).inputs[:, 0].tolist()) == [200, 208, 216, 224]
 
 
+def test_positions_are_those_of_the_rows_that_were_read(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with MegatronWriter(tmp_path / name, token_dtype(1000)) as writer:
+            writer.add(np.full(8 * 10 + 1, 1 if name == "a" else 2))
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    loaders = build_loaders(DataConfig(blend={first: 0.7, second: 0.3}, valid_share=0.0), 8, 1000, 1, tmp_path)
+    for samples in (1, 7, 23):
+        read = loaders.train.rows(0, samples).inputs[:, 0]
+        counts = {path: int((read == token).sum()) for path, token in ((first, 1), (second, 2))}
+        assert loaders.positions(samples) == {path: {"samples": n, "epoch": n / 10} for path, n in counts.items()}
+
+
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of microbatch"):
         StepFeed(Loader(_Numbers(50), seed=0, shuffle=True), 0, 10, 2, 0, 2, prefetch=1)

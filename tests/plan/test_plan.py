@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -68,6 +69,33 @@ def test_what_does_not_fit_exits_with_3_and_three_remedies(capsys: pytest.Captur
     assert main(lines[-1].split()[2:]) == 0
 
 
+def test_what_a_machine_must_hold_itself_is_planned_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["model=llama-70b", "parallel.offload=true", "microbatch=1", "global_batch=16", "compute.recompute=full"]
+    assert main(["plan", *run, "--cluster", "nebius-h100:1", "--json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    host, parameters = answer["host"], answer["parameters"]
+    # fp32 weights, gradients and two moments; and of a save fp32 weights and moments.
+    assert host["offloaded_gib"] == pytest.approx(16 * parameters / 2**30, rel=0.01)
+    assert host["copy_gib"] == pytest.approx(12 * parameters / 2**30, rel=0.01)
+    assert (answer["memory"]["fits"], host["fits"], host["available_gib"]) == (True, False, 1600)
+    assert "GiB a machine" in answer["verdict"]
+
+    assert main(["plan", *run, "--cluster", "nebius-h100:1"]) == 3
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: keepstep ").partition(",")[0]
+    assert main(shlex.split(command)) == 0
+    capsys.readouterr()
+    assert main(["plan", *run[:1], *run[2:], "--cluster", "nebius-h200:2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host"]["offloaded_gib"] == 0
+
+
+def test_the_next_command_knows_the_profiles_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "my machines.yaml"
+    mine.write_text("clusters: {cellar: {gpu: h100, gpus_per_node: 8}}")
+    assert main(["plan", "model=llama-8b", "--profiles", str(mine), "--cluster", "cellar:1"]) == 3
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: keepstep ")
+    assert main(shlex.split(command)) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -76,6 +104,8 @@ def test_what_does_not_fit_exits_with_3_and_three_remedies(capsys: pytest.Captur
         (["model=llama-8b", "--cluster", "h100:8", "--stall", "soon"], "--stall is 'soon'"),
         (["model=llama-8b", "--cluster", "h100:8", "--recovery", "nobody"], "--recovery is 'nobody'"),
         (["model=llama-8b", "--cluster", "h100:8", "--measured", "nowhere.json"], "there is no file nowhere.json"),
+        (["model=llama-8b", "--cluster", "h100:8", "--png", "layouts.png"], "--png layouts.png"),
+        (["model=llama-8b", "--cluster", "h100:8", "--search", "--top", "-1"], "--top is -1"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(
@@ -92,6 +122,7 @@ def test_search_ranks_layouts_and_draws_them(tmp_path: Path, capsys: pytest.Capt
     found = json.loads(capsys.readouterr().out)["search"]
     assert len(found["best"]) == 3
     assert found["fitting"] <= found["layouts"]
+    assert {word for each in found["pareto"] for word in each["words"]} >= {"precision=fp8"}
     assert picture.stat().st_size > 10_000
 
 

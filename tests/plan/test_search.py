@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.config.check import check_layout
 from keepstep.config.load import load_config
 from keepstep.plan.cluster import find_cluster, read_profiles
 from keepstep.plan.fit import fits, remedies
-from keepstep.plan.search import pareto, pareto_picture, search
+from keepstep.plan.memory import plan_memory
+from keepstep.plan.search import pareto, pareto_picture, precisions, search
 from keepstep.plan.sound import sound
 from keepstep.plan.speed import Factors
 from keepstep.plan.workload import Workload, workload_of
@@ -62,7 +62,33 @@ def test_every_layout_found_is_one_that_a_run_takes(words: str) -> None:
     assert found
     for each in found:
         config = load_config(None, [*run.split(), *each.words()]).config
-        check_layout(config, 4)
+        again = workload_of(config, 4)
+        assert (again.degrees, plan_memory(again)) == (each.work.degrees, plan_memory(each.work))
+
+
+def test_elastic_runs_hold_whole_weights_in_every_layout_and_may_share_micro_batches_unevenly() -> None:
+    cluster = find_cluster("h100:6", read_profiles())
+    base = workload("model=llama-1b microbatch=1 global_batch=16 reproducible=elastic", 6)
+    found = search(base, cluster, Factors(), ("bf16",))
+    assert {each.work.degrees for each in found} == {base.degrees}
+    assert len({tuple(each.words()) for each in found}) == len(found)
+
+
+def test_no_remedy_shards_what_an_elastic_run_holds_whole() -> None:
+    cluster = find_cluster("h100:8", read_profiles())
+    words = "model=llama-8b microbatch=1 global_batch=8 reproducible=elastic"
+    assert not fits(workload(words, 8), cluster)
+    for each in remedies(workload(words, 8), cluster, Factors()):
+        assert fits(workload(f"{words} {' '.join(each.words)}", 8), cluster), each
+
+
+def test_precision_is_searched_where_the_run_leaves_it_open_and_the_gpu_has_a_choice() -> None:
+    h100, a100 = (find_cluster(name, read_profiles()) for name in ("h100:8", "a100-80:8"))
+    work = workload("model=llama-1b", 8)
+    assert precisions(work, h100, is_open=True) == ("bf16", "fp8")
+    assert precisions(work, h100, is_open=False) == ("bf16",)
+    assert precisions(work, a100, is_open=True) == ("bf16",)
+    assert precisions(workload("model=llama-1b model.linear=bitnet", 8), h100, is_open=True) == ("bf16",)
 
 
 def test_remedies_fit_and_change_as_little_as_possible() -> None:

@@ -23,6 +23,7 @@ from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError, KeepstepError
 from keepstep.data.formats.mds import TokenShardWriter, write_index
 from keepstep.data.formats.megatron import MegatronWriter, token_dtype
+from keepstep.observe.tensorboard import FOUNDRY_TAGS, MEGATRON_TAGS
 from keepstep.resilience.chaos import Fault, to_environment
 
 pytestmark = pytest.mark.slow
@@ -212,6 +213,31 @@ def test_a_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
     assert list((folder / "tensorboard").glob("events.*"))
     first = metrics(tmp_path)[0]
     assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_s", "memory_gib"} <= set(first)
+
+
+def test_a_run_fills_every_tensorboard_name_that_is_documented(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_here(tmp_path, "precision=fp16", "observe.tensorboard=true")
+    read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert {*FOUNDRY_TAGS.values(), *MEGATRON_TAGS.values()} <= set(read.Tags()["scalars"])
+    assert [scalar.value for scalar in read.Scalars("batch-size")] == [8.0] * 6
+    assert [scalar.value for scalar in read.Scalars("world-size")] == [1.0] * 6
+    assert all(scalar.value >= 2 for scalar in read.Scalars("loss-scale"))
+
+
+def test_a_run_tells_how_far_it_has_read_each_source_also_after_going_on(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with MegatronWriter(tmp_path / name, token_dtype(128)) as writer:
+            writer.add(np.arange(16 * 20 + 1) % 128)
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    blend = ["data=null", f"data.blend={{{first}: 3, {second}: 1}}", "data.valid_share=0", "checkpoint.interval=3ba"]
+    for duration in ("3ba", "6ba"):
+        run_here(tmp_path, *blend, f"max_duration={duration}")
+    positions = [line["sources"] for line in metrics(tmp_path) if "loss" in line]
+    assert [each[first]["samples"] for each in positions] == [6 * step for step in range(1, 7)]
+    assert positions[-1] == {first: {"samples": 36, "epoch": 1.8}, second: {"samples": 12, "epoch": 0.6}}
 
 
 def test_weights_of_another_run_start_a_fresh_schedule(tmp_path: Path) -> None:

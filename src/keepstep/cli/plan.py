@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, and say with the exit code whether the run fits."""
+    _check_options(args)
     profiles = read_profiles(args.profiles)
     if args.cluster is None or args.cluster == "list":
         return _list(profiles, args)
@@ -76,6 +78,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join([*lines, "", verdict(plan), _next(plan, args)]))
     return EXIT_DONE if plan.fits else EXIT_PREFLIGHT
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.png and not args.search:
+        raise UsageError(f"--png {args.png} draws the layouts of a search, and there is none", "add --search")
+    if args.top < 1:
+        raise UsageError(f"--top is {args.top}, but it must be at least 1", "--top 10")
 
 
 def _assumptions(args: argparse.Namespace, cluster: Cluster) -> Assumptions:
@@ -115,10 +124,13 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _search(plan: Plan, args: argparse.Namespace) -> tuple[list[Candidate], float]:
-    from keepstep.plan.search import pareto_picture, search
+    from keepstep.plan.search import pareto_picture, precisions, search
 
     started = time.perf_counter()
-    candidates = search(plan.work, plan.cluster, plan.assumptions.factors, (plan.work.precision,))
+    open_precision = plan.config.precision == "auto"
+    candidates = search(
+        plan.work, plan.cluster, plan.assumptions.factors, precisions(plan.work, plan.cluster, open_precision)
+    )
     seconds = time.perf_counter() - started
     if not candidates:
         raise ConfigError(
@@ -203,10 +215,23 @@ def _list(profiles: Profiles, args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _machines_for_host(plan: Plan) -> int:
+    """Machines that share the state so that each has room for its part: doubled, so that batches still divide."""
+    machines, wanted = plan.cluster.nodes, plan.cluster.nodes * plan.host.needed / 2**30 / plan.host.available_gib
+    while machines < wanted:
+        machines *= 2
+    return machines
+
+
 def _next(plan: Plan, args: argparse.Namespace) -> str:
-    words = " ".join(args.words)
+    words = shlex.join(args.words)
     if plan.fits:
         return f"next: keepstep train {words}".rstrip()
+    profiles = ["--profiles", str(args.profiles)] if args.profiles else []
+    if plan.fits_device:
+        more = shlex.join([*profiles, "--cluster", f"{plan.cluster.name}:{_machines_for_host(plan)}"])
+        return f"next: keepstep plan {words} {more}, or machines with more memory"
+    where = shlex.join([*profiles, "--cluster", args.cluster])
     if plan.remedies:
-        return f"next: keepstep plan {words} {' '.join(plan.remedies[0].words)} --cluster {args.cluster}"
-    return f"next: keepstep plan {words} --cluster {args.cluster} --search, or more or larger GPUs"
+        return f"next: keepstep plan {words} {' '.join(plan.remedies[0].words)} {where}"
+    return f"next: keepstep plan {words} {where} --search, or more or larger GPUs"

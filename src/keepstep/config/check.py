@@ -35,7 +35,7 @@ ABOVE_ZERO = frozenset({
     "optimizer.lr", "optimizer.eps", "optimizer.muon_lr",
     "parallel.tensor", "parallel.pipeline", "parallel.context", "evaluate.batches", "observe.log_interval",
     "chat.generated_rows", "lora.alpha", "resilience.hang_s", "resilience.start_timeout_s",
-    "guard.spike_factor", "guard.window", "guard.keep_interval",
+    "guard.spike_factor", "guard.window", "guard.keep_interval", "evaluate.prompt_tokens",
 })  # fmt: skip
 
 ZERO_OR_MORE = frozenset({
@@ -317,6 +317,17 @@ def _weights_only_from_somewhere(config: RunConfig) -> Found:
     return "only means something with checkpoint.resume_from, which is empty", "name a step folder to start from"
 
 
+def _prompts_need_whole_rows(config: RunConfig) -> Found:
+    if not config.evaluate.prompts:
+        return None
+    split = [axis for axis in ("tensor", "context", "pipeline") if getattr(config.parallel, axis) > 1]
+    if not split and config.precision != "fp8":
+        return None
+    why = f"parallel.{split[0]} is {getattr(config.parallel, split[0])}" if split else "precision is fp8"
+    rule = f"must be empty where processes do not compute whole rows, or compute them in fp8, and {why}"
+    return rule, "evaluate.prompts=[], and keepstep chat asks the run's checkpoints"
+
+
 def _elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
     if config.reproducible != "elastic":
         return None
@@ -409,6 +420,10 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
         _attention_kernel_can,
     ),
     (("checkpoint.skip_optimizer", "checkpoint.resume_from"), _weights_only_from_somewhere),
+    (
+        ("evaluate.prompts", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision"),
+        _prompts_need_whole_rows,
+    ),
     (
         ("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision"),
         _elastic_runs_hold_whole_weights,

@@ -313,6 +313,11 @@ class EvaluateConfig:
     """Keep the weights with the lowest validation loss as `best` in the run's folder."""
     patience: int = 0
     """Stop after this many evaluations in a row without a lower validation loss; 0 never does."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the model goes on from at each evaluation, to be read on the run's page and in TensorBoard. Not with
+    tensor, context or pipeline parallelism, nor in fp8: there `keepstep chat` asks the run's checkpoints."""
+    prompt_tokens: int = 48
+    """Tokens it writes after each prompt, the likeliest each time."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
         Loader(valid, seed=0, shuffle=True) if valid.count else None,
         tokenizer,
         facts,
+        names=(source.data.path,),
     )
 
 

@@ -60,6 +60,10 @@ class Loader:
         facts = {"rows": self._source.count, "seed": self._seed, "shuffle": self._shuffle, "window": self._window}
         return facts if self._shuffle else {"rows": self._source.count, "shuffle": False}
 
+    def read_so_far(self, samples: int) -> list[tuple[int, int]]:
+        """Of each data set, the rows among the first `samples` of the stream, and the rows it has."""
+        return [(samples, self.samples_per_epoch)]
+
     def rows(self, first_sample: int, count: int) -> Batch:
         """The samples [first_sample, first_sample + count) of the endless stream."""
         return to_batch(self._source.read(self._order(first_sample, count)), first_sample)
@@ -94,6 +98,11 @@ class BlendedLoader(Loader):
     def order_facts(self) -> dict[str, Any]:
         """Each data set's own, and how they are mixed."""
         return {"weights": self._blend.counts, "parts": [loader.order_facts for loader in self._loaders]}
+
+    def read_so_far(self, samples: int) -> list[tuple[int, int]]:
+        """Each data set's share of the first `samples`, in the blend's order."""
+        taken = self._blend.taken(samples).tolist()
+        return [(count, loader.samples_per_epoch) for count, loader in zip(taken, self._loaders, strict=True)]
 
     def rows(self, first_sample: int, count: int) -> Batch:
         """Each data set's share of the range, put back in the blend's order."""
@@ -277,6 +286,13 @@ class Loaders:
     tokenizer: Path | None
     facts: dict[str, Any] = field(default_factory=dict)
     test: Loader | None = None
+    names: tuple[str, ...] = ()
+    """What the data sets of the training data are called, one for each that is blended."""
+
+    def positions(self, samples: int) -> dict[str, dict[str, float]]:
+        """How far each data set has been read after so many samples: rows of its own, and epochs of it."""
+        read = zip(self.names, self.train.read_so_far(samples), strict=True)
+        return {name: {"samples": count, "epoch": count / rows} for name, (count, rows) in read}
 
 
 def build_loaders(config: DataConfig, seq_len: int, vocab: int, seed: int, cache_dir: Path) -> Loaders:
@@ -292,6 +308,7 @@ def build_loaders(config: DataConfig, seq_len: int, vocab: int, seed: int, cache
             opened[0].tokenizer,
             {"kind": "blend", "parts": [one.facts for one in opened]},
             opened[0].test if config.test_path else _blended([one.test for one in opened], weights),
+            tuple(config.blend),
         )
     return _open(config.path, cut, cache_dir)
 
@@ -332,6 +349,7 @@ def _open(path: str, cut: Cut, cache_dir: Path) -> Loaders:
         _tokenizer(config, tokenizer),
         facts,
         _held_out(test),
+        (path,),
     )
 
 

@@ -16,7 +16,7 @@ CAUSES: dict[str, str] = {
     "productive": "steps that count",
     "data": "waiting for data",
     "checkpoint": "training held up by a save",
-    "evaluate": "validation",
+    "evaluate": "validation and samples",
     "startup": "from the start of an attempt to its first step",
     "lost": "steps done and gone back from",
     "down": "nothing ran",

@@ -72,6 +72,15 @@ def plan_memory(work: Workload) -> MemoryPlan:
     return max(plans, key=lambda plan: plan.allocated)
 
 
+def offloaded_bytes(work: Workload) -> int:
+    """Host memory that the fullest process takes for its weights, gradients and moments; 0 where they stay."""
+    if not work.offload:
+        return 0
+    last = work.degrees.pipeline - 1
+    accounts = [_Account(replace(work, offload=False), stage, earlier=False) for stage in {0, min(1, last), last}]
+    return max(each.fixed.total + FP32 * each.counts.trained // each.shard for each in accounts)
+
+
 def in_flight(work: Workload, stage: int) -> int:
     """Passes of micro batches through one of a process's stages whose activations it holds at once.
 

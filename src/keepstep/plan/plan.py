@@ -14,6 +14,7 @@ from keepstep.plan.calibrate import Measured, calibrate, measured_run, same_devi
 from keepstep.plan.cluster import Cluster, Gpu, read_profiles
 from keepstep.plan.fit import Remedy, remedies
 from keepstep.plan.goodput import GoodputPlan, Recovery, known_recoveries, llama3_share, plan_goodput
+from keepstep.plan.host import HostPlan, plan_host
 from keepstep.plan.memory import MemoryPlan, plan_memory
 from keepstep.plan.speed import UNCALIBRATED, Factors, SpeedPlan, plan_speed
 from keepstep.plan.storage import (
@@ -62,6 +63,7 @@ class Plan:
     cluster: Cluster
     work: Workload
     memory: MemoryPlan
+    host: HostPlan
     by_recompute: dict[Recompute, MemoryPlan]
     remedies: list[Remedy]
     speed: SpeedPlan
@@ -72,6 +74,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether the fullest process has room on its device, and each machine in its own memory."""
+        return self.fits_device and self.host.fits
+
+    @property
+    def fits_device(self) -> bool:
         """Whether the fullest process has room on its device."""
         return self.memory.needed <= self.cluster.gpu.memory_gib * GIB
 
@@ -117,6 +124,7 @@ def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, pre
         cluster=cluster,
         work=work,
         memory=memory,
+        host=plan_host(work, cluster, storage.checkpoint_bytes),
         by_recompute={mode: plan_memory(replace(work, recompute=mode)) for mode in modes},
         remedies=[] if fits else remedies(work, cluster, assumptions.factors, config.parallel.shard == -1),
         speed=speed,
@@ -223,12 +231,19 @@ def as_values(plan: Plan) -> dict[str, Any]:
             "available_gib": plan.cluster.gpu.memory_gib,
             "instant": memory.instant,
             "stage": memory.stage,
-            "fits": plan.fits,
+            "fits": plan.fits_device,
             "needed_by_recompute_gib": {mode: each.needed / GIB for mode, each in plan.by_recompute.items()},
             "remedies": [
                 {"words": list(each.words), "needed_gib": each.needed_bytes / GIB, "step_s": each.step_s}
                 for each in plan.remedies
             ],
+        },
+        "host": {
+            "offloaded_gib": plan.host.offloaded / GIB,
+            "copy_gib": plan.host.copy / GIB,
+            "needed_gib": plan.host.needed / GIB,
+            "available_gib": plan.host.available_gib or None,
+            "fits": plan.host.fits,
         },
         "speed": {
             **asdict(speed.step),

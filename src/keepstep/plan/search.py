@@ -37,12 +37,19 @@ class Candidate:
         return [*words, f"precision={work.precision}"]
 
 
+def precisions(work: Workload, cluster: Cluster, is_open: bool) -> tuple[Precision, ...]:
+    """What there is to choose: fp8 as well where the run leaves its precision open and the GPU has it."""
+    # Blocks of another kind than plain linears would lose it to fp8.
+    choice = is_open and work.precision == "bf16" and "fp8" in cluster.gpu.tflops and work.model.linear == "dense"
+    return ("bf16", "fp8") if choice else (work.precision,)
+
+
 def layouts(base: Workload, cluster: Cluster, precisions: Sequence[Precision]) -> Iterator[Workload]:
     """All sound layouts of the cluster's GPUs, times micro batch, recomputation, sharding and precision."""
     for degrees in _factorings(base, cluster):
         for microbatch in _MICROBATCHES:
             for recompute in _RECOMPUTE:
-                for keep_gathered in (False, True) if degrees.pipeline == 1 else (True,):
+                for keep_gathered in _gathered(base, degrees):
                     for precision in precisions:
                         work = replace(
                             base,
@@ -54,6 +61,13 @@ def layouts(base: Workload, cluster: Cluster, precisions: Sequence[Precision]) -
                         )
                         if sound(work):
                             yield work
+
+
+def _gathered(base: Workload, degrees: Degrees) -> tuple[bool, ...]:
+    """What there is to choose: nothing where each process holds whole weights, or where a pipeline keeps them."""
+    if base.exact:
+        return (False,)
+    return (False, True) if degrees.pipeline == 1 else (True,)
 
 
 def _factorings(base: Workload, cluster: Cluster) -> Iterator[Degrees]:

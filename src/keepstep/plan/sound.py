@@ -6,11 +6,12 @@ from keepstep.plan.workload import Workload
 
 
 def sound(work: Workload) -> bool:
-    """Whether a run with these degrees would start and every process would have the same work."""
+    """Whether a run with these degrees would start, and every process would have the same work, as most kinds need."""
     model, degrees = work.model, work.degrees
     tensor, context = degrees.tensor, degrees.context
-    if work.exact and max(tensor, context, degrees.pipeline) > 1:
-        return False
+    if work.exact:
+        # Each process holds whole weights, whatever shard degree is asked for, and some may have a micro batch more.
+        return max(tensor, context, degrees.pipeline, degrees.shard) == 1 and work.global_batch % work.microbatch == 0
     if tensor > 1 and model.linear == "bitnet":
         return False
     if model.key_value_heads % tensor or model.ffn_size % tensor or model.padded_vocab % tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from keepstep.core.units import format_bytes, format_count, format_seconds
 from keepstep.models.size import parameter_count
 from keepstep.plan.goodput import LLAMA3_GPUS, llama3_share
+from keepstep.plan.host import HostPlan
 from keepstep.plan.plan import GIB, Plan
 from keepstep.plan.search import Candidate
 
@@ -27,6 +28,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """One line that says it all."""
     memory = f"{plan.memory.needed / GIB:.1f} of {plan.cluster.gpu.memory_gib:.1f} GiB a GPU"
+    if plan.fits_device and not plan.host.fits:
+        return (
+            f"verdict: does not fit, needs {plan.host.needed / GIB:.0f} of {plan.host.available_gib:.0f} GiB a machine"
+        )
     if not plan.fits:
         first = f"; smallest change: {' '.join(plan.remedies[0].words)}" if plan.remedies else ""
         return f"verdict: does not fit, needs {memory}{first}"
@@ -68,12 +73,21 @@ def _memory(plan: Plan) -> Iterator[str]:
     ]
     for name, size in parts:
         yield f"  {name:<14}{size / GIB:9.2f}"
-    yield f"  {'needed':<14}{memory.needed / GIB:9.2f} of {limit:.1f}   {'fits' if plan.fits else 'does not fit'}"
+    fits = "fits" if plan.fits_device else "does not fit"
+    yield f"  {'needed':<14}{memory.needed / GIB:9.2f} of {limit:.1f}   {fits}"
+    yield from _host(plan.host)
     modes = ", ".join(f"{mode} {each.needed / GIB:.1f}" for mode, each in plan.by_recompute.items())
     yield f"  by recompute  {modes}"
     for remedy in plan.remedies:
         words = " ".join(remedy.words)
         yield f"  would fit     {words}  ({remedy.needed_bytes / GIB:.1f} GiB, {remedy.step_s:.2f} s a step)"
+
+
+def _host(host: HostPlan) -> Iterator[str]:
+    parts = [("offloaded", host.offloaded), ("copy for saves", host.copy)]
+    told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
+    limit = f" of {host.available_gib:.1f}   {'fits' if host.fits else 'does not fit'}" if host.available_gib else ""
+    yield f"  {'a machine':<14}{host.needed / GIB:9.2f}{limit}   ({told})"
 
 
 def _speed(plan: Plan) -> Iterator[str]:
@@ -93,6 +107,8 @@ def _speed(plan: Plan) -> Iterator[str]:
     for name, seconds in shares:
         if seconds > 0:
             yield f"  {name:<14}{seconds:9.3f} s {seconds / step.total_s:6.1%}"
+    if plan.work.offload:
+        yield "  beside it, not planned: moving weights and gradients between host and GPU, and the update on the host"
     yield (
         f"  {speed.tokens_per_s:,.0f} tokens/s, {speed.tokens_per_s_per_gpu:,.0f} a GPU, MFU {speed.mfu:.1%}"
         f"{_length(plan)}"

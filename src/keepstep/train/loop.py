@@ -135,10 +135,12 @@ class _Steps:
         batches = parts.feed.next_step(parts.pulse.waiting)
         data_s = time.perf_counter() - started
         parts.recorder.meet(parts.clock.step + 1)
+        scale = parts.step.loss_scale
         numbers = parts.step.run(batches, share, parts.stop.requested, parts.before_update, self._untold_s)
         self._pending.push(numbers)
         parts.clock.advance(0.0, parts.feed.position)
-        self._facts.append(StepFacts(parts.clock.step, parts.clock.samples, parts.clock.tokens, share, data_s))
+        done = parts.clock
+        self._facts.append(StepFacts(done.step, done.samples, done.tokens, share, data_s, scale))
         newest = parts.clock.step
         if len(self._pending) > 1:
             self._take()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +21,8 @@ from keepstep.observe.sinks import Sinks
 from keepstep.train.rank_look import RankLook
 
 TAIL_LINES = 8
+SOURCES_A_LINE = 8
+"""Positions in the data that a line holds on average, at most twice as many."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class StepFacts:
     tokens: int
     lr_share: float
     data_s: float
+    loss_scale: float | None = None
+    """What lifted this step's gradients; None where nothing does."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Rates:
     """What turns tokens a second into a share of the machine."""
 
     tokens_per_step: int
+    batch_size: int
+    """Rows of one step over all processes."""
     flops_per_token: float
     peak_flops: float | None
     peak_lr: float
@@ -55,7 +61,7 @@ class Rates:
     ) -> Rates:
         """Rates of one model on one machine; `frozen` weights need no gradients."""
         flops = flops_per_token(model, model.seq_len, frozen=frozen)
-        return cls(tokens_per_step, flops, peak_flops, peak_lr)
+        return cls(tokens_per_step, tokens_per_step // model.seq_len, flops, peak_flops, peak_lr)
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Model FLOP/s over the peak of all devices; None where nobody knows the peak."""
@@ -65,6 +71,9 @@ class Rates:
 class Recorder:
     """Tells sinks and terminal about steps. Only the first process has any; the others count in silence."""
 
+    positions: Callable[[int], dict[str, Any]] | None = None
+    """How far each source of the data has been read after so many samples."""
+
     def __init__(
         self, config: ObserveConfig, rates: Rates, sinks: Sinks | None, progress: Progress | None, device: torch.device
     ) -> None:
@@ -73,7 +82,8 @@ class Recorder:
         self._sinks = sinks
         self._progress = progress
         self._device = device
-        self._look = RankLook(config.rank_interval, dist.get_world_size())
+        self._ranks = dist.get_world_size()
+        self._look = RankLook(config.rank_interval, self._ranks)
         self.last_saved_at: float | None = None
         self.last_loss: float | None = None
         """Loss of the newest step that was read, the same on every process."""
@@ -111,6 +121,10 @@ class Recorder:
             "data_s": facts.data_s,
             "memory_gib": memory_gib,
             "save_s": self.blocked_s,
+            "batch_size": self._rates.batch_size,
+            "ranks": self._ranks,
+            "loss_scale": facts.loss_scale,
+            "sources": self._sources(facts),
         }
         self.blocked_s = 0.0
         line = {name: value for name, value in line.items() if value is not None}
@@ -130,6 +144,12 @@ class Recorder:
                 )
             )
 
+    def _sources(self, facts: StepFacts) -> dict[str, Any] | None:
+        """Positions in the data. Those of many sources come less often: lines of a long run must stay short."""
+        found = self.positions(facts.samples) if self.positions is not None else {}
+        often = max(1, len(found) // SOURCES_A_LINE)
+        return found if found and facts.step % often == 0 else None
+
     def validated(self, step: int, result: PerplexityResult) -> None:
         """A validation is done."""
         if self._sinks is None:
@@ -138,6 +158,11 @@ class Recorder:
             {"step": step, "time": time.time(), "valid_loss": result.loss, "valid_ppl": result.perplexity}
         )
         self.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """The model wrote a text."""
+        if self._sinks is not None:
+            self._sinks.sample(step, prompt, text)
 
     def complete(self, tail: Sequence[dict[str, Any]], recorded_step: int) -> None:
         """After a resume: write the lines of a saved `tail` that never reached the file."""

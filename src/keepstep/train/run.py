@@ -29,6 +29,7 @@ from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders, changed_order
 from keepstep.data.remote import is_remote
+from keepstep.evaluate.perplexity import PerplexityResult
 from keepstep.models.size import parameter_count
 from keepstep.observe.folder import RunFolder, read_last_step
 from keepstep.observe.logs import recording
@@ -52,6 +53,7 @@ from keepstep.train.profile import Profiler, memory_snapshot_on_oom
 from keepstep.train.recheck import compare_bits
 from keepstep.train.record import Rates, Recorder
 from keepstep.train.rewind import Rewind, SkippedSamples
+from keepstep.train.samples import Prompts
 from keepstep.train.saver import Saver
 from keepstep.train.start import BEST, TOKENIZER, Origin, fill_from, find_tokenizer
 from keepstep.train.state import TrainState, seed_everything
@@ -113,6 +115,8 @@ class _Run:
         self.loaders = self._open_data()
         self.clock = Clock(Pace(config.global_batch, model_config.seq_len, self.loaders.train.samples_per_epoch))
         self.recorder = self._open_recorder(dtype)
+        self.recorder.positions = self.loaders.positions
+        self.prompts = Prompts.of(config.evaluate, model_config, self.loaders.tokenizer)
 
         where = Path(config.checkpoint.folder) if config.checkpoint.folder else folder.checkpoints
         self.saver = Saver(where, config.checkpoint, self.recorder)
@@ -273,10 +277,29 @@ class _Run:
         self.state.model.train()
 
     def evaluate(self) -> None:
-        """Validation loss over the first rows of the validation data."""
+        """Validation loss, and what the model writes after the run's prompts."""
+        started = time.perf_counter()
+        result = self._validate()
+        if result is None and (self.loaders.valid is not None or self.prompts is None):
+            return
+        self._go_on_from_prompts()
+        self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
+        if result is not None:
+            self._offer_best(result)
+
+    def _go_on_from_prompts(self) -> None:
+        if self.prompts is None:
+            return
+        self.state.model.eval()
+        for prompt, text in self.prompts.continued(self.model, self.world.device, lambda: self.stop.requested):
+            self.recorder.sample(self.clock.step, prompt, text)
+        self.state.model.train()
+
+    def _validate(self) -> PerplexityResult | None:
+        """Validation loss over the first rows of the validation data; None without such, and when asked to stop."""
         if self.loaders.valid is None:
             self.recorder.note("no validation data: evaluation is skipped")
-            return
+            return None
         wanted = self.config.evaluate.batches * self.config.global_batch
         rows = ValidationRows(
             loader=self.loaders.valid,
@@ -285,15 +308,16 @@ class _Run:
             data_rank=self.data_rank,
             data_ranks=self.data_ranks,
         )
-        started = time.perf_counter()
         self.state.model.eval()
         result = validate(self.step.evaluate, rows, self.world.device, lambda: self.stop.requested)
         self.state.model.train()
         if result is None:
             self.recorder.note(f"step {self.clock.step}: asked to stop, so validation is left for another time")
-            return
+            return None
         self.recorder.validated(self.clock.step, result)
-        self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
+        return result
+
+    def _offer_best(self, result: PerplexityResult) -> None:
         try:
             kept = self.best.offer(self.clock.step, result.loss, self.state.weights, self.origin)
         except CheckpointError as error:

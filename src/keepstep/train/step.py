@@ -72,6 +72,11 @@ class TrainStep:
         """Where steps are computed."""
         return self._settings.device
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next step's loss is multiplied by; None where the precision needs no such thing."""
+        return self._scaler.scale if self._scaler.enabled else None
+
     def evaluate(self, batch: Batch) -> tuple[Tensor, int]:
         """The summed loss of this process's part of a micro batch, and its targets; zero where others count them."""
         part = self._own_part(batch)

@@ -150,10 +150,20 @@ def test_dedup_drops_exact_and_near_duplicates_and_reports(tmp_path: Path, capsy
     assert json.loads((tmp_path / "out.jsonl.report.json").read_text()) == report
 
 
+def test_the_report_of_dedup_is_no_input(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    assert main(["data", "dedup", str(corpus), "--out", str(tmp_path / "clean" / "unique.jsonl"), "--near", "1"]) == 0
+    assert (tmp_path / "clean" / "unique.jsonl.report.json").is_file()
+    words = ["--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--workers", "1"]
+    assert main(["data", "build", str(tmp_path / "clean"), *words, "--max-reject-share", "0"]) == 0
+
+
 def test_signatures_estimate_how_much_two_texts_share() -> None:
     first = [f"w{number}" for number in range(1000)]
     second = [*first[:500], *(f"v{number}" for number in range(500))]
     assert similarity(signature(" ".join(first)), signature(" ".join(second))) == pytest.approx(1 / 3, abs=0.12)
+
+
+_BUILD = ["build", "none.jsonl", "--out", "x", "--tokenizer", __file__]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +174,8 @@ def test_signatures_estimate_how_much_two_texts_share() -> None:
         (["merge", "none", "--out", "x"], "none holds no .bin/.idx pairs"),
         (["inspect", "none"], "no data is there"),
         (["dedup", "none.jsonl", "--out", "x"], "none.jsonl matches no input file"),
+        ([*_BUILD, "--limit", "2", "--task-per-file"], "--limit makes a build one task"),
+        ([*_BUILD, "--workers", "-2"], "--workers is -2"),
     ],
 )
 def test_mistakes_are_one_clear_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -706,6 +707,20 @@ def test_a_transfer_that_breaks_off_is_no_damaged_file(chunked: str) -> None:
         list(texts_of([chunked], RecordOptions()))
     assert caught.value.hint is not None
     assert "start the same command again" in caught.value.hint
+
+
+def test_a_table_whose_transfer_breaks_off_is_not_damaged_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    with fsspec.open("memory://far/x.parquet", "wb") as file:
+        parquet.write_table(pyarrow.table({"text": ["a", "b"]}), file)
+    assert list(texts_of(["memory://far/x.parquet"], RecordOptions())) == ["a", "b"]
+
+    def break_off(*_: object, **__: object) -> None:
+        raise ConnectionResetError("the peer is gone")
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", break_off)
+    with pytest.raises(HardwareError, match="could not be read to its end"):
+        list(texts_of(["memory://far/x.parquet"], RecordOptions()))
 
 
 def test_missing_credentials_are_said_at_once() -> None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from keepstep.core.errors import DataError, HardwareError
-from keepstep.data.remote import is_network
-from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
+from keepstep.core.errors import DataError
+from keepstep.data.parquet_rows import column_values
+from keepstep.data.remote import broke_off, is_network
+from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary
 from keepstep.data.zstd_frames import Unzstd
 
 BLOCK_BYTES = 1 << 19
@@ -323,35 +324,23 @@ def _read(file: _Stream, size: int, path: str) -> bytes:
         raise
     except Exception as error:  # zlib, zstandard and remote systems each raise their own
         if "://" in path and (isinstance(error, OSError) or is_network(error)):
-            raise HardwareError(
-                f"{path} could not be read to its end: {type(error).__name__}: {error}",
-                "the store or the network is down: start the same command again when it is back",
-            ) from error
+            raise broke_off(path, error) from error
         raise DataError(f"{path} cannot be unpacked: {error}", "the file is damaged: copy it again") from error
 
 
 def _read_parquet(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
-    file = open_parquet(piece.path)
-    name = options.text_field
-    if name not in file.schema_arrow.names:
-        raise DataError(f"{piece.path} has no column {name!r}", f"--field one of {', '.join(file.schema_arrow.names)}")
-    stop = file.metadata.num_row_groups if piece.stop < 0 else piece.stop
     row = 0
-    try:
-        for batch in file.iter_batches(batch_size=1024, row_groups=list(range(piece.start, stop)), columns=[name]):
-            values = batch.column(0).to_pylist()
-            texts = []
-            for number, text in enumerate(values):
-                reason = _why_not_text(text, options.max_document_bytes)
-                if reason:
-                    rejects.add(reason, piece.path, row + number, str(text))
-                else:
-                    texts.append(text)
-            row += len(values)
-            if texts:
-                yield texts
-    except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
-        raise DataError(f"{piece.path} cannot be read: {error}", "the file is damaged: copy it again") from error
+    for values in column_values(piece.path, piece.start, piece.stop, options.text_field):
+        texts = []
+        for number, text in enumerate(values):
+            reason = _why_not_text(text, options.max_document_bytes)
+            if reason:
+                rejects.add(reason, piece.path, row + number, str(text))
+            else:
+                texts.append(text)
+        row += len(values)
+        if texts:
+            yield texts
 
 
 def _why_not_text(text: Any, max_bytes: int) -> str:

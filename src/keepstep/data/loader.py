@@ -58,7 +58,10 @@ class Loader:
     def order_facts(self) -> dict[str, Any]:
         """Everything that decides which row a sample number names."""
         facts = {"rows": self._source.count, "seed": self._seed, "shuffle": self._shuffle, "window": self._window}
-        return facts if self._shuffle else {"rows": self._source.count, "shuffle": False}
+        if self._shuffle:
+            return facts
+        # Rows may come in an order of their own, which is no less one.
+        return {"rows": self._source.count, "shuffle": False, **getattr(self._source, "order_facts", {})}
 
     def rows(self, first_sample: int, count: int) -> Batch:
         """The samples [first_sample, first_sample + count) of the endless stream."""

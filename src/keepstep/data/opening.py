@@ -165,7 +165,15 @@ class MegatronSet:
                 raise ConfigError(
                     f"data.order is gpt, but the data is {len(self.readers)} files", "keepstep data merge joins them"
                 )
-            return GptRows(self.readers[0], ranges[0], cut.seq_len, cut.config.gpt_samples, cut.seed, cut.vocab)
+            return GptRows(
+                self.readers[0],
+                ranges[0],
+                cut.seq_len,
+                cut.config.gpt_samples,
+                cut.seed,
+                cut.vocab,
+                bounds=cut.config.separate_documents,
+            )
         if cut.config.strategy == "pack":
             return PackedRows(self.readers, ranges, cut.seq_len, cut.vocab, bounds=cut.config.separate_documents)
         return segment_rows(MegatronDocuments(self.readers, ranges), cut)

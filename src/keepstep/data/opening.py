@@ -121,7 +121,10 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     if missing and "*" not in missing[0]:
         raise DataError(f"data.path names {missing[0]}, which is not there", "check the path")
     if not config.tokenizer:
-        raise ConfigError(f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json")
+        raise ConfigError(
+            f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json",
+            "data.tokenizer=PATH; --tokenizer PATH for keepstep data inspect",
+        )
     options = BuildOptions(
         inputs=tuple(path.split(",")),
         tokenizer_sha256=sha256_file(Path(config.tokenizer)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from os import SEEK_END
 from typing import Any
 
 from keepstep.core.errors import DataError
@@ -27,8 +28,9 @@ _DICTIONARY_PAGE = b"\x15\x04\x15"
 """How the head of a dictionary's page starts in Thrift's compact form: the type of the page; then comes its size."""
 
 
-def column_values(path: str, start: int, stop: int, name: str) -> Iterator[list[Any]]:
-    """The values of a column in row groups [start, stop), up to the last where `stop` is -1."""
+def column_values(path: str, start: int, stop: int, name: str) -> Iterator[tuple[list[Any], int]]:
+    """The values of a column in row groups [start, stop), up to the last where `stop` is -1, and the bytes of the file
+    that these rows stand for."""
     file = open_parquet(path)
     if name not in file.schema_arrow.names:
         raise DataError(f"{path} has no column {name!r}", f"--field one of {', '.join(file.schema_arrow.names)}")
@@ -37,9 +39,10 @@ def column_values(path: str, start: int, stop: int, name: str) -> Iterator[list[
         _refuse_bombs(path, file.metadata, groups, name)
         with open_binary(path) as raw:
             rows = [_rows_at_once(file.metadata.row_group(group), name, raw) for group in groups]
+            bytes_a_row = raw.seek(0, SEEK_END) / max(1, file.metadata.num_rows)
         for count, alike in groupby(groups, lambda group: rows[group - start]):
             for batch in file.iter_batches(batch_size=count, row_groups=list(alike), columns=[name]):
-                yield batch.column(0).to_pylist()
+                yield batch.column(0).to_pylist(), round(bytes_a_row * batch.num_rows)
     except Exception as error:
         if is_remote(path) and is_network(error):
             raise broke_off(path, error) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,9 @@ _REMEDIES = {
 
 Line = bytes | bytearray | memoryview
 """One line without its end; most are views of the block they were read in."""
+
+Count = Callable[[int], None]
+"""Told how many more bytes of a file, as it lies on its disk, were read."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,17 @@ class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def read_documents(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
-    """The documents of one piece, a batch at a time."""
+def read_documents(
+    piece: Piece, options: RecordOptions, rejects: Rejects, count: Count = lambda _: None
+) -> Iterator[list[str]]:
+    """The documents of one piece, a batch at a time; `count` hears how much of its file was read for them."""
     match piece.kind:
         case "jsonl":
-            yield from _read_jsonl(piece, options, rejects)
+            yield from _read_jsonl(piece, options, rejects, count)
         case "parquet":
-            yield from _read_parquet(piece, options, rejects)
+            yield from _read_parquet(piece, options, rejects, count)
         case "text":
-            yield from _read_text(piece, options, rejects)
+            yield from _read_text(piece, options, rejects, count)
 
 
 def texts_of(
@@ -116,12 +121,12 @@ def not_nothing(texts: Iterator[str], rejects: Rejects) -> Iterator[str]:
     yield from texts
 
 
-def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects, count: Count) -> Iterator[list[str]]:
     import orjson
 
     loads, path, name = orjson.loads, piece.path, options.text_field
     nested, largest = "." in name, options.max_document_bytes
-    for place, lines in _blocks(piece, options.max_document_bytes, rejects):
+    for place, lines in _blocks(piece, options.max_document_bytes, rejects, count):
         texts: list[str] = []
         for number, line in enumerate(lines):
             if not line:
@@ -163,12 +168,12 @@ def _descend(record: Any, name: str) -> Any:
     return record
 
 
-def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects) -> Iterator[tuple[int, list[Line]]]:
+def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects, count: Count) -> Iterator[tuple[int, list[Line]]]:
     """Whole lines in blocks, each with a number for messages: the line inside the piece.
 
     A piece owns the lines that start inside it, so neighbouring pieces share none and lose none.
     """
-    stream, remaining = _open_at(piece)
+    stream, remaining = _open_at(piece, count)
     with stream as file:
         rest = bytearray()
         skipping = False
@@ -244,9 +249,9 @@ def _finish_line(file: Any, rest: bytearray, piece: Piece, max_line_bytes: int, 
     return b"".join(parts)
 
 
-def _open_at(piece: Piece) -> tuple[Any, int | None]:
+def _open_at(piece: Piece, count: Count = lambda _: None) -> tuple[Any, int | None]:
     """The stream at the piece's first byte (one before it, unless it starts the file) and how many bytes are ours."""
-    file = open_binary(piece.path)
+    file = _Counted(open_binary(piece.path), count)
     if piece.compression == ".gz":
         return _Inflating(file, zlib.decompressobj(wbits=31), piece.path), None
     if piece.compression == ".zst":
@@ -260,6 +265,28 @@ def open_decompressed(path: str) -> Any:
     """A file's unpacked bytes as a stream, whatever its name says it is packed with."""
     compression = next((suffix for suffix in (".gz", ".zst") if path.endswith(suffix)), "")
     return _Checked(_open_at(Piece(path, "jsonl", compression, 0, -1))[0], path)
+
+
+class _Counted:
+    """A file that says how much of it was read."""
+
+    def __init__(self, file: Any, count: Count) -> None:
+        self._file = file
+        self._count = count
+        self.seek = file.seek
+        self.close = file.close
+
+    def __enter__(self) -> _Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, size: int = -1) -> bytes:
+        """At most `size` bytes; none at the end."""
+        found: bytes = self._file.read(size)
+        self._count(len(found))
+        return found
 
 
 class _Checked:
@@ -328,9 +355,10 @@ def _read(file: _Stream, size: int, path: str) -> bytes:
         raise DataError(f"{path} cannot be unpacked: {error}", "the file is damaged: copy it again") from error
 
 
-def _read_parquet(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+def _read_parquet(piece: Piece, options: RecordOptions, rejects: Rejects, count: Count) -> Iterator[list[str]]:
     row = 0
-    for values in column_values(piece.path, piece.start, piece.stop, options.text_field):
+    for values, read_bytes in column_values(piece.path, piece.start, piece.stop, options.text_field):
+        count(read_bytes)
         texts = []
         for number, text in enumerate(values):
             reason = _why_not_text(text, options.max_document_bytes)
@@ -353,9 +381,9 @@ def _why_not_text(text: Any, max_bytes: int) -> str:
     return "giant document" if len(text) > max_bytes else ""
 
 
-def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects, count: Count) -> Iterator[list[str]]:
     if options.lines:
-        for place, lines in _blocks(piece, options.max_document_bytes, rejects):
+        for place, lines in _blocks(piece, options.max_document_bytes, rejects, count):
             texts = []
             for number, line in enumerate(lines):
                 if len(line) > options.max_document_bytes:
@@ -371,7 +399,7 @@ def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterat
             if texts:
                 yield texts
         return
-    stream, _ = _open_at(piece)
+    stream, _ = _open_at(piece, count)
     with stream as file:
         parts: list[bytes] = []
         while block := _read(file, BLOCK_BYTES, piece.path):

@@ -60,7 +60,7 @@ def build(
     plan = settle_plan(folder, plan, tokenizer)
     mine = list(range(share.number, len(plan.tasks), share.of))
     left = open_tasks(folder, mine)
-    progress = Progress(_task_bytes(plan), left)
+    progress = Progress(_task_bytes(plan), left, at_most=bool(plan.options.limit))
     if left:
         encoder = encoder or load_encoder(folder / TOKENIZER, loading)
         count = min(workers, len(left))

@@ -355,7 +355,7 @@ def test_a_flipped_byte_and_a_cut_file_are_found_and_mended(
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "index.json", "dataset.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "index.json", "dataset.json", "rejects.jsonl"])
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_the_files_of_the_build_itself_are_verified_and_mended_too(
     tmp_path: Path, corpus: Path, tokenizer: Path, name: str, is_gone: bool
@@ -367,7 +367,7 @@ def test_the_files_of_the_build_itself_are_verified_and_mended_too(
         (tmp_path / name).unlink()
     else:
         raw = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(raw.replace(b"5", b"6", 1))
+        (tmp_path / name).write_bytes(raw.replace(b"5", b"6", 1) or b"no reject")
     damages = verify(tmp_path, mend=True)[1]
     assert [(damage.file, damage.task) for damage in damages] == [(name, None)]
     run(tmp_path, chosen, tokenizer)

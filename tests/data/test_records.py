@@ -192,6 +192,15 @@ def test_a_parquet_file_that_unpacks_to_absurd_amounts_is_refused(
     assert "leave the file out" in caught.value.hint
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_end_of_a_line_is_no_part_of_its_document(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(end.join(["one", "", "two \r three", "four"]).encode())
+    piece = Piece(str(path), "text", "", 0, path.stat().st_size)
+    found = list(read_documents(piece, RecordOptions(lines=True), Rejects()))
+    assert [text for batch in found for text in batch] == ["one", "two \r three", "four"]
+
+
 def test_kinds_are_known_by_name() -> None:
     assert kind_of("a/b.jsonl.zst") == ("jsonl", ".zst")
     assert kind_of("c4-train.00000-of-01024.json.gz") == ("jsonl", ".gz")

@@ -390,7 +390,8 @@ def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects, count: Co
                     rejects.add("giant document", piece.path, place + number, line)
                     continue
                 try:
-                    text = str(line, "utf-8")
+                    # Lines of Windows end in two characters.
+                    text = str(line, "utf-8").removesuffix("\r")
                 except UnicodeDecodeError:
                     rejects.add("bad UTF-8", piece.path, place + number, line)
                     continue

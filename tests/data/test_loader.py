@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
+from keepstep.data.blend import Blend
 from keepstep.data.formats.megatron import HEADER, MegatronReader, MegatronWriter, token_dtype
 from keepstep.data.loader import BlendedLoader, Loader, StepFeed, build_loaders, changed_order, to_batch
 from keepstep.data.order import IndexArray
@@ -145,6 +147,27 @@ def test_whoever_waits_for_data_says_so_all_the_time(monkeypatch: pytest.MonkeyP
     assert feed.next_step(waiting)[0].first_sample == 0
     assert said >= 3
     feed.close()
+
+
+def test_a_blend_keeps_documents_apart_though_one_set_knows_none(prefix: Path, tmp_path: Path) -> None:
+    config = DataConfig(blend={str(prefix): 1, "synthetic": 1}, separate_documents=True, valid_share=0.0)
+    blended = build_loaders(config, 16, 1000, 7, tmp_path).train.rows(0, 40)
+    alone = build_loaders(replace(config, path=str(prefix), blend={}), 16, 1000, 7, tmp_path).train.rows(0, 20)
+    assert blended.documents is not None
+    assert blended.positions is not None
+    assert alone.documents is not None
+    own = Blend([1, 1]).chosen(0, 40) == 0
+    for name in ("inputs", "targets", "documents", "positions"):
+        assert np.array_equal(getattr(blended, name)[own], getattr(alone, name))
+    assert not blended.documents[~own].any()
+    assert np.array_equal(blended.positions[~own], np.tile(np.arange(16), (20, 1)))
+
+
+def test_raw_text_without_its_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    config = DataConfig(path=str(tmp_path / "x.txt"), tokenizer=str(tmp_path / "none.json"))
+    with pytest.raises(DataError, match=r"data\.tokenizer is .*none\.json', which is missing"):
+        build_loaders(config, 16, 1000, 7, tmp_path)
 
 
 def gpt_loader(folder: Path, documents: list[list[int]], **changes: Any) -> Loader:

@@ -347,6 +347,25 @@ def test_a_negative_number_is_refused_before_anything_is_marked(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tokenizer", "none.json"], "--tokenizer none.json is missing"),
+        (["--eos", "<none>"], "has no token '<none>'"),
+    ],
+)
+def test_a_tokenizer_that_will_not_do_is_told_before_anything_is_fetched(
+    words: list[str], told: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "raw" / "0.jsonl", "0")
+    command = ["data", "pipeline", str(tmp_path / "raw"), "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert main([*command, *words]) != 0
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # Machines that only fetch may have none.
+    assert main([*command, *words, "--stage", "download"]) == 0
+
+
 def test_too_few_files_to_join_may_be_joined_into_fewer(tmp_path: Path) -> None:
     write_rows(tmp_path / "raw" / "0.jsonl", "0")
     with pytest.raises(DataError, match="cannot become 2"):

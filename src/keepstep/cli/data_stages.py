@@ -43,6 +43,8 @@ def pipeline(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"--{name} is {getattr(args, name)}, but it must not be negative", f"leave --{name} out for its default"
             )
+    if args.stage in (None, "tokenise"):
+        _check_tokenizer(args.tokenizer, args.eos)
     workers = args.workers or len(os.sched_getaffinity(0))
     inputs = tuple(SLIMPAJAMA if name == "slimpajama" else name for name in args.inputs)
     work = Pipeline(args.out, inputs, args.files, args.into, parse_share(args.task), workers, Pace(args.rate))
@@ -56,6 +58,17 @@ def pipeline(args: argparse.Namespace) -> int:
             return EXIT_DONE
     print(f"next: the same command without --stage {args.stage}")
     return EXIT_DONE
+
+
+def _check_tokenizer(path: Path, eos: str) -> None:
+    """Before hours of download, not after them."""
+    from keepstep.data.tokenize import load, special_id
+
+    if not path.is_file():
+        raise UsageError(f"--tokenizer {path} is missing", "keepstep data train-tokenizer makes one")
+    tokenizer = load(path)
+    if eos:
+        special_id(tokenizer, eos, path)
 
 
 def _tokenise(args: argparse.Namespace, source: Path, out: Path, workers: int) -> int:

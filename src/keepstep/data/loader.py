@@ -109,18 +109,17 @@ class BlendedLoader(Loader):
             batches.append(self._loaders[number].rows(int(starts[number]), len(here)))
             places.append(here)
         back = np.argsort(np.concatenate(places))
-        return Batch(
-            np.concatenate([batch.inputs for batch in batches])[back],
-            np.concatenate([batch.targets for batch in batches])[back],
-            _joined([batch.positions for batch in batches], back),
-            _joined([batch.documents for batch in batches], back),
-            first_sample,
-        )
+        inputs = np.concatenate([batch.inputs for batch in batches])[back]
+        targets = np.concatenate([batch.targets for batch in batches])[back]
+        if all(batch.documents is None for batch in batches):
+            return Batch(inputs, targets, None, None, first_sample)
+        documents = np.concatenate([_documents_of(batch) for batch in batches])[back]
+        return Batch(inputs, targets, _positions(documents), documents, first_sample)
 
 
-def _joined(parts: list[NDArray[np.int64] | None], back: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known)[back] if len(known) == len(parts) else None
+def _documents_of(batch: Batch) -> NDArray[np.int64]:
+    """The document of each token; rows of a set that has none, made-up ones say, are one document each."""
+    return np.zeros_like(batch.inputs) if batch.documents is None else batch.documents
 
 
 def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -125,6 +125,8 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
             f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json",
             "data.tokenizer=PATH; --tokenizer PATH for keepstep data inspect",
         )
+    if not Path(config.tokenizer).is_file():
+        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is missing", "give a tokenizer.json")
     options = BuildOptions(
         inputs=tuple(path.split(",")),
         tokenizer_sha256=sha256_file(Path(config.tokenizer)),

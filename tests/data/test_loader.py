@@ -170,6 +170,16 @@ def test_raw_text_without_its_tokenizer_is_one_clear_error(tmp_path: Path) -> No
         build_loaders(config, 16, 1000, 7, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["valid_path", "test_path"])
+@pytest.mark.parametrize("path", ["none", "none.jsonl"])
+def test_held_out_data_that_is_not_there_is_told_by_its_own_name(
+    name: str, path: str, prefix: Path, tmp_path: Path
+) -> None:
+    config = replace(DataConfig(path=str(prefix)), **{name: path})  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"^data\.{name} (is|names) "):
+        build_loaders(config, 16, 1000, 7, tmp_path)
+
+
 def gpt_loader(folder: Path, documents: list[list[int]], **changes: Any) -> Loader:
     with MegatronWriter(folder / "x", np.dtype("<i4")) as writer:
         for document in documents:

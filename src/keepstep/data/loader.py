@@ -353,9 +353,10 @@ def _split(data: DataSet, cut: Cut, cache_dir: Path) -> list[RowSource | None]:
     # Held-out rows are read in a fixed order of their own, whatever order training follows.
     plain = replace(cut, config=replace(config, order="keepstep"))
     found: list[RowSource | None] = [data.rows(ranges[0], cut)]
-    for file, share, documents in zip(files, shares, ranges[1:], strict=True):
+    fields = ("data.valid_path", "data.test_path")
+    for field_name, file, share, documents in zip(fields, files, shares, ranges[1:], strict=True):
         if file:
-            found.append(_whole(open_data(file, config, cache_dir), plain))
+            found.append(_whole(open_data(file, config, cache_dir, field_name), plain))
         else:
             found.append(data.rows(documents, plain) if share > 0 else None)
     return found

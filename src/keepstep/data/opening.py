@@ -73,10 +73,10 @@ class DataSet(Protocol):
         """Rows over these documents."""
 
 
-def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
-    """Open a folder, a prefix, an address or raw text files."""
+def open_data(path: str, config: DataConfig, cache_dir: Path, field_name: str = "data.path") -> DataSet:
+    """Open a folder, a prefix, an address or raw text files; errors name the field that the path is from."""
     if path.startswith("hf://") or any(kind_of(one) for one in path.split(",")):
-        return _open_raw(path, config, cache_dir)
+        return _open_raw(path, config, cache_dir, field_name)
     if is_remote(path):
         return _open_remote(path, config, _node_cache(config, cache_dir))
     local = Path(path)
@@ -91,7 +91,7 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     if prefixes:
         return MegatronSet([MegatronReader(prefix) for prefix in prefixes], _beside(local))
     raise DataError(
-        f"data.path is {path!r}, but no data is there",
+        f"{field_name} is {path!r}, but no data is there",
         "give a folder or prefix that keepstep data build wrote, or demo, or synthetic",
     )
 
@@ -109,7 +109,7 @@ def _beside(path: Path) -> Path | None:
     return None
 
 
-def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
+def _open_raw(path: str, config: DataConfig, cache_dir: Path, field_name: str) -> DataSet:
     """Text files: tokenised at first use, into the cache, and the same for everyone who asks."""
     import os
 
@@ -119,10 +119,10 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
 
     missing = [one for one in path.split(",") if kind_of(one) and not is_remote(one) and not Path(one).exists()]
     if missing and "*" not in missing[0]:
-        raise DataError(f"data.path names {missing[0]}, which is not there", "check the path")
+        raise DataError(f"{field_name} names {missing[0]}, which is not there", "check the path")
     if not config.tokenizer:
         raise ConfigError(
-            f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json",
+            f"{field_name} is raw text ({path}), so data.tokenizer must name a tokenizer.json",
             "data.tokenizer=PATH; --tokenizer PATH for keepstep data inspect",
         )
     if not Path(config.tokenizer).is_file():

@@ -25,8 +25,8 @@ SAMPLES_KEPT = 20
 """Rejected records written down for each task."""
 
 _REMEDIES = {
-    "missing field": "name the right field with --field, or mend the input",
-    "field is not text": "name the right field with --field, or mend the input",
+    "missing field": "name the right field with --field (data.text_field in a run), or mend the input",
+    "field is not text": "name the right field with --field (data.text_field in a run), or mend the input",
     "giant document": "raise --max-document; for plain text, --lines makes each line a document",
 }
 

@@ -209,7 +209,7 @@ def _judge(task: int, rejects: Rejects, sound: int, share: float, *, at_end: boo
     seen = rejects.total + sound
     if rejects.total > share * seen and (at_end or seen >= _RECORDS_BEFORE_JUDGING):
         error = rejects.complaint(f"task {task}", seen)
-        raise DataError(error.message, f"{error.hint}; or allow more with --max-reject-share")
+        raise DataError(error.message, f"{error.hint}; or keepstep data build allows more with --max-reject-share")
 
 
 def _dtype(options: BuildOptions, vocab: int) -> np.dtype[Any]:

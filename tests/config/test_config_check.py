@@ -165,6 +165,21 @@ def test_free_values_are_checked_before_anything_starts(word: str, told: str) ->
     assert told in report("model=llama-1b", word)
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("data.strategy=best_fit", "it lays documents end to end, and data.strategy is best_fit"),
+        ("data.shuffle=false", "it has a shuffle of its own"),
+        ("data.shuffle_window=100", "it has a shuffle of its own"),
+        ("seed=4294967296", "it takes seeds below 4294967296"),
+    ],
+)
+def test_what_the_order_of_megatron_cannot_do_is_not_ignored(word: str, told: str) -> None:
+    assert told in report("model=llama-1b", "data.order=gpt", word)
+    load_config(None, ["model=llama-1b", word])
+    load_config(None, ["model=llama-1b", "data.order=gpt", "data.separate_documents=true", "seed=4294967295"])
+
+
 def test_free_values_that_are_sound_pass() -> None:
     llama3 = "factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 8192"
     for scaling in ("{type: linear, factor: 2}", "{rope_type: default}", f"{{rope_type: llama3, {llama3}}}"):

@@ -27,6 +27,7 @@ from keepstep.config.schema import DataConfig
 from keepstep.core.errors import EXIT_CONFIG, EXIT_DATA, DataError, HardwareError
 from keepstep.core.files import write_once
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
+from keepstep.data.build.progress import Progress
 from keepstep.data.build.run import Share, build
 from keepstep.data.build.task import TaskRun, proof_sample
 from keepstep.data.build.verify import verify
@@ -354,7 +355,7 @@ def test_a_flipped_byte_and_a_cut_file_are_found_and_mended(
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "index.json", "dataset.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "index.json", "dataset.json", "rejects.jsonl"])
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_the_files_of_the_build_itself_are_verified_and_mended_too(
     tmp_path: Path, corpus: Path, tokenizer: Path, name: str, is_gone: bool
@@ -366,7 +367,7 @@ def test_the_files_of_the_build_itself_are_verified_and_mended_too(
         (tmp_path / name).unlink()
     else:
         raw = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(raw.replace(b"5", b"6", 1))
+        (tmp_path / name).write_bytes(raw.replace(b"5", b"6", 1) or b"no reject")
     damages = verify(tmp_path, mend=True)[1]
     assert [(damage.file, damage.task) for damage in damages] == [(name, None)]
     run(tmp_path, chosen, tokenizer)
@@ -632,3 +633,49 @@ def test_filters_drop_and_count(tmp_path: Path, tokenizer: Path, capsys: pytest.
     facts = json.loads(capsys.readouterr().out)
     assert facts["documents"] == 1
     assert facts["dropped"] == {"max_repeated_lines": 1, "max_symbol_share": 1, "min_chars": 1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt", "txt.gz"])
+def test_progress_counts_input_as_it_lies_on_the_disk(
+    kind: str, workers: int, tmp_path: Path, texts: list[str], tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left is told from it: text unpacks to several times the bytes of its file."""
+    (tmp_path / "in").mkdir()
+    for number in range(4):
+        raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        path = tmp_path / "in" / f"{number}.{kind}"
+        match kind.split(".")[-1]:
+            case "parquet":
+                pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+                parquet.write_table(pyarrow.table({"text": texts * 3}), path, row_group_size=100)
+            case "gz":
+                path.write_bytes(gzip.compress(raw * 3))
+            case "zst":
+                path.write_bytes(zstandard.compress(raw * 3))
+            case _:
+                path.write_bytes(raw)
+    read: list[int] = []
+    monkeypatch.setattr(Progress, "add", lambda _, read_bytes, tokens: read.append(read_bytes))
+    options = BuildOptions((str(tmp_path / "in"),), sha256_file(tokenizer), task_bytes=100_000)
+    plan = make_plan(options)
+    build(tmp_path / "out", plan, tokenizer, workers=workers)
+    # The end of a piece's last line lies in the next piece, and is read twice.
+    assert 0.95 * plan.input_bytes <= sum(read) <= plan.input_bytes + len(plan.tasks) * (1 << 16)
+    if kind != "jsonl":
+        assert sum(read) <= 1.01 * plan.input_bytes
+
+
+def test_time_left_is_told_from_the_input_and_is_a_bound_where_a_limit_ends_a_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("keepstep.data.build.progress.time.monotonic", lambda: clock[0])
+    for at_most, eta in ((False, "  eta 3m00s"), (True, "  eta at most 3m00s")):
+        clock[0] = 0.0
+        progress = Progress([4_000_000] * 2, [0, 1], at_most=at_most)
+        clock[0] = 60.0
+        progress.add(2_000_000, 6_000_000)
+        said = capsys.readouterr().err
+        assert said.startswith("0/2 tasks  0.0 MB/s  0.10 M tokens/s")
+        assert eta in said

@@ -84,6 +84,44 @@ def test_a_conversion_that_keeps_no_row_is_an_error_and_leaves_the_old_files(
     assert held.is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--valid-share", "1.5", "--valid-out", "held.jsonl"], "--valid-share is 1.5"),
+        (["--valid-share=-1", "--valid-out", "held.jsonl"], "--valid-share is -1.0"),
+        (["--valid-share", "1", "--valid-out", "held.jsonl"], "below 1"),
+        (["--valid-share", "0.3"], "name a file with --valid-out"),
+        (["--count", "0"], "--count is 0"),
+    ],
+)
+def test_a_split_that_means_nothing_is_refused_before_anything_is_written(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "chat", "toolcalls", "--out", "out.jsonl", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--first", "3"], "has 2 rows"),
+        (["--first", "0"], "--first is 0"),
+        (["--rows=-1"], "--rows is -1"),
+    ],
+)
+def test_rows_that_are_not_there_are_not_shown_as_nothing(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps(row("Yes.")) + "\n") * 2)
+    assert main(["data", "show", str(path), *words]) == 2
+    assert told in capsys.readouterr().err
+    assert main(["data", "show", str(path), "--first", "2"]) == 0
+    assert "Yes." in capsys.readouterr().out
+
+
 def test_half_a_character_and_bad_utf8_cost_their_own_row_only(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row(answer)).encode() for answer in ("first", "cut \ud83d", "paired \U0001f600")]

@@ -63,6 +63,44 @@ def test_inspect_counts_and_decodes(
     assert texts[3] in capsys.readouterr().out
 
 
+def test_inspect_shows_what_was_asked_for_and_nothing_in_its_place(
+    tmp_path: Path, corpus: Path, tokenizer: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert main(["data", "build", str(corpus), "--out", out, "--tokenizer", str(tokenizer), "--workers", "1"]) == 0
+    capsys.readouterr()
+    for number in (str(len(texts)), "-1"):
+        assert main(["data", "inspect", out, f"--show={number}"]) == 2
+        assert f"has {len(texts)} documents" in capsys.readouterr().err
+    assert main(["data", "inspect", out, "--json", "--show", "7", "2"]) == 0
+    shown = json.loads(capsys.readouterr().out)["samples"]
+    assert shown == [{"document": 7, "text": texts[7]}, {"document": 2, "text": texts[2]}]
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    assert main(["data", "inspect", out, "--show", "7"]) == 2
+    assert "name one with --tokenizer" in capsys.readouterr().err
+
+
+def test_inspect_takes_raw_text_with_a_tokenizer(
+    tmp_path: Path, corpus: Path, tokenizer: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "inspect", str(corpus), "--cache", str(tmp_path), "--json"]
+    assert main(words) == 2
+    assert "--tokenizer PATH" in capsys.readouterr().err
+    assert main([*words, "--tokenizer", str(tokenizer)]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == len(texts)
+
+
+@pytest.mark.parametrize("token", [-100_000, -1, 1 << 60])
+@pytest.mark.parametrize("decoded", [True, False])
+def test_inspect_names_numbers_that_are_no_tokens(
+    token: int, decoded: bool, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MegatronWriter(tmp_path / "x", np.dtype("<i8")) as writer:
+        writer.add(np.array([1, 2, token], dtype=np.int64))
+    assert main(["data", "inspect", str(tmp_path / "x"), *(["--tokenizer", str(tokenizer)] if decoded else [])]) == 4
+    assert f"holds token {token}" in capsys.readouterr().err
+
+
 def test_inspect_decodes_a_column_of_any_name(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,10 +188,20 @@ def test_dedup_drops_exact_and_near_duplicates_and_reports(tmp_path: Path, capsy
     assert json.loads((tmp_path / "out.jsonl.report.json").read_text()) == report
 
 
+def test_the_report_of_dedup_is_no_input(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+    assert main(["data", "dedup", str(corpus), "--out", str(tmp_path / "clean" / "unique.jsonl"), "--near", "1"]) == 0
+    assert (tmp_path / "clean" / "unique.jsonl.report.json").is_file()
+    words = ["--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--workers", "1"]
+    assert main(["data", "build", str(tmp_path / "clean"), *words, "--max-reject-share", "0"]) == 0
+
+
 def test_signatures_estimate_how_much_two_texts_share() -> None:
     first = [f"w{number}" for number in range(1000)]
     second = [*first[:500], *(f"v{number}" for number in range(500))]
     assert similarity(signature(" ".join(first)), signature(" ".join(second))) == pytest.approx(1 / 3, abs=0.12)
+
+
+_BUILD = ["build", "none.jsonl", "--out", "x", "--tokenizer", __file__]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +212,8 @@ def test_signatures_estimate_how_much_two_texts_share() -> None:
         (["merge", "none", "--out", "x"], "none holds no .bin/.idx pairs"),
         (["inspect", "none"], "no data is there"),
         (["dedup", "none.jsonl", "--out", "x"], "none.jsonl matches no input file"),
+        ([*_BUILD, "--limit", "2", "--task-per-file"], "--limit makes a build one task"),
+        ([*_BUILD, "--workers", "-2"], "--workers is -2"),
     ],
 )
 def test_mistakes_are_one_clear_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

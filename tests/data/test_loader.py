@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
-from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
+from keepstep.data.blend import Blend
+from keepstep.data.formats.megatron import HEADER, MegatronReader, MegatronWriter, token_dtype
 from keepstep.data.loader import BlendedLoader, Loader, StepFeed, build_loaders, changed_order, to_batch
 from keepstep.data.order import IndexArray
-from keepstep.data.rows import PackedRows, Rows, SyntheticRows
+from keepstep.data.rows import NO_LOSS, PackedRows, Rows, SyntheticRows
 
 
 @pytest.fixture
@@ -145,6 +147,89 @@ def test_whoever_waits_for_data_says_so_all_the_time(monkeypatch: pytest.MonkeyP
     assert feed.next_step(waiting)[0].first_sample == 0
     assert said >= 3
     feed.close()
+
+
+def test_a_blend_keeps_documents_apart_though_one_set_knows_none(prefix: Path, tmp_path: Path) -> None:
+    config = DataConfig(blend={str(prefix): 1, "synthetic": 1}, separate_documents=True, valid_share=0.0)
+    blended = build_loaders(config, 16, 1000, 7, tmp_path).train.rows(0, 40)
+    alone = build_loaders(replace(config, path=str(prefix), blend={}), 16, 1000, 7, tmp_path).train.rows(0, 20)
+    assert blended.documents is not None
+    assert blended.positions is not None
+    assert alone.documents is not None
+    own = Blend([1, 1]).chosen(0, 40) == 0
+    for name in ("inputs", "targets", "documents", "positions"):
+        assert np.array_equal(getattr(blended, name)[own], getattr(alone, name))
+    assert not blended.documents[~own].any()
+    assert np.array_equal(blended.positions[~own], np.tile(np.arange(16), (20, 1)))
+
+
+def test_raw_text_without_its_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    config = DataConfig(path=str(tmp_path / "x.txt"), tokenizer=str(tmp_path / "none.json"))
+    with pytest.raises(DataError, match=r"data\.tokenizer is .*none\.json', which is missing"):
+        build_loaders(config, 16, 1000, 7, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["valid_path", "test_path"])
+@pytest.mark.parametrize("path", ["none", "none.jsonl"])
+def test_held_out_data_that_is_not_there_is_told_by_its_own_name(
+    name: str, path: str, prefix: Path, tmp_path: Path
+) -> None:
+    config = replace(DataConfig(path=str(prefix)), **{name: path})  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=rf"^data\.{name} (is|names) "):
+        build_loaders(config, 16, 1000, 7, tmp_path)
+
+
+def gpt_loader(folder: Path, documents: list[list[int]], **changes: Any) -> Loader:
+    with MegatronWriter(folder / "x", np.dtype("<i4")) as writer:
+        for document in documents:
+            writer.add(np.array(document, dtype=np.int32))
+    seed = changes.pop("seed", 3)
+    config = DataConfig(path=str(folder / "x"), order="gpt", valid_share=0.0, **changes)
+    return build_loaders(config, 16, 1000, seed, folder).train
+
+
+def test_the_order_of_megatron_keeps_attention_inside_documents_where_that_is_asked_for(tmp_path: Path) -> None:
+    documents = [[number] * (3 + number) for number in range(40)]
+    plain = gpt_loader(tmp_path, documents)
+    apart = gpt_loader(tmp_path, documents, separate_documents=True)
+    count = plain.samples_per_epoch
+    before, batch = plain.rows(0, count), apart.rows(0, count)
+    assert before.documents is None
+    assert np.array_equal(batch.inputs, before.inputs)
+    assert batch.documents is not None
+    assert batch.positions is not None
+    # A document here is one number again and again, and no two neighbours are the same one.
+    starts = np.diff(batch.inputs, axis=1) != 0
+    assert np.array_equal(np.diff(batch.documents, axis=1) != 0, starts)
+    assert np.array_equal(batch.positions[:, 1:] == 0, starts)
+    crossed = before.targets != before.inputs
+    assert np.array_equal(batch.targets == NO_LOSS, crossed)
+
+
+@pytest.mark.parametrize("token", [-7, 1000])
+def test_the_order_of_megatron_refuses_tokens_that_the_model_has_no_row_for(token: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"holds token {token}, but model.vocab is 1000"):
+        gpt_loader(tmp_path, [[1, 2, 3, token] * 30]).rows(0, 4)
+
+
+def test_another_seed_or_number_of_samples_is_another_order_of_megatron(tmp_path: Path) -> None:
+    documents = [[number] * 20 for number in range(40)]
+    facts = gpt_loader(tmp_path, documents).order_facts
+    assert json.loads(json.dumps(facts)) == facts
+    assert changed_order(facts, gpt_loader(tmp_path, documents, seed=4).order_facts) == "seed 3 then, 4 now"
+    more = gpt_loader(tmp_path, documents, gpt_samples=40).order_facts
+    assert changed_order(facts, more) == "gpt_samples 49 then, 40 now"
+
+
+def test_a_negative_length_in_an_index_is_damage_to_the_order_of_megatron(tmp_path: Path) -> None:
+    gpt_loader(tmp_path, [[1] * 50, [2] * 50, [3] * 50])
+    raw = bytearray((tmp_path / "x.idx").read_bytes())
+    raw[HEADER.size + 4 : HEADER.size + 8] = np.int32(-9).tobytes()
+    (tmp_path / "x.idx").write_bytes(raw)
+    config = DataConfig(path=str(tmp_path / "x"), order="gpt", valid_share=0.0)
+    with pytest.raises(DataError, match="negative length"):
+        build_loaders(config, 16, 1000, 3, tmp_path)
 
 
 def test_what_decides_the_order_is_told_in_words() -> None:

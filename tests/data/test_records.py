@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.errors import DataError
-from keepstep.data import records
+from keepstep.data import parquet_rows, records
 from keepstep.data.records import RecordOptions, Rejects, read_documents
 from keepstep.data.sources import Piece, SourceFile, cut_tasks, kind_of
 
@@ -151,6 +151,54 @@ def test_any_bytes_called_parquet_are_a_clear_error(tmp_path: Path, raw: bytes) 
         list(read_documents(Piece(str(path), "parquet", "", 0, -1), RecordOptions(), Rejects()))
     except DataError as error:
         assert path.name in error.message
+
+
+def test_rows_that_share_one_large_value_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = "word " * (1 << 20)
+    parquet.write_table(pyarrow.table({"text": [text] * 40}), tmp_path / "x.parquet", compression="zstd")
+    assert (tmp_path / "x.parquet").stat().st_size < 10_000
+    rejects, seen = Rejects(), 0
+    piece = Piece(str(tmp_path / "x.parquet"), "parquet", "", 0, -1)
+    for texts in read_documents(piece, RecordOptions(), rejects):
+        assert sum(map(len, texts)) <= 1 << 26
+        assert set(texts) == {text}
+        seen += len(texts)
+    assert seen == 40
+    assert not rejects.total
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_documents_of_all_lengths_come_whole_and_in_order_from_parquet(tmp_path: Path, dictionary: bool) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"{number} " + "x" * (1 << number % 23) for number in range(120)]
+    table = pyarrow.table({"other": texts, "text": texts})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=17, use_dictionary=dictionary)
+    for start, stop in ((0, -1), (2, 5)):
+        piece = Piece(str(tmp_path / "x.parquet"), "parquet", "", start, stop)
+        found = [text for batch in read_documents(piece, RecordOptions(), Rejects()) for text in batch]
+        assert found == texts[17 * start : None if stop < 0 else 17 * stop]
+
+
+def test_a_parquet_file_that_unpacks_to_absurd_amounts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(parquet_rows, "_BOMB_BYTES", 1 << 24)
+    table = pyarrow.table({"text": [str(number) + "a" * (1 << 20) for number in range(40)]})
+    parquet.write_table(table, tmp_path / "x.parquet", compression="zstd", use_dictionary=False)
+    with pytest.raises(DataError, match=r"packs 40\.0 MiB of 'text'") as caught:
+        list(read_documents(Piece(str(tmp_path / "x.parquet"), "parquet", "", 0, -1), RecordOptions(), Rejects()))
+    assert "leave the file out" in caught.value.hint
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_end_of_a_line_is_no_part_of_its_document(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(end.join(["one", "", "two \r three", "four"]).encode())
+    piece = Piece(str(path), "text", "", 0, path.stat().st_size)
+    found = list(read_documents(piece, RecordOptions(lines=True), Rejects()))
+    assert [text for batch in found for text in batch] == ["one", "two \r three", "four"]
 
 
 def test_kinds_are_known_by_name() -> None:

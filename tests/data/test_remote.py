@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -33,6 +34,7 @@ from keepstep.core.units import ByteSize
 from keepstep.data import remote
 from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
 from keepstep.data.build.run import build
+from keepstep.data.formats.megatron import find_prefixes
 from keepstep.data.loader import Loader, StepFeed, build_loaders
 from keepstep.data.node_cache import NodeCache
 from keepstep.data.opening import _Maps
@@ -62,13 +64,25 @@ def data(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path
 
 class _Quiet(SimpleHTTPRequestHandler):
     counts: dict[str, int] = {}  # noqa: RUF012 - shared by all requests of one server, on purpose
+    refusals: list[int] = []  # noqa: RUF012 - and so are the answers to give before the good ones
 
     def log_message(self, *_: object) -> None:
         """Stay quiet."""
 
     def do_GET(self) -> None:
-        self.counts[self.path] = self.counts.get(self.path, 0) + 1
-        super().do_GET()
+        if not self._refused():
+            self.counts[self.path] = self.counts.get(self.path, 0) + 1
+            super().do_GET()
+
+    def do_HEAD(self) -> None:
+        if not self._refused():
+            super().do_HEAD()
+
+    def _refused(self) -> bool:
+        if self.refusals:
+            self.send_error(self.refusals.pop())
+            return True
+        return False
 
 
 class Web:
@@ -77,7 +91,7 @@ class Web:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = 0
-        _Quiet.counts = {}
+        _Quiet.counts, _Quiet.refusals = {}, []
         self.start()
 
     def start(self) -> None:
@@ -126,6 +140,63 @@ def test_http_gives_the_stream_of_the_disk(data: Path, web: Web, tmp_path: Path)
     shards = {path: count for path, count in _Quiet.counts.items() if path.endswith(".mds")}
     assert len(shards) > 4
     assert set(shards.values()) == {1}
+
+
+def test_http_gives_the_documents_of_a_build_though_it_lists_nothing(data: Path, web: Web, tmp_path: Path) -> None:
+    near, far = loader(str(data / "bin"), tmp_path), loader(web.address("bin/"), tmp_path)
+    assert np.array_equal(whole_epoch(near), whole_epoch(far))
+    config = DataConfig(path=web.address("bin"))
+    assert build_loaders(config, SEQ_LEN, 1000, 5, tmp_path).tokenizer is not None
+
+
+def test_an_address_may_be_a_prefix_as_a_path_may(data: Path, web: Web, tmp_path: Path) -> None:
+    prefix = find_prefixes(data / "bin")[1]
+    near = whole_epoch(loader(str(prefix), tmp_path))
+    # A pair alone, as Megatron's own tools leave it, has nothing beside it that names it.
+    (data / "alone").mkdir(exist_ok=True)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{prefix}{suffix}", data / "alone")
+    for address in (
+        f"file://{prefix}",
+        f"file://{prefix}.idx",
+        web.address(f"bin/{prefix.name}"),
+        web.address(f"alone/{prefix.name}"),
+        web.address(f"alone/{prefix.name}.bin"),
+    ):
+        assert np.array_equal(whole_epoch(loader(address, tmp_path)), near)
+    for address in (f"file://{prefix}-not", web.address("bin/not"), web.address("alone"), "file:///not/there"):
+        with pytest.raises(DataError, match="is missing") as caught:
+            loader(address, tmp_path)
+        assert "address" in caught.value.hint
+
+
+def test_raw_text_at_an_address_is_tokenised_at_first_use(
+    corpus: Path, tokenizer: Path, web: Web, data: Path, tmp_path: Path
+) -> None:
+    shutil.copy(corpus, data / "raw.jsonl")
+
+    def opened(path: str) -> Loader:
+        config = DataConfig(path=path, tokenizer=str(tokenizer), valid_share=0.0)
+        return build_loaders(config, SEQ_LEN, 1000, 5, tmp_path).train
+
+    near = whole_epoch(opened(str(data / "raw.jsonl")))
+    for address in (web.address("raw.jsonl"), f"file://{data}/raw.jsonl", f"file://{data}/ra*.jsonl"):
+        assert np.array_equal(whole_epoch(opened(address)), near)
+
+
+@pytest.mark.parametrize("name", ["mds", "bin"])
+def test_a_server_in_trouble_is_waited_for_when_data_is_opened(name: str, data: Path, web: Web, tmp_path: Path) -> None:
+    _Quiet.refusals = [503] * 4
+    near, far = loader(str(data / name), tmp_path), loader(web.address(name), tmp_path)
+    assert np.array_equal(near.rows(0, 20).inputs, far.rows(0, 20).inputs)
+    assert not _Quiet.refusals
+
+
+def test_a_damaged_dataset_json_at_an_address_is_named(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "bin", tmp_path / "bin")
+    (tmp_path / "bin" / "dataset.json").write_text('{"files": [{"name": "part"')
+    with pytest.raises(DataError, match=r"dataset\.json is damaged"):
+        loader(f"file://{tmp_path}/bin", tmp_path)
 
 
 def test_a_server_that_goes_away_and_comes_back_costs_no_sample(data: Path, web: Web, tmp_path: Path) -> None:
@@ -636,6 +707,20 @@ def test_a_transfer_that_breaks_off_is_no_damaged_file(chunked: str) -> None:
         list(texts_of([chunked], RecordOptions()))
     assert caught.value.hint is not None
     assert "start the same command again" in caught.value.hint
+
+
+def test_a_table_whose_transfer_breaks_off_is_not_damaged_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    with fsspec.open("memory://far/x.parquet", "wb") as file:
+        parquet.write_table(pyarrow.table({"text": ["a", "b"]}), file)
+    assert list(texts_of(["memory://far/x.parquet"], RecordOptions())) == ["a", "b"]
+
+    def break_off(*_: object, **__: object) -> None:
+        raise ConnectionResetError("the peer is gone")
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", break_off)
+    with pytest.raises(HardwareError, match="could not be read to its end"):
+        list(texts_of(["memory://far/x.parquet"], RecordOptions()))
 
 
 def test_missing_credentials_are_said_at_once() -> None:

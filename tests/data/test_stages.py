@@ -24,6 +24,7 @@ from keepstep.data.build.run import Share
 from keepstep.data.formats.megatron import MegatronReader, find_prefixes
 from keepstep.data.hub import HubAddress, Pace, fetch, list_files
 from keepstep.data.remote import Retry
+from keepstep.data.sources import find_files
 from keepstep.data.stages import Pipeline
 
 
@@ -216,6 +217,14 @@ def test_a_build_straight_from_the_hub(hub: Hub, tmp_path: Path, tokenizer: Path
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 160
 
 
+@pytest.mark.parametrize("address", ["hf://datasets/owner/name", "hf://datasets/owner/name/**"])
+def test_the_card_of_a_data_set_is_no_document(address: str, hub: Hub, tmp_path: Path, tokenizer: Path) -> None:
+    words = ["data", "build", address, "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert main([*words, "--workers", "1"]) == 0
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 160
+    assert pipeline(tmp_path / "staged", address).run("download")
+
+
 def pipeline(out: Path, *inputs: Path | str, files: int = 0, into: int = 1, share: Share | None = None) -> Pipeline:
     return Pipeline(out, tuple(map(str, inputs)), files, into, share or Share(), 1, Pace(0))
 
@@ -258,6 +267,103 @@ def test_a_pipeline_with_other_inputs_or_options_than_it_began_with_is_refused(t
     # What came after the download began is for another one.
     write_rows(tmp_path / "raw" / "4.jsonl", "4")
     assert joined(pipeline(out, raw, files=2, into=2)) == ["0", "2"]
+
+
+def damaged_and_mended(folder: Path, again: list[str], after: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Lose one of a stage's files, then the end of one: the next stage names it, and its remedy makes it anew."""
+    victim = min(folder.glob("*.jsonl"))
+    whole = victim.read_bytes()
+    for raw, what in ((None, "is missing"), (whole[:-3], f"is {len(whole) - 3} bytes long instead of {len(whole)}")):
+        victim.unlink()
+        if raw is not None:
+            victim.write_bytes(raw)
+        assert main(after) == 4
+        assert f"{victim} {what}" in capsys.readouterr().err
+        victim.unlink(missing_ok=True)
+        (folder / "done.json").unlink()
+        assert main(again) == 0
+        assert victim.read_bytes() == whole
+
+
+def test_a_stage_does_not_start_on_files_that_are_no_longer_whole(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        write_rows(tmp_path / "raw" / f"{number}.jsonl", f"text {number}")
+    out = tmp_path / "out"
+    words = ["data", "pipeline", str(tmp_path / "raw"), "--out", str(out), "--tokenizer", str(tokenizer), "--into", "2"]
+    words += ["--workers", "1", "--stage"]
+    for stage, after in (("1-download", "extract"), ("2-extract", "concatenate"), ("3-concatenate", "tokenise")):
+        assert main([*words, stage[2:]]) == 0
+        damaged_and_mended(out / stage, [*words, stage[2:]], [*words, after], capsys)
+    assert main([*words, "tokenise"]) == 0
+    assert sum(MegatronReader(prefix).documents for prefix in find_prefixes(out / "4-tokenise")) == 3
+
+
+def test_a_mark_of_an_earlier_keepstep_still_counts_files_and_bytes(tmp_path: Path) -> None:
+    for number in range(3):
+        write_rows(tmp_path / "raw" / f"{number}.jsonl", f"text {number}")
+    work = pipeline(tmp_path / "out", tmp_path / "raw")
+    assert work.run("download")
+    mark = work.folder("download") / "done.json"
+    facts = json.loads(mark.read_text())
+    del facts["sizes"]
+    mark.write_text(json.dumps(facts))
+    lost = min(work.folder("download").glob("*.jsonl"))
+    raw = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(DataError, match="holds 2 files"):
+        work.run("extract")
+    lost.write_bytes(raw)
+    assert work.run("extract")
+
+
+def test_a_stage_is_an_input_like_any_folder_once_it_is_whole(tmp_path: Path, tokenizer: Path) -> None:
+    """As the chart dataset-preprocessing does it, whose output lies beside the stages and not among them."""
+    for number in range(3):
+        write_rows(tmp_path / "raw" / f"{number}.jsonl", f"text {number}")
+    work = pipeline(tmp_path / "staged", tmp_path / "raw", into=2)
+    assert joined(work) == ["text 0", "text 1", "text 2"]
+    folder = work.folder("concatenate")
+    for number, inputs in enumerate((str(folder), f"{folder}/*", f"file://{folder}")):
+        out = tmp_path / f"out-{number}"
+        words = ["data", "build", inputs, "--out", str(out), "--tokenizer", str(tokenizer), "--workers", "1"]
+        assert main([*words, "--task-per-file"]) == 0
+        assert len(find_prefixes(out)) == 2
+        assert json.loads((out / "dataset.json").read_text())["rejects"] == {}
+    (folder / "done.json").unlink()
+    with pytest.raises(DataError, match="a stage that is not whole"):
+        find_files([str(folder)])
+
+
+@pytest.mark.parametrize("option", ["--into", "--files", "--workers"])
+def test_a_negative_number_is_refused_before_anything_is_marked(
+    option: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "raw" / "0.jsonl", "0")
+    words = ["data", "pipeline", str(tmp_path / "raw"), "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert main([*words, f"{option}=-1"]) == 2
+    assert f"{option} is -1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tokenizer", "none.json"], "--tokenizer none.json is missing"),
+        (["--eos", "<none>"], "has no token '<none>'"),
+    ],
+)
+def test_a_tokenizer_that_will_not_do_is_told_before_anything_is_fetched(
+    words: list[str], told: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "raw" / "0.jsonl", "0")
+    command = ["data", "pipeline", str(tmp_path / "raw"), "--out", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    assert main([*command, *words]) != 0
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # Machines that only fetch may have none.
+    assert main([*command, *words, "--stage", "download"]) == 0
 
 
 def test_too_few_files_to_join_may_be_joined_into_fewer(tmp_path: Path) -> None:

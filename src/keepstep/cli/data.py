@@ -110,6 +110,8 @@ def build(args: argparse.Namespace) -> int:
         task_per_file=args.task_per_file,
         max_reject_share=args.max_reject_share,
     )
+    if args.workers < 0:
+        raise UsageError(f"--workers is {args.workers}, but it must not be negative", "leave it out for one a core")
     workers = args.workers or len(os.sched_getaffinity(0))
     share = parse_share(args.task)
     try:

@@ -42,6 +42,9 @@ def run_show(args: argparse.Namespace) -> int:
 
     if args.tokens and args.tokenizer is None:
         raise UsageError("--tokens needs a tokenizer", "name one with --tokenizer")
+    for name in ("rows", "first"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} is {getattr(args, name)}, but rows are counted from 1", f"--{name} 1")
     options = ShowOptions(
         path=args.path,
         rows=args.rows,
@@ -70,7 +73,7 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="conversations in any known format, or toolcalls to generate them")
     parser.add_argument("--out", type=Path, required=True, help="canonical .jsonl to write")
     parser.add_argument("--valid-out", type=Path, help="write the held-out share here")
-    parser.add_argument("--valid-share", type=float, default=0.05, help="share held out (default: 0.05)")
+    parser.add_argument("--valid-share", type=float, help="share held out for --valid-out (default: 0.05)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, and of generated rows")
     parser.add_argument("--count", type=int, default=1000, help="rows to generate (default: 1000)")
     parser.add_argument("--split", choices=("train", "test"), default="train", help="functions to generate from")
@@ -87,19 +90,35 @@ def _check_outputs(source: Path, outputs: list[Path]) -> None:
         raise UsageError(f"--out and --valid-out are both {outputs[0]}", "name two files")
 
 
+def _held_out_share(args: argparse.Namespace) -> float:
+    """The share to hold out; an error where it means nothing."""
+    if args.valid_share is None:
+        return 0.05
+    if not 0 <= args.valid_share < 1:
+        raise UsageError(
+            f"--valid-share is {args.valid_share}, but it must be at least 0 and below 1", "0.05 is one in twenty"
+        )
+    if args.valid_out is None:
+        raise UsageError("--valid-share holds rows out, and nothing says where they go", "name a file with --valid-out")
+    return float(args.valid_share)
+
+
 def run_chat(args: argparse.Namespace) -> int:
     """Convert or generate, and say what became of every row."""
     from keepstep.data.chat_files import NumberedRow, read_conversations, write_canonical
     from keepstep.data.chat_generate import generate_rows
 
+    share = _held_out_share(args)
+    if args.count < 1:
+        raise UsageError(f"--count is {args.count}, but at least one row is generated", "--count 1000 is the default")
     _check_outputs(Path(args.path), [path for path in (args.out, args.valid_out) if path])
     if args.path == "toolcalls":
         made = generate_rows(args.count, args.seed, args.split)
         rows = (NumberedRow("toolcalls", number, row.conversation) for number, row in enumerate(made, start=1))
-        written = write_canonical(rows, args.out, args.valid_out, args.valid_share, args.seed)
+        written = write_canonical(rows, args.out, args.valid_out, share, args.seed)
     else:
         found = read_conversations(Path(args.path), args.format)
-        written = write_canonical(found, args.out, args.valid_out, args.valid_share, args.seed)
+        written = write_canonical(found, args.out, args.valid_out, share, args.seed)
     if not written.kept + written.held_out:
         why = f": {written.rejects} says why" if written.rejects else ""
         raise DataError(

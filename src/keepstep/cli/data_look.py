@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ def add_actions(actions: Any) -> None:
 
 def _add_inspect(actions: Any) -> None:
     parser = add_action(actions, "inspect", inspect, "counts, lengths, duplicates and decoded samples of a data set")
-    parser.add_argument("path", help="a folder or prefix, here or at an address")
-    parser.add_argument("--tokenizer", type=Path, help="to decode samples; default: the one beside the data")
+    parser.add_argument("path", help="a folder, a prefix or raw text files, here or at an address")
+    parser.add_argument("--tokenizer", type=Path, help="default: the one beside the data; raw text needs one")
     parser.add_argument("--column", default="tokens", help="MDS: the column with the tokens")
     parser.add_argument("--samples", type=int, default=3, help="documents to show")
     parser.add_argument("--show", type=int, nargs="*", default=None, metavar="N", help="show these documents whole")
@@ -32,14 +33,17 @@ def _add_inspect(actions: Any) -> None:
 
 def inspect(args: argparse.Namespace) -> int:
     """Print what is in a data set."""
-    from keepstep.data.inspect import histogram, plot_lengths
+    from keepstep.data.inspect import histogram, open_documents, plot_lengths
     from keepstep.data.inspect import inspect as look
 
-    found = look(args.path, args.cache, args.column)
+    data, documents = open_documents(args.path, args.cache, args.column, args.tokenizer)
+    samples = _samples(args, documents, args.tokenizer or data.tokenizer)
+    found = look(data, documents)
     if args.plot:
         plot_lengths(found.lengths, args.plot)
     if args.json:
-        print(json.dumps({key: value for key, value in vars(found).items() if key != "lengths"}))
+        facts = {key: value for key, value in vars(found).items() if key != "lengths"}
+        print(json.dumps({**facts, "samples": [{"document": number, "text": text} for number, text in samples]}))
         return EXIT_DONE
     print(f"format     {found.kind}")
     print(f"documents  {found.documents:,}")
@@ -48,25 +52,32 @@ def inspect(args: argparse.Namespace) -> int:
     print(f"ids        {found.vocab_used:,} in use, the largest is {found.largest_id}")
     print(f"duplicates {found.duplicates:,} among {found.documents_hashed:,} documents looked at")
     print("\n".join(histogram(found.lengths)))
-    _print_samples(args, found.documents)
+    for number, text in samples:
+        print(f"--- document {number}\n{text}")
     if args.plot:
         print(f"plot       {args.plot}")
-    print(f"next: keepstep train run.yaml data.path={args.path}")
+    print(f"next: keepstep train run.yaml {shlex.quote(f'data.path={args.path}')}")
     return EXIT_DONE
 
 
-def _print_samples(args: argparse.Namespace, documents: int) -> None:
-    from keepstep.data.inspect import decoded_samples, open_documents
+def _samples(args: argparse.Namespace, documents: Any, tokenizer: Path | None) -> list[tuple[int, str]]:
+    """Documents as text: those asked for, whole, or the starts of a few."""
+    from keepstep.data.inspect import decoded_samples
 
-    data, found = open_documents(args.path, args.cache, args.column)
-    tokenizer = args.tokenizer or data.tokenizer
-    if tokenizer is None or not documents:
-        return
-    spread = [documents * number // max(1, args.samples) for number in range(args.samples)]
-    numbers, tokens = (spread, 60) if args.show is None else (args.show, 1 << 30)
-    for number, text in zip(numbers, decoded_samples(found, tokenizer, numbers, tokens), strict=True):
-        shown = text if args.show is not None else text.replace("\n", "⏎")[:200]
-        print(f"--- document {number}\n{shown}")
+    count = len(documents.lengths)
+    if args.show is not None:
+        outside = [number for number in args.show if not 0 <= number < count]
+        if outside:
+            raise UsageError(f"--show {outside[0]}: {args.path} has {count:,} documents", "they are numbered from 0")
+        if tokenizer is None:
+            raise UsageError(f"--show needs a tokenizer, and none lies beside {args.path}", "name one with --tokenizer")
+        return list(zip(args.show, decoded_samples(documents, tokenizer, args.show, 1 << 30), strict=True))
+    if tokenizer is None:
+        return []
+    wanted = min(count, args.samples)
+    spread = [count * number // wanted for number in range(wanted)]
+    starts = decoded_samples(documents, tokenizer, spread, 60)
+    return [(number, text.replace("\n", "⏎")[:200]) for number, text in zip(spread, starts, strict=True)]
 
 
 def _add_train_tokenizer(actions: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.cli.data_common import add_action, parse_share, print_build, size
-from keepstep.core.errors import EXIT_DONE, DataError
+from keepstep.core.errors import EXIT_DONE, DataError, UsageError
 
 
 def add_actions(actions: Any) -> None:
@@ -35,8 +35,16 @@ def add_actions(actions: Any) -> None:
 def pipeline(args: argparse.Namespace) -> int:
     """Run the stages in order."""
     from keepstep.data.hub import Pace
-    from keepstep.data.stages import SLIMPAJAMA, STAGES, Pipeline
+    from keepstep.data.stage_files import STAGES
+    from keepstep.data.stages import SLIMPAJAMA, Pipeline
 
+    for name in ("files", "into", "workers"):
+        if getattr(args, name) < 0:
+            raise UsageError(
+                f"--{name} is {getattr(args, name)}, but it must not be negative", f"leave --{name} out for its default"
+            )
+    if args.stage in (None, "tokenise"):
+        _check_tokenizer(args.tokenizer, args.eos)
     workers = args.workers or len(os.sched_getaffinity(0))
     inputs = tuple(SLIMPAJAMA if name == "slimpajama" else name for name in args.inputs)
     work = Pipeline(args.out, inputs, args.files, args.into, parse_share(args.task), workers, Pace(args.rate))
@@ -52,13 +60,26 @@ def pipeline(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _check_tokenizer(path: Path, eos: str) -> None:
+    """Before hours of download, not after them."""
+    from keepstep.data.tokenize import load, special_id
+
+    if not path.is_file():
+        raise UsageError(f"--tokenizer {path} is missing", "keepstep data train-tokenizer makes one")
+    tokenizer = load(path)
+    if eos:
+        special_id(tokenizer, eos, path)
+
+
 def _tokenise(args: argparse.Namespace, source: Path, out: Path, workers: int) -> int:
     from keepstep.data.build.plan import BuildOptions, make_plan, sha256_file
     from keepstep.data.build.run import build
     from keepstep.data.records import RecordOptions
+    from keepstep.data.stage_files import DONE, whole_files
 
-    if not (source / "done.json").is_file():
+    if not (source / DONE).is_file():
         raise DataError("tokenise cannot start: concatenate is not whole", "run --stage concatenate first, every share")
+    whole_files(source)
     options = BuildOptions(
         inputs=(str(source / "*.jsonl"),),
         tokenizer_sha256=sha256_file(args.tokenizer),

@@ -186,6 +186,23 @@ def _blend_has_weights(config: RunConfig) -> Found:
     )
 
 
+def _megatron_order_is_all_of_it(config: RunConfig) -> Found:
+    """GPTDataset lays documents end to end, shuffles always, and seeds a generator of 32 bits."""
+    data = config.data
+    if data.order != "gpt":
+        return None
+    if data.strategy != "pack":
+        return f"lays documents end to end, and data.strategy is {data.strategy}", "data.strategy=pack"
+    if not data.shuffle or data.shuffle_window:
+        return (
+            "has a shuffle of its own, which data.shuffle and data.shuffle_window do not change",
+            "leave both out, or data.order=keepstep",
+        )
+    if config.seed >= 1 << 32:
+        return f"takes seeds below {1 << 32}, and seed is {config.seed}", "seed=1234, or what the Megatron run had"
+    return None
+
+
 def _is_above_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
@@ -385,6 +402,10 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("model.rotary_scaling", "model.positions"), _scaling_needs_rotary),
     (("model.rotary_scaling", "model.positions"), _scaling_is_computed),
     (("data.blend",), _blend_has_weights),
+    (
+        ("data.order", "data.strategy", "data.shuffle", "data.shuffle_window", "seed"),
+        _megatron_order_is_all_of_it,
+    ),
     (("global_batch", "microbatch"), _microbatches_fill_the_batch),
     (
         (

@@ -107,9 +107,9 @@ class DataConfig:
 
     path: str = "demo"
     """Training data: a folder or prefix that `keepstep data build` wrote, here or at an s3://, az://, gs:// or https://
-    address; raw .jsonl, .parquet or .txt files, tokenised at first use; conversations in .jsonl, .json or .parquet,
-    rendered at first use; `toolcalls` generates conversations that call tools; `demo` is the text of this machine's
-    Python standard library; `synthetic` makes tokens up, for benchmarks."""
+    address; raw .jsonl, .parquet or .txt files, here or there, tokenised at first use; conversations in .jsonl,
+    .json or .parquet, rendered at first use; `toolcalls` generates conversations that call tools; `demo` is the text of
+    this machine's Python standard library; `synthetic` makes tokens up, for benchmarks."""
     blend: Mapping[str, float] = field(default_factory=dict)
     """Several data sets and their weights, for example `{web: 0.7, code: 0.3}`; takes the place of `path`."""
     valid_path: str = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.core.errors import UsageError
 from keepstep.data import tokenize
 from keepstep.data.chat_files import FormatName, Reject, read_conversations
 from keepstep.data.chat_generate import generate_rows
@@ -40,7 +41,7 @@ def show_rows(options: ShowOptions) -> Iterator[str]:
     """Lines for the terminal: a heading and the rendered text of each row, refused rows with their reason."""
     template = find_template(options.tokenizer, options.template)
     tokenizer = tokenize.load(options.tokenizer) if options.tokenizer else None
-    shown = 0
+    shown = number = 0
     for number, (name, item) in enumerate(_rows(options), start=1):
         if number < options.first:
             continue
@@ -48,6 +49,11 @@ def show_rows(options: ShowOptions) -> Iterator[str]:
             return
         shown += 1
         yield from _one(name, item, template, tokenizer, options)
+    if not shown:
+        raise UsageError(
+            f"--first is {options.first}, but {options.path} has {number:,} rows",
+            f"--first 1 to {number}" if number else "give conversations, one a row",
+        )
 
 
 def _rows(options: ShowOptions) -> Iterator[tuple[str, Conversation | Reject]]:

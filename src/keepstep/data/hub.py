@@ -14,6 +14,7 @@ from keepstep.core.errors import DataError
 from keepstep.data.remote import Retry, with_retry
 
 _PREFIX = "hf://datasets/"
+_CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,15 @@ def list_files(address: str, retry: Retry | None = None) -> Iterator[tuple[str, 
     commit, files = with_retry(address, lambda: _translate(address, look), retry or Retry())
     pinned = HubAddress(wanted.repository, commit, wanted.pattern)
     for path, size_bytes in sorted(files):
-        if fnmatch.fnmatch(path, wanted.pattern) or wanted.pattern == "**" or path.startswith(wanted.pattern + "/"):
+        if _is_wanted(path, wanted.pattern):
             yield pinned.file(path), size_bytes
+
+
+def _is_wanted(path: str, pattern: str) -> bool:
+    # Every data set has a card, which is about its documents and none of them.
+    if path == _CARD:
+        return pattern == _CARD
+    return fnmatch.fnmatch(path, pattern) or pattern == "**" or path.startswith(pattern + "/")
 
 
 def fetch(address: str, folder: Path | None = None, retry: Retry | None = None, pace: Pace | None = None) -> str:

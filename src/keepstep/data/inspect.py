@@ -12,11 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.config.schema import DataConfig
+from keepstep.core.errors import DataError
 from keepstep.data.opening import DataSet, MdsSet, MegatronSet, open_data
 from keepstep.data.stores import MdsDocuments, MegatronDocuments
 
 _DOCUMENTS_HASHED = 200_000
 """Duplicates are counted among this many documents, evenly spread over larger sets."""
+_IDS_BELOW = 1 << 28
+"""A thousand times the largest vocabulary in use."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,19 @@ class Inspection:
     lengths: NDArray[np.int64]
 
 
-def open_documents(path: str, cache_dir: Path, column: str = "tokens") -> tuple[DataSet, Any]:
-    """A data set and its documents by number."""
-    data = open_data(path, DataConfig(path=path, column=column), cache_dir)
+def open_documents(
+    path: str, cache_dir: Path, column: str = "tokens", tokenizer: Path | None = None
+) -> tuple[DataSet, Any]:
+    """A data set and its documents by number; raw text needs a tokenizer."""
+    data = open_data(path, DataConfig(path=path, column=column, tokenizer=str(tokenizer or "")), cache_dir)
     if isinstance(data, MdsSet):
         return data, MdsDocuments(data.store, range(data.store.samples))
     assert isinstance(data, MegatronSet)
     return data, MegatronDocuments(data.readers, [range(count) for count in data.counts])
 
 
-def inspect(path: str, cache_dir: Path, column: str = "tokens") -> Inspection:
-    """Read lengths and a sample of the documents."""
-    data, documents = open_documents(path, cache_dir, column)
+def inspect(data: DataSet, documents: Any) -> Inspection:
+    """Read lengths and a sample of the documents of what `open_documents` found."""
     lengths: NDArray[np.int64] = documents.lengths
     step = max(1, len(lengths) // _DOCUMENTS_HASHED)
     chosen = range(0, len(lengths), step)
@@ -57,11 +61,7 @@ def inspect(path: str, cache_dir: Path, column: str = "tokens") -> Inspection:
     used = np.zeros(1 << 16, dtype=bool)
     for tokens in _documents(documents, chosen):
         seen.add(hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest())
-        if len(tokens):
-            largest = int(tokens.max())
-            if largest >= len(used):
-                used = np.concatenate([used, np.zeros(largest + 1 - len(used), dtype=bool)])
-            used[np.asarray(tokens, dtype=np.int64)] = True
+        used = _with_ids(used, tokens, documents.name)
     some = lengths if len(lengths) else np.zeros(1, np.int64)
     ids = np.flatnonzero(used)
     return Inspection(
@@ -79,6 +79,28 @@ def inspect(path: str, cache_dir: Path, column: str = "tokens") -> Inspection:
         len(chosen) - len(seen),
         lengths,
     )
+
+
+def _with_ids(used: NDArray[np.bool_], tokens: NDArray[Any], name: str) -> NDArray[np.bool_]:
+    """The ids in use, those of one more document with them."""
+    largest = _largest_id(tokens, name)
+    if largest >= len(used):
+        used = np.concatenate([used, np.zeros(largest + 1 - len(used), dtype=bool)])
+    used[np.asarray(tokens, dtype=np.int64)] = True
+    return used
+
+
+def _largest_id(tokens: NDArray[Any], name: str) -> int:
+    """-1 where there is no token; a number that can be none is an error, and never the size of an array."""
+    if not len(tokens):
+        return -1
+    lowest, largest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or largest >= _IDS_BELOW:
+        raise DataError(
+            f"{name} holds token {lowest if lowest < 0 else largest}, and ids are from 0 to {_IDS_BELOW - 1:,}",
+            "the data is damaged, or its numbers are no tokens: build or copy it again",
+        )
+    return largest
 
 
 def _documents(documents: Any, chosen: range) -> Iterator[NDArray[Any]]:
@@ -124,10 +146,9 @@ def decoded_samples(documents: Any, tokenizer: Path, numbers: list[int], tokens:
     from keepstep.data.tokenize import load
 
     decode = load(tokenizer).decode
-    count = len(documents.lengths)
-    return [
-        decode(
-            documents.part(number, 0, min(tokens, int(documents.lengths[number]))).tolist(), skip_special_tokens=False
-        )
-        for number in (number % count for number in numbers if count)
-    ]
+    found = []
+    for number in numbers:
+        part = documents.part(number, 0, min(tokens, int(documents.lengths[number])))
+        _largest_id(part, documents.name)
+        found.append(decode(part.tolist(), skip_special_tokens=False))
+    return found

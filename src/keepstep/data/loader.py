@@ -58,7 +58,10 @@ class Loader:
     def order_facts(self) -> dict[str, Any]:
         """Everything that decides which row a sample number names."""
         facts = {"rows": self._source.count, "seed": self._seed, "shuffle": self._shuffle, "window": self._window}
-        return facts if self._shuffle else {"rows": self._source.count, "shuffle": False}
+        if self._shuffle:
+            return facts
+        # Rows may come in an order of their own, which is no less one.
+        return {"rows": self._source.count, "shuffle": False, **getattr(self._source, "order_facts", {})}
 
     def read_so_far(self, samples: int) -> list[tuple[int, int]]:
         """Of each data set, the rows among the first `samples` of the stream, and the rows it has."""
@@ -115,18 +118,17 @@ class BlendedLoader(Loader):
             batches.append(self._loaders[number].rows(int(starts[number]), len(here)))
             places.append(here)
         back = np.argsort(np.concatenate(places))
-        return Batch(
-            np.concatenate([batch.inputs for batch in batches])[back],
-            np.concatenate([batch.targets for batch in batches])[back],
-            _joined([batch.positions for batch in batches], back),
-            _joined([batch.documents for batch in batches], back),
-            first_sample,
-        )
+        inputs = np.concatenate([batch.inputs for batch in batches])[back]
+        targets = np.concatenate([batch.targets for batch in batches])[back]
+        if all(batch.documents is None for batch in batches):
+            return Batch(inputs, targets, None, None, first_sample)
+        documents = np.concatenate([_documents_of(batch) for batch in batches])[back]
+        return Batch(inputs, targets, _positions(documents), documents, first_sample)
 
 
-def _joined(parts: list[NDArray[np.int64] | None], back: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known)[back] if len(known) == len(parts) else None
+def _documents_of(batch: Batch) -> NDArray[np.int64]:
+    """The document of each token; rows of a set that has none, made-up ones say, are one document each."""
+    return np.zeros_like(batch.inputs) if batch.documents is None else batch.documents
 
 
 def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -369,9 +371,10 @@ def _split(data: DataSet, cut: Cut, cache_dir: Path) -> list[RowSource | None]:
     # Held-out rows are read in a fixed order of their own, whatever order training follows.
     plain = replace(cut, config=replace(config, order="keepstep"))
     found: list[RowSource | None] = [data.rows(ranges[0], cut)]
-    for file, share, documents in zip(files, shares, ranges[1:], strict=True):
+    fields = ("data.valid_path", "data.test_path")
+    for field_name, file, share, documents in zip(fields, files, shares, ranges[1:], strict=True):
         if file:
-            found.append(_whole(open_data(file, config, cache_dir), plain))
+            found.append(_whole(open_data(file, config, cache_dir, field_name), plain))
         else:
             found.append(data.rows(documents, plain) if share > 0 else None)
     return found

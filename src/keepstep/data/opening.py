@@ -19,7 +19,7 @@ from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.core.files import write_atomic
 from keepstep.core.threads import in_threads
-from keepstep.data.build.plan import DATASET, STATE, is_unfinished, unfinished_error
+from keepstep.data.build.plan import DATASET, STATE, TOKENIZER, is_unfinished, unfinished_error
 from keepstep.data.corpus import locked
 from keepstep.data.formats import mds
 from keepstep.data.formats.mapped import map_file
@@ -28,7 +28,7 @@ from keepstep.data.formats.megatron import MegatronReader, RemoteStream, find_pr
 from keepstep.data.gpt_order import GptRows
 from keepstep.data.node_cache import NodeCache
 from keepstep.data.packing import BestFitRows, DocumentStore, OverflowRows, StreamRows, TruncRows
-from keepstep.data.remote import RemoteFile, Retry, filesystem, is_remote, read_remote, with_retry
+from keepstep.data.remote import RemoteFile, Retry, filesystem, is_network, is_remote, read_remote, with_retry
 from keepstep.data.rows import PackedRows, RowSource
 from keepstep.data.sources import kind_of
 from keepstep.data.stores import MdsDocuments, MdsRecordRows, MdsStore, MegatronDocuments
@@ -73,12 +73,12 @@ class DataSet(Protocol):
         """Rows over these documents."""
 
 
-def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
-    """Open a folder, a prefix, an address or raw text files."""
-    if is_remote(path) and not path.startswith("hf://"):
-        return _open_remote(path, config, _node_cache(config, cache_dir))
+def open_data(path: str, config: DataConfig, cache_dir: Path, field_name: str = "data.path") -> DataSet:
+    """Open a folder, a prefix, an address or raw text files; errors name the field that the path is from."""
     if path.startswith("hf://") or any(kind_of(one) for one in path.split(",")):
-        return _open_raw(path, config, cache_dir)
+        return _open_raw(path, config, cache_dir, field_name)
+    if is_remote(path):
+        return _open_remote(path, config, _node_cache(config, cache_dir))
     local = Path(path)
     if is_unfinished(local):
         # A part of the data would do for training, and be another data set once the build goes on.
@@ -91,7 +91,7 @@ def open_data(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
     if prefixes:
         return MegatronSet([MegatronReader(prefix) for prefix in prefixes], _beside(local))
     raise DataError(
-        f"data.path is {path!r}, but no data is there",
+        f"{field_name} is {path!r}, but no data is there",
         "give a folder or prefix that keepstep data build wrote, or demo, or synthetic",
     )
 
@@ -109,7 +109,7 @@ def _beside(path: Path) -> Path | None:
     return None
 
 
-def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
+def _open_raw(path: str, config: DataConfig, cache_dir: Path, field_name: str) -> DataSet:
     """Text files: tokenised at first use, into the cache, and the same for everyone who asks."""
     import os
 
@@ -119,9 +119,14 @@ def _open_raw(path: str, config: DataConfig, cache_dir: Path) -> DataSet:
 
     missing = [one for one in path.split(",") if kind_of(one) and not is_remote(one) and not Path(one).exists()]
     if missing and "*" not in missing[0]:
-        raise DataError(f"data.path names {missing[0]}, which is not there", "check the path")
+        raise DataError(f"{field_name} names {missing[0]}, which is not there", "check the path")
     if not config.tokenizer:
-        raise ConfigError(f"data.path is raw text ({path}), so data.tokenizer must name a tokenizer.json")
+        raise ConfigError(
+            f"{field_name} is raw text ({path}), so data.tokenizer must name a tokenizer.json",
+            "data.tokenizer=PATH; --tokenizer PATH for keepstep data inspect",
+        )
+    if not Path(config.tokenizer).is_file():
+        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is missing", "give a tokenizer.json")
     options = BuildOptions(
         inputs=tuple(path.split(",")),
         tokenizer_sha256=sha256_file(Path(config.tokenizer)),
@@ -165,7 +170,15 @@ class MegatronSet:
                 raise ConfigError(
                     f"data.order is gpt, but the data is {len(self.readers)} files", "keepstep data merge joins them"
                 )
-            return GptRows(self.readers[0], ranges[0], cut.seq_len, cut.config.gpt_samples, cut.seed, cut.vocab)
+            return GptRows(
+                self.readers[0],
+                ranges[0],
+                cut.seq_len,
+                cut.config.gpt_samples,
+                cut.seed,
+                cut.vocab,
+                bounds=cut.config.separate_documents,
+            )
         if cut.config.strategy == "pack":
             return PackedRows(self.readers, ranges, cut.seq_len, cut.vocab, bounds=cut.config.separate_documents)
         return segment_rows(MegatronDocuments(self.readers, ranges), cut)
@@ -246,11 +259,10 @@ def _open_packed(zipped: RemoteFile | Path, entry: mds.ShardEntry, column: str, 
 
 
 def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
-    address = address.rstrip("/")
-    names = _list_remote(address)
+    address, names = with_retry(address, lambda: _find_remote(address.rstrip("/")), Retry())
     if STATE in names and DATASET not in names:
         raise unfinished_error(address)
-    tokenizer = _keep_tokenizer(f"{address}/tokenizer.json", cache.folder) if "tokenizer.json" in names else None
+    tokenizer = _keep_tokenizer(f"{address}/{TOKENIZER}", cache.folder) if TOKENIZER in names else None
     if mds.INDEX in names:
         raw = read_remote(f"{address}/{mds.INDEX}")
         entries = mds.parse_index(raw, f"{address}/{mds.INDEX}")
@@ -259,7 +271,9 @@ def _open_remote(address: str, config: DataConfig, cache: NodeCache) -> DataSet:
     stems = sorted(name[:-4] for name in names if name.endswith(".idx") and f"{name[:-4]}.bin" in names)
     if not stems:
         raise DataError(f"{address} holds neither an MDS index nor .bin/.idx files", "check the address")
-    hashes = _known_hashes(address) if DATASET in names else {}
+    hashes = (
+        {name: {"sha256": digest} for name, (_, digest) in _built_files(address).items()} if DATASET in names else {}
+    )
     maps = _Maps(cache)
 
     def file(name: str) -> RemoteFile:
@@ -289,24 +303,61 @@ def _open_far_shard(address: str, column: str, cache: NodeCache, entry: mds.Shar
     return cache.open(file, lambda path: TokenShard(path, entry, column))
 
 
-def _list_remote(address: str) -> dict[str, int]:
-    """Names and sizes directly below an address; over plain HTTP, which has no listing, the index alone is tried."""
+def _find_remote(address: str) -> tuple[str, dict[str, int]]:
+    """The folder behind an address and what is in it, names and sizes; of a prefix, the pair and what belongs to it."""
+    system, _ = filesystem(address)
+    system.invalidate_cache()
+    try:
+        if not address.endswith((".bin", ".idx")):
+            return address, _list_remote(address)
+    except FileNotFoundError as error:
+        # A bucket that is not there lies in no folder, either.
+        if is_network(error) or "/" not in address.split("://", 1)[1]:
+            raise
+    folder, _, stem = address.removesuffix(".bin").removesuffix(".idx").rpartition("/")
+    pair = f"{stem}.bin", f"{stem}.idx"
+    names = _list_remote(folder, pair)
+    if not all(name in names for name in pair):
+        raise FileNotFoundError(f"there is neither such a folder nor {pair[0]} and {pair[1]}")
+    return folder, {name: size for name, size in names.items() if name in (*pair, TOKENIZER, DATASET)}
 
-    def look() -> dict[str, int]:
-        system, path = filesystem(address)
-        system.invalidate_cache()
-        if address.startswith(("http://", "https://")):
-            return {mds.INDEX: -1} if system.exists(f"{path}/{mds.INDEX}") else {}
+
+def _list_remote(address: str, pair: Sequence[str] = ()) -> dict[str, int]:
+    """Names and sizes directly below an address. Plain HTTP has no listing: a data set's own files and `pair` are
+    asked for by name."""
+    system, path = filesystem(address)
+    if not address.startswith(("http://", "https://")):
         found = system.ls(path, detail=True)
         return {entry["name"].rstrip("/").rpartition("/")[2]: int(entry.get("size") or 0) for entry in found}
-
-    names: dict[str, int] = with_retry(address, look, Retry())
+    sizes = {name: _web_size(system, f"{path}/{name}") for name in (mds.INDEX, DATASET, TOKENIZER, *pair)}
+    names = {name: size for name, size in sizes.items() if size is not None}
+    if DATASET in names and mds.INDEX not in names:
+        names.update((name, size) for name, (size, _) in _built_files(address).items())
+    if not names:
+        raise FileNotFoundError(f"there is neither {mds.INDEX} nor {DATASET} below it, and web servers list nothing")
     return names
 
 
-def _known_hashes(address: str) -> dict[str, dict[str, str]]:
-    facts = json.loads(read_remote(f"{address}/{DATASET}"))
-    return {file["name"]: {"sha256": file["sha256"]} for file in facts.get("files", [])}
+def _web_size(system: Any, url: str) -> int | None:
+    """Length of a file, -1 where its server does not tell; None where there is no such file."""
+    try:
+        size_bytes = system.info(url)["size"]
+    except FileNotFoundError as error:
+        # fsspec calls every answer but a good one a missing file; a server in trouble is waited for.
+        if is_network(error) or getattr(error.__cause__, "status", 0) >= 500:
+            raise ConnectionError(str(error.__cause__ or error)) from error
+        return None
+    return -1 if size_bytes is None else int(size_bytes)
+
+
+def _built_files(address: str) -> dict[str, tuple[int, str]]:
+    """Size and sha256 of each file of a build, by name, as its dataset.json says."""
+    where = f"{address}/{DATASET}"
+    try:
+        facts = json.loads(read_remote(where))
+        return {str(file["name"]): (int(file["bytes"]), str(file["sha256"])) for file in facts.get("files", [])}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where} is damaged: {error}", "copy it again from where the data was built") from error
 
 
 @dataclass

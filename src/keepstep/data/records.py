@@ -9,13 +9,14 @@ from __future__ import annotations
 import zlib
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from keepstep.core.errors import DataError, HardwareError
-from keepstep.data.remote import is_network
-from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary, open_parquet
+from keepstep.core.errors import DataError
+from keepstep.data.parquet_rows import column_values
+from keepstep.data.remote import broke_off, is_network
+from keepstep.data.sources import Piece, cut_tasks, find_files, open_binary
 from keepstep.data.zstd_frames import Unzstd
 
 BLOCK_BYTES = 1 << 19
@@ -24,13 +25,16 @@ SAMPLES_KEPT = 20
 """Rejected records written down for each task."""
 
 _REMEDIES = {
-    "missing field": "name the right field with --field, or mend the input",
-    "field is not text": "name the right field with --field, or mend the input",
+    "missing field": "name the right field with --field (data.text_field in a run), or mend the input",
+    "field is not text": "name the right field with --field (data.text_field in a run), or mend the input",
     "giant document": "raise --max-document; for plain text, --lines makes each line a document",
 }
 
 Line = bytes | bytearray | memoryview
 """One line without its end; most are views of the block they were read in."""
+
+Count = Callable[[int], None]
+"""Told how many more bytes of a file, as it lies on its disk, were read."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,17 @@ class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def read_documents(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
-    """The documents of one piece, a batch at a time."""
+def read_documents(
+    piece: Piece, options: RecordOptions, rejects: Rejects, count: Count = lambda _: None
+) -> Iterator[list[str]]:
+    """The documents of one piece, a batch at a time; `count` hears how much of its file was read for them."""
     match piece.kind:
         case "jsonl":
-            yield from _read_jsonl(piece, options, rejects)
+            yield from _read_jsonl(piece, options, rejects, count)
         case "parquet":
-            yield from _read_parquet(piece, options, rejects)
+            yield from _read_parquet(piece, options, rejects, count)
         case "text":
-            yield from _read_text(piece, options, rejects)
+            yield from _read_text(piece, options, rejects, count)
 
 
 def texts_of(
@@ -115,12 +121,12 @@ def not_nothing(texts: Iterator[str], rejects: Rejects) -> Iterator[str]:
     yield from texts
 
 
-def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+def _read_jsonl(piece: Piece, options: RecordOptions, rejects: Rejects, count: Count) -> Iterator[list[str]]:
     import orjson
 
     loads, path, name = orjson.loads, piece.path, options.text_field
     nested, largest = "." in name, options.max_document_bytes
-    for place, lines in _blocks(piece, options.max_document_bytes, rejects):
+    for place, lines in _blocks(piece, options.max_document_bytes, rejects, count):
         texts: list[str] = []
         for number, line in enumerate(lines):
             if not line:
@@ -162,12 +168,12 @@ def _descend(record: Any, name: str) -> Any:
     return record
 
 
-def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects) -> Iterator[tuple[int, list[Line]]]:
+def _blocks(piece: Piece, max_line_bytes: int, rejects: Rejects, count: Count) -> Iterator[tuple[int, list[Line]]]:
     """Whole lines in blocks, each with a number for messages: the line inside the piece.
 
     A piece owns the lines that start inside it, so neighbouring pieces share none and lose none.
     """
-    stream, remaining = _open_at(piece)
+    stream, remaining = _open_at(piece, count)
     with stream as file:
         rest = bytearray()
         skipping = False
@@ -243,9 +249,9 @@ def _finish_line(file: Any, rest: bytearray, piece: Piece, max_line_bytes: int, 
     return b"".join(parts)
 
 
-def _open_at(piece: Piece) -> tuple[Any, int | None]:
+def _open_at(piece: Piece, count: Count = lambda _: None) -> tuple[Any, int | None]:
     """The stream at the piece's first byte (one before it, unless it starts the file) and how many bytes are ours."""
-    file = open_binary(piece.path)
+    file = _Counted(open_binary(piece.path), count)
     if piece.compression == ".gz":
         return _Inflating(file, zlib.decompressobj(wbits=31), piece.path), None
     if piece.compression == ".zst":
@@ -259,6 +265,28 @@ def open_decompressed(path: str) -> Any:
     """A file's unpacked bytes as a stream, whatever its name says it is packed with."""
     compression = next((suffix for suffix in (".gz", ".zst") if path.endswith(suffix)), "")
     return _Checked(_open_at(Piece(path, "jsonl", compression, 0, -1))[0], path)
+
+
+class _Counted:
+    """A file that says how much of it was read."""
+
+    def __init__(self, file: Any, count: Count) -> None:
+        self._file = file
+        self._count = count
+        self.seek = file.seek
+        self.close = file.close
+
+    def __enter__(self) -> _Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, size: int = -1) -> bytes:
+        """At most `size` bytes; none at the end."""
+        found: bytes = self._file.read(size)
+        self._count(len(found))
+        return found
 
 
 class _Checked:
@@ -323,35 +351,24 @@ def _read(file: _Stream, size: int, path: str) -> bytes:
         raise
     except Exception as error:  # zlib, zstandard and remote systems each raise their own
         if "://" in path and (isinstance(error, OSError) or is_network(error)):
-            raise HardwareError(
-                f"{path} could not be read to its end: {type(error).__name__}: {error}",
-                "the store or the network is down: start the same command again when it is back",
-            ) from error
+            raise broke_off(path, error) from error
         raise DataError(f"{path} cannot be unpacked: {error}", "the file is damaged: copy it again") from error
 
 
-def _read_parquet(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
-    file = open_parquet(piece.path)
-    name = options.text_field
-    if name not in file.schema_arrow.names:
-        raise DataError(f"{piece.path} has no column {name!r}", f"--field one of {', '.join(file.schema_arrow.names)}")
-    stop = file.metadata.num_row_groups if piece.stop < 0 else piece.stop
+def _read_parquet(piece: Piece, options: RecordOptions, rejects: Rejects, count: Count) -> Iterator[list[str]]:
     row = 0
-    try:
-        for batch in file.iter_batches(batch_size=1024, row_groups=list(range(piece.start, stop)), columns=[name]):
-            values = batch.column(0).to_pylist()
-            texts = []
-            for number, text in enumerate(values):
-                reason = _why_not_text(text, options.max_document_bytes)
-                if reason:
-                    rejects.add(reason, piece.path, row + number, str(text))
-                else:
-                    texts.append(text)
-            row += len(values)
-            if texts:
-                yield texts
-    except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
-        raise DataError(f"{piece.path} cannot be read: {error}", "the file is damaged: copy it again") from error
+    for values, read_bytes in column_values(piece.path, piece.start, piece.stop, options.text_field):
+        count(read_bytes)
+        texts = []
+        for number, text in enumerate(values):
+            reason = _why_not_text(text, options.max_document_bytes)
+            if reason:
+                rejects.add(reason, piece.path, row + number, str(text))
+            else:
+                texts.append(text)
+        row += len(values)
+        if texts:
+            yield texts
 
 
 def _why_not_text(text: Any, max_bytes: int) -> str:
@@ -364,16 +381,17 @@ def _why_not_text(text: Any, max_bytes: int) -> str:
     return "giant document" if len(text) > max_bytes else ""
 
 
-def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterator[list[str]]:
+def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects, count: Count) -> Iterator[list[str]]:
     if options.lines:
-        for place, lines in _blocks(piece, options.max_document_bytes, rejects):
+        for place, lines in _blocks(piece, options.max_document_bytes, rejects, count):
             texts = []
             for number, line in enumerate(lines):
                 if len(line) > options.max_document_bytes:
                     rejects.add("giant document", piece.path, place + number, line)
                     continue
                 try:
-                    text = str(line, "utf-8")
+                    # Lines of Windows end in two characters.
+                    text = str(line, "utf-8").removesuffix("\r")
                 except UnicodeDecodeError:
                     rejects.add("bad UTF-8", piece.path, place + number, line)
                     continue
@@ -382,7 +400,7 @@ def _read_text(piece: Piece, options: RecordOptions, rejects: Rejects) -> Iterat
             if texts:
                 yield texts
         return
-    stream, _ = _open_at(piece)
+    stream, _ = _open_at(piece, count)
     with stream as file:
         parts: list[bytes] = []
         while block := _read(file, BLOCK_BYTES, piece.path):

@@ -104,6 +104,14 @@ def is_network(error: BaseException) -> bool:
     return False
 
 
+def broke_off(address: str, error: BaseException) -> HardwareError:
+    """What to say about a transfer that did not come to its end."""
+    return HardwareError(
+        f"{address} could not be read to its end: {type(error).__name__}: {error}",
+        "the store or the network is down: start the same command again when it is back",
+    )
+
+
 @dataclass(frozen=True)
 class RemoteFile:
     """A file to fetch, and what is known about it beforehand."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.core.errors import DataError
+from keepstep.data.stage_files import is_mark, is_stage, whole_files
 
 Kind = Literal["jsonl", "parquet", "text"]
 
@@ -36,6 +37,8 @@ _PLACE_BYTES = 1 << 14
 
 BUILD_STATE = ".keepstep"
 """The folder in which a build keeps what it knows about itself."""
+DEDUP_REPORT = ".jsonl.report.json"
+"""How the report beside a file of `data dedup` ends."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ def _local_files(name: str) -> Iterator[SourceFile]:
     if named:
         candidates = [path]
     elif path.is_dir():
-        candidates = _below(path)
+        candidates = whole_files(path) if is_stage(path) else _below(path)
     else:
-        candidates = [Path(one) for one in glob.glob(name, recursive=True)]  # noqa: PTH207 - absolute patterns
+        found = glob.glob(name, recursive=True)  # noqa: PTH207 - absolute patterns
+        candidates = [Path(one) for one in found if not _is_ours(one)]
     for candidate in candidates:
         known = kind_of(candidate.name)
         if known is None and named:
@@ -106,14 +110,21 @@ def _local_files(name: str) -> Iterator[SourceFile]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Everything below a folder but what is hidden, and but what builds wrote there: that is nobody's input."""
+    """Everything below a folder but what is hidden, and but what we wrote there ourselves: that is nobody's input."""
     everything = list(folder.rglob("*"))
     built = {one.parent for one in everything if one.name == BUILD_STATE} - {folder}
     return [
         one
         for one in everything
-        if not any(part.startswith(".") for part in one.relative_to(folder).parts) and built.isdisjoint(one.parents)
+        if not any(part.startswith(".") for part in one.relative_to(folder).parts)
+        and built.isdisjoint(one.parents)
+        and not _is_ours(str(one))
     ]
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a file is what a stage or `data dedup` says about its data."""
+    return is_mark(path) or path.endswith(DEDUP_REPORT)
 
 
 def _remote_files(name: str) -> Iterator[SourceFile]:
@@ -153,6 +164,7 @@ def _list_remote(name: str) -> dict[str, dict[str, Any]]:
         found = {path: facts} if facts["type"] == "file" else system.find(path, detail=True)
         # As in a folder here: what is hidden is nobody's input.
         found = {one: facts for one, facts in found.items() if "/." not in one.removeprefix(path)}
+    found = {one: facts for one, facts in found.items() if one == path or not _is_ours(one)}
     # Pages of links tell no sizes.
     return {
         one: facts if facts.get("size") is not None else system.info(one)

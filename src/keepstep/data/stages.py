@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from keepstep.core.errors import DataError, UsageError
-from keepstep.core.files import sync_file, sync_folder, write_json, write_once
+from keepstep.core.files import sync_file, write_once
 from keepstep.core.threads import in_threads
 from keepstep.data.build.run import Share
 from keepstep.data.hub import Pace, fetch
@@ -25,13 +25,7 @@ from keepstep.data.node_cache import NodeCache
 from keepstep.data.records import BLOCK_BYTES, open_decompressed
 from keepstep.data.remote import RemoteFile, is_remote
 from keepstep.data.sources import SourceFile, find_files
-
-Stage = Literal["download", "extract", "concatenate", "tokenise"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
-PLAN = "plan.json"
-"""In a stage's folder: what it was begun with."""
-DONE = "done.json"
-"""In a stage's folder: that it is whole."""
+from keepstep.data.stage_files import DONE, PLAN, STAGES, Stage, folder_name, mark_whole, whole_files
 
 SLIMPAJAMA = "hf://datasets/cerebras/SlimPajama-627B/train/chunk*/example_train_chunk*_shard*.jsonl.zst"
 SLIMPAJAMA_FILES = 72
@@ -81,7 +75,7 @@ class Pipeline:
 
     def folder(self, stage: Stage) -> Path:
         """Where a stage writes."""
-        return self.out / f"{STAGES.index(stage) + 1}-{stage}"
+        return self.out / folder_name(stage)
 
     def is_done(self, stage: Stage) -> bool:
         """Whether a stage is marked."""
@@ -107,10 +101,10 @@ class Pipeline:
                 files = _named(self._files())
                 return self._each(stage, {name: self._downloader(file) for name, file in files.items()})
             case "extract":
-                sources = self._outputs("download")
+                sources = whole_files(self.folder("download"))
                 return self._each(stage, {_unpacked_name(path.name): _extractor(path) for path in sources})
             case "concatenate":
-                groups = self._groups(self._outputs("extract"))
+                groups = self._groups(whole_files(self.folder("extract")))
                 self._settle(stage, {"into": len(groups)})
                 return self._each(stage, groups)
             case "tokenise":
@@ -170,9 +164,6 @@ class Pipeline:
 
         return act
 
-    def _outputs(self, stage: Stage) -> list[Path]:
-        return [path for path in sorted(self.folder(stage).iterdir()) if _is_output(path)]
-
     def _groups(self, sources: Sequence[Path]) -> dict[str, Callable[[Path], None]]:
         into = self.into or min(SLIMPAJAMA_FILES, len(sources))
         if len(sources) < into:
@@ -205,14 +196,8 @@ class Pipeline:
         for leftover in folder.glob(".*"):
             # Whoever finishes at the same moment clears away, too.
             shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
-        sync_folder(folder)
-        sizes = {name: (folder / name).stat().st_size for name in names}
-        write_json(folder / DONE, {"files": len(names), "bytes": sum(sizes.values())})
+        mark_whole(folder, names)
         return True
-
-
-def _is_output(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.name not in (PLAN, DONE)
 
 
 def _named(files: Sequence[SourceFile]) -> dict[str, SourceFile]:

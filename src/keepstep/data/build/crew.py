@@ -210,19 +210,19 @@ class _Reporter:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._text_bytes = 0
+        self._read_bytes = 0
         self._tokens = 0
         self._last_s = time.monotonic()
 
-    def add(self, text_bytes: int, tokens: int) -> None:
+    def add(self, read_bytes: int, tokens: int) -> None:
         """Count, and send when it is time."""
-        self._text_bytes += text_bytes
+        self._read_bytes += read_bytes
         self._tokens += tokens
         if time.monotonic() - self._last_s >= _REPORT_EVERY_S:
             self.send()
 
     def send(self) -> None:
         """Send what was counted since the last time."""
-        self._connection.send(("progress", self._text_bytes, self._tokens))
-        self._text_bytes = self._tokens = 0
+        self._connection.send(("progress", self._read_bytes, self._tokens))
+        self._read_bytes = self._tokens = 0
         self._last_s = time.monotonic()

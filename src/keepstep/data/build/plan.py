@@ -105,10 +105,14 @@ def _check(options: BuildOptions) -> None:
         raise UsageError(
             "--concat belongs to --format mds", ".bin/.idx keeps documents; rows are cut when they are loaded"
         )
+    if options.limit and options.task_per_file:
+        raise UsageError("--limit makes a build one task, --task-per-file one for each file", "drop one of them")
     if options.concat < 0 or options.limit < 0 or options.task_bytes < 0:
-        raise UsageError("--concat, --limit and --task-bytes must not be negative")
+        raise UsageError("--concat, --limit and --task-bytes must not be negative", "leave them out for their defaults")
     if not 0 <= options.max_reject_share <= 1:
-        raise UsageError(f"--max-reject-share is {options.max_reject_share}, but it is a share between 0 and 1")
+        raise UsageError(
+            f"--max-reject-share is {options.max_reject_share}, but it is a share between 0 and 1", "0.01 is usual"
+        )
 
 
 def settle_plan(folder: Path, plan: Plan, tokenizer: Path) -> Plan:

@@ -60,7 +60,7 @@ def build(
     plan = settle_plan(folder, plan, tokenizer)
     mine = list(range(share.number, len(plan.tasks), share.of))
     left = open_tasks(folder, mine)
-    progress = Progress(_task_bytes(plan), left)
+    progress = Progress(_task_bytes(plan), left, at_most=bool(plan.options.limit))
     if left:
         encoder = encoder or load_encoder(folder / TOKENIZER, loading)
         count = min(workers, len(left))
@@ -120,9 +120,14 @@ def _write_facts(folder: Path, plan: Plan, markers: Sequence[dict[str, Any]], fa
         from keepstep.data.formats.mds import write_index
 
         write_index(folder, [entry for marker in markers for entry in marker["shards"]])
-    samples = [{"task": marker["task"], **sample} for marker in markers for sample in marker["reject_samples"]]
-    write_atomic(folder / REJECTS, "".join(json.dumps(sample, sort_keys=True) + "\n" for sample in samples))
+    write_atomic(folder / REJECTS, reject_lines(markers))
     write_json(folder / DATASET, facts)
+
+
+def reject_lines(markers: Sequence[dict[str, Any]]) -> str:
+    """What rejects.jsonl holds: the samples of all tasks, in their order."""
+    samples = [{"task": marker["task"], **sample} for marker in markers for sample in marker["reject_samples"]]
+    return "".join(json.dumps(sample, sort_keys=True) + "\n" for sample in samples)
 
 
 def _clear(folder: Path) -> None:

@@ -34,7 +34,7 @@ _PROOF_DOCUMENTS = 8
 _RECORDS_BEFORE_JUDGING = 1000
 
 Report = Callable[[int, int], None]
-"""Called with bytes of text read and tokens written since the last call."""
+"""Called with bytes of input read, as it lies on its disk, and tokens written since the last call."""
 
 
 class _Output(Protocol):
@@ -130,6 +130,8 @@ class _Job:
     rejects: Rejects = field(default_factory=Rejects)
     dropped: Counter[str] = field(default_factory=Counter)
     text_chars: int = 0
+    read_bytes: int = 0
+    """Input read and not reported yet."""
 
     def run(self, report: Report) -> None:
         """Read, tokenise and write everything."""
@@ -137,19 +139,38 @@ class _Job:
         bos = encoder.special(options.bos) if options.bos else None
         eos = encoder.special(options.eos) if options.eos else None
         proof_chars = PROOF_CHARS if encoder.proven else FIRST_PROOF_CHARS
-        for texts in _batches(self.pieces, options, self.rejects, self.dropped):
+        for texts in self._batches():
             if proof_chars:
                 encoder.prove(proof_sample(texts, proof_chars))
                 proof_chars = 0
             ids, lengths = encoder.encode(texts)
-            chars = sum(map(len, texts))
-            self.text_chars += chars
+            self.text_chars += sum(map(len, texts))
             wants_more = self.output.write(*add_ends(ids, lengths, bos, eos, self.dtype))
-            report(chars, len(ids))
+            report(self.read_bytes, len(ids))
+            self.read_bytes = 0
             self._judge(at_end=False)
             if not wants_more:
                 break
         self._judge(at_end=True)
+
+    def _batches(self) -> Iterator[list[str]]:
+        """Documents of all pieces, many small ones together and never much more than a block of text."""
+        filters = self.options.filters
+        waiting: list[str] = []
+        size = 0
+        for piece in self.pieces:
+            for texts in read_documents(piece, self.options.records, self.rejects, self._count):
+                kept = keep(texts, filters, self.dropped) if filters.any else texts
+                waiting += kept
+                size += sum(map(len, kept))
+                if size >= BLOCK_BYTES // 2:
+                    yield waiting
+                    waiting, size = [], 0
+        if waiting:
+            yield waiting
+
+    def _count(self, read_bytes: int) -> None:
+        self.read_bytes += read_bytes
 
     def _judge(self, *, at_end: bool) -> None:
         """Stop at too many bad records. What a filter dropped was a sound one."""
@@ -172,24 +193,6 @@ class _Job:
         }
 
 
-def _batches(
-    pieces: list[Piece], options: BuildOptions, rejects: Rejects, dropped: Counter[str]
-) -> Iterator[list[str]]:
-    """Documents of all pieces, many small ones together and never much more than a block of text."""
-    waiting: list[str] = []
-    size = 0
-    for piece in pieces:
-        for texts in read_documents(piece, options.records, rejects):
-            kept = keep(texts, options.filters, dropped) if options.filters.any else texts
-            waiting += kept
-            size += sum(map(len, kept))
-            if size >= BLOCK_BYTES // 2:
-                yield waiting
-                waiting, size = [], 0
-    if waiting:
-        yield waiting
-
-
 def proof_sample(texts: list[str], chars: int) -> list[str]:
     """The heads of a batch's first documents, several where it has them, so that a proof costs the same everywhere."""
     chars_each = chars // min(_PROOF_DOCUMENTS, len(texts))
@@ -206,7 +209,7 @@ def _judge(task: int, rejects: Rejects, sound: int, share: float, *, at_end: boo
     seen = rejects.total + sound
     if rejects.total > share * seen and (at_end or seen >= _RECORDS_BEFORE_JUDGING):
         error = rejects.complaint(f"task {task}", seen)
-        raise DataError(error.message, f"{error.hint}; or allow more with --max-reject-share")
+        raise DataError(error.message, f"{error.hint}; or keepstep data build allows more with --max-reject-share")
 
 
 def _dtype(options: BuildOptions, vocab: int) -> np.dtype[Any]:

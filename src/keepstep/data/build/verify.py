@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import DataError
-from keepstep.data.build.plan import DATASET, STATE, TOKENIZER, Plan, marker_path, read_marker, sha256_file
-from keepstep.data.build.run import summarise
+from keepstep.data.build.plan import DATASET, REJECTS, STATE, TOKENIZER, Plan, marker_path, read_marker, sha256_file
+from keepstep.data.build.run import reject_lines, summarise
 from keepstep.data.formats.mds import INDEX
 
 
@@ -55,7 +55,7 @@ def verify(folder: Path, *, mend: bool = False) -> tuple[int, list[Damage]]:
 
 
 def _own_files(folder: Path, plan: Plan, markers: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The files that no task writes, and what is wrong with each; two of them come with the last task."""
+    """The files that no task writes, and what is wrong with each; all but one come with the last task."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
         yield TOKENIZER, "is missing"
@@ -65,6 +65,12 @@ def _own_files(folder: Path, plan: Plan, markers: Sequence[dict[str, Any]]) -> I
     if not markers:
         return
     yield DATASET, _what_differs(folder / DATASET, summarise(plan, markers))
+    rejects = folder / REJECTS
+    if not rejects.is_file():
+        yield REJECTS, "is missing"
+    else:
+        alike = rejects.read_bytes() == reject_lines(markers).encode()
+        yield REJECTS, "" if alike else "says something else than the tasks do"
     if plan.options.format == "mds":
         shards = [entry for marker in markers for entry in marker["shards"]]
         yield INDEX, _what_differs(folder / INDEX, {"shards": shards})

@@ -56,12 +56,12 @@ def conversation_files(path: Path) -> list[Path]:
     return [path] if path.name.endswith(SUFFIXES) and path.is_file() else []
 
 
-def holds_conversations(path: Path) -> bool:
-    """Whether the first row looks like a conversation of a known format, and not like plain text."""
+def holds_conversations(path: Path, text_field: str = "") -> bool:
+    """Whether the first row looks like a conversation of a known format, and not like plain text (in `text_field`)."""
     for file in conversation_files(path):
         for row in _raw_rows(file):
             try:
-                return isinstance(row, dict) and bool(detect(row))
+                return isinstance(row, dict) and text_field not in row and bool(detect(row))
             except BadRow:
                 return False
     return False

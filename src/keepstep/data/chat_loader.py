@@ -43,7 +43,7 @@ from keepstep.data.rows import Rows, RowSource
 
 GENERATED = "toolcalls"
 """The data.path of the generated function-calling set."""
-_VERSION = 10
+_VERSION = 11
 _VALID_ROWS = 512
 
 

@@ -170,7 +170,8 @@ class _Run:
             uneven=self.config.reproducible == "elastic",
             skipped=self.skipped.ranges,
         )
-        profiler = Profiler(self.config.profile, self.folder.profile, self.world.ranks.rank, self.world.device)
+        rank, device = self.world.ranks.rank, self.world.device
+        profiler = Profiler(self.config.profile, self.folder.profile, rank, device, self.clock.step)
         parts = LoopParts(
             step=self.step,
             feed=feed,

@@ -85,6 +85,26 @@ def test_adapters_are_not_merged_into_other_hugging_face_weights(tmp_path: Path)
         whole_model(tmp_path / "tuned")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["hf", "base"])
+@pytest.mark.parametrize("words", [[], LORA], ids=["whole", "lora"])
+def test_the_stages_of_a_pipeline_start_from_the_weights_of_one_process(
+    start: str, words: list[str], tmp_path: Path
+) -> None:
+    if start == "hf":
+        shape = ModelConfig(layers=2, hidden=32, heads=4, vocab=128, seq_len=16)
+        model = Transformer(shape)
+        init_weights(model, 1)
+        save_hf(dict(model.named_parameters()), shape, describe_hf(shape, "float32"), tmp_path / "hf", torch.float32)
+    else:
+        run_here(tmp_path, "name=base")
+    words = [*words, f"finetune.start_from={tmp_path}/{start}", "max_duration=3ba"]
+    finetune_here(tmp_path, *words, "name=one")
+    done = run_processes(tmp_path, 2, *words, "parallel.pipeline=2", "name=two")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
+
+
 def test_a_fingerprint_tells_weights_apart_and_not_files(tmp_path: Path) -> None:
     tensors = {f"t{number}.weight": torch.full((10, 10), float(number)) for number in range(5)}
     for folder, bytes_each in (("one", 10_000), ("many", 900)):

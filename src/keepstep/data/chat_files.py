@@ -84,7 +84,8 @@ def _read(file: str, number: int, row: Any, form: RowFormat | None) -> NumberedR
         return Reject(file, number, row.reason, row.text)
     try:
         conversation = convert(row, form)
-        json.dumps(conversation.row(), ensure_ascii=False).encode()
+        # NaN and infinity are Python's words: a model would learn to write what no reader of its calls takes.
+        json.dumps(conversation.row(), ensure_ascii=False, allow_nan=False).encode()
     except BadRow as bad:
         return Reject(file, number, str(bad), row)
     except UnicodeEncodeError:

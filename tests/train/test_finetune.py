@@ -105,6 +105,16 @@ def test_the_stages_of_a_pipeline_start_from_the_weights_of_one_process(
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
 
 
+def test_the_shape_that_is_trained_is_the_one_that_is_checked(tmp_path: Path) -> None:
+    shape = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, vocab=128, seq_len=16, norm="rmsnorm", bias=False)
+    shape = replace(shape, positions="rotary", activation="swiglu", tied=False)
+    (tmp_path / "config.json").write_text(json.dumps(describe_hf(shape, "float32")))
+    words = [f"finetune.start_from={tmp_path}", "model.seq_len=16"]
+    assert adopt_start(load_config(None, [*words, "parallel.tensor=2"])).model.kv_heads == 2
+    with pytest.raises(ConfigError, match=r"parallel\.tensor is 4, but it must divide model\.kv_heads \(2\)"):
+        adopt_start(load_config(None, [*words, "parallel.tensor=4"]))
+
+
 def test_a_fingerprint_tells_weights_apart_and_not_files(tmp_path: Path) -> None:
     tensors = {f"t{number}.weight": torch.full((10, 10), float(number)) for number in range(5)}
     for folder, bytes_each in (("one", 10_000), ("many", 900)):

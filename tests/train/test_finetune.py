@@ -113,6 +113,10 @@ def test_the_shape_that_is_trained_is_the_one_that_is_checked(tmp_path: Path) ->
     assert adopt_start(load_config(None, [*words, "parallel.tensor=2"])).model.kv_heads == 2
     with pytest.raises(ConfigError, match=r"parallel\.tensor is 4, but it must divide model\.kv_heads \(2\)"):
         adopt_start(load_config(None, [*words, "parallel.tensor=4"]))
+    # The default shape has 12 heads, which 8 does not divide: that is nobody's shape here.
+    wide = replace(shape, heads=8, kv_heads=8)
+    (tmp_path / "config.json").write_text(json.dumps(describe_hf(wide, "float32")))
+    assert adopt_start(load_config(None, [*words, "parallel.tensor=8"])).parallel.tensor == 8
 
 
 def test_a_fingerprint_tells_weights_apart_and_not_files(tmp_path: Path) -> None:

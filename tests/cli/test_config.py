@@ -76,6 +76,8 @@ def test_models_lists_presets_with_exact_sizes(capsys: pytest.CaptureFixture[str
     assert main(["models"]) == 0
     table = capsys.readouterr().out
     assert "125,311,488  125M" in table
+    assert [row["preset"] for row in rows.values() if row["misnamed"]] == ["gpt3-375m", "gpt3-857m"]
+    assert table.count("M, whatever the name it was published by says") == 2
     assert table.splitlines()[-1].startswith("next: ")
 
 

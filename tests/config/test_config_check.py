@@ -43,6 +43,8 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
     ("words", "expected"),
     [
         (["seed=-1"], "seed is -1, but it must be 0 or more"),
+        (["lora.rank=8", "precision=fp8"], "lora.rank is 8, but it puts adapters on plain products, and precision is"),
+        (["lora.rank=8", "model.linear=bitnet"], "lora.rank is 8, but it puts adapters on plain linears"),
         (["model.dropout=1"], "model.dropout is 1.0, but it must be at least 0 and below 1"),
         (["optimizer.betas=[0.9,1]"], "optimizer.betas is [0.9, 1.0], but it must be two numbers"),
         (["schedule.final=1.1"], "schedule.final is 1.1, but it must be from 0 to 1"),

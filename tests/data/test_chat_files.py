@@ -122,6 +122,16 @@ def test_rows_that_are_not_there_are_not_shown_as_nothing(
     assert "Yes." in capsys.readouterr().out
 
 
+def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    call = {"name": "f", "arguments": '{"x": NaN}'}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    messages = [{"role": "user", "content": "?"}, said]
+    path.write_text(json.dumps(row("sound")) + "\n" + json.dumps({"messages": messages}) + "\n")
+    assert kept(path) == ["sound"]
+    assert "cannot be written as JSON" in reasons(path)[0]
+
+
 def test_half_a_character_and_bad_utf8_cost_their_own_row_only(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row(answer)).encode() for answer in ("first", "cut \ud83d", "paired \U0001f600")]

@@ -104,6 +104,41 @@ def test_1000_random_conversations_mask_exactly_what_the_assistant_says_in_both_
         assert _bytes(tokenizer, row.tokens.tolist()) == by_marks.text.encode()
 
 
+THOUGHT = "<think>\n\n</think>\n\n"
+OPENS = "        {{- '<|im_start|>assistant\\n' }}\n"
+THINKING = UNMARKED.replace(
+    OPENS, OPENS + "        {%- if loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}\n"
+)
+"""As Qwen3's does, this one puts an empty thought before a turn that nothing follows, and before no other."""
+
+
+def test_a_template_that_writes_the_last_turn_in_another_way_masks_all_of_them_exactly() -> None:
+    template = ChatTemplate(THINKING)
+    for seed in range(300):
+        conversation = random_conversation(seed)
+        *earlier, last = spoken(conversation)
+        rendered = template.render(conversation)
+        said = [rendered.text[span.start : span.end] for span in rendered.spans]
+        assert said == [*earlier, THOUGHT + last]
+        # A turn that seems to end in its own words ends where the template ends it.
+        messages = [*conversation.messages[:-1], {"role": "assistant", "content": f"a{TURN_END}\n<|im_start|>user\nb"}]
+        followed = canonical([*messages, {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        rendered = template.render(followed)
+        span = rendered.spans[-2]
+        assert rendered.text[span.start : span.end] == f"a{TURN_END}\n<|im_start|>user\nb{TURN_END}"
+
+
+def test_a_turn_of_which_a_template_leaves_something_out_later_is_refused() -> None:
+    whole = "{{- message['content'] }}"
+    assert THINKING.count(whole) == 1
+    kept = "{{- message['content'] if loop.last else message['content'].split('</think>')[-1] }}"
+    forgetful = THINKING.replace(whole, kept)
+    turns = ["?", "<think>hard</think>yes", "?", "no"]
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
+    with pytest.raises(BadRow, match="message 1 differently"):
+        ChatTemplate(forgetful).render(canonical(messages))
+
+
 def _bytes(tokenizer: Any, ids: list[int]) -> bytes:
     """The very bytes that tokens stand for; decoding to text would hide a character cut in two."""
     table = _byte_table()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from keepstep.cli.main import main
 from keepstep.config.dump import dump_config
 from keepstep.config.load import load_config
 from keepstep.config.schema import CheckpointConfig, EvaluateConfig, FinetuneConfig, ModelConfig, RunConfig
-from keepstep.core.errors import ConfigError, UsageError
+from keepstep.core.errors import ConfigError, DataError, UsageError
 from keepstep.models.hf_describe import describe_hf
 from keepstep.models.hf_folder import fingerprint, save_hf, write_shards
 from keepstep.models.init import init_weights
 from keepstep.models.neftune import add_embedding_noise
 from keepstep.models.transformer import Transformer
 from keepstep.train.best import BestWeights
-from keepstep.train.run import train
+from keepstep.train.run import open_data, train
 from keepstep.train.start import BEST, adopt_start, run_config, start_model, whole_model
 
 LORA = ["lora.rank=2", "lora.targets=[q, v, up, down]"]
@@ -82,6 +83,40 @@ def test_adapters_are_not_merged_into_other_hugging_face_weights(tmp_path: Path)
     (tmp_path / "other" / "model.safetensors").replace(tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ConfigError, match="does not hold the weights any more"):
         whole_model(tmp_path / "tuned")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["hf", "base"])
+@pytest.mark.parametrize("words", [[], LORA], ids=["whole", "lora"])
+def test_the_stages_of_a_pipeline_start_from_the_weights_of_one_process(
+    start: str, words: list[str], tmp_path: Path
+) -> None:
+    if start == "hf":
+        shape = ModelConfig(layers=2, hidden=32, heads=4, vocab=128, seq_len=16)
+        model = Transformer(shape)
+        init_weights(model, 1)
+        save_hf(dict(model.named_parameters()), shape, describe_hf(shape, "float32"), tmp_path / "hf", torch.float32)
+    else:
+        run_here(tmp_path, "name=base")
+    words = [*words, f"finetune.start_from={tmp_path}/{start}", "max_duration=3ba"]
+    finetune_here(tmp_path, *words, "name=one")
+    done = run_processes(tmp_path, 2, *words, "parallel.pipeline=2", "name=two")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
+
+
+def test_the_shape_that_is_trained_is_the_one_that_is_checked(tmp_path: Path) -> None:
+    shape = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, vocab=128, seq_len=16, norm="rmsnorm", bias=False)
+    shape = replace(shape, positions="rotary", activation="swiglu", tied=False)
+    (tmp_path / "config.json").write_text(json.dumps(describe_hf(shape, "float32")))
+    words = [f"finetune.start_from={tmp_path}", "model.seq_len=16"]
+    assert adopt_start(load_config(None, [*words, "parallel.tensor=2"])).model.kv_heads == 2
+    with pytest.raises(ConfigError, match=r"parallel\.tensor is 4, but it must divide model\.kv_heads \(2\)"):
+        adopt_start(load_config(None, [*words, "parallel.tensor=4"]))
+    # The default shape has 12 heads, which 8 does not divide: that is nobody's shape here.
+    wide = replace(shape, heads=8, kv_heads=8)
+    (tmp_path / "config.json").write_text(json.dumps(describe_hf(wide, "float32")))
+    assert adopt_start(load_config(None, [*words, "parallel.tensor=8"])).parallel.tensor == 8
 
 
 def test_a_fingerprint_tells_weights_apart_and_not_files(tmp_path: Path) -> None:
@@ -199,6 +234,10 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
     config = load_config(None, words).config
     assert (config.finetune.start_from, config.data.path, config.lora.rank, config.seed) == ("hf", "rows.jsonl", 8, 4)
     assert (str(config.max_duration), config.optimizer.lr, config.evaluate.keep_best) == ("2ep", 2e-4, True)
+    # A share of the data, whatever its size; a length in steps says nothing about the data.
+    assert str(config.schedule.warmup) == "0.1ep"
+    counted = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "max_duration=500ba"])
+    assert str(load_config(None, finetune_words(counted)).config.schedule.warmup) == "20ba"
 
 
 @pytest.mark.parametrize(
@@ -283,6 +322,27 @@ def test_a_run_on_a_scratch_disk_finds_its_start_beside_the_link(
     monkeypatch.chdir(elsewhere)
     assert start_from(project / linked / "tuned") == project / "base"
     assert start_from(Path("..", "project", linked, "tuned")) == project / "base"
+
+
+@pytest.mark.slow
+def test_a_warmup_that_outlasts_the_run_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_here(tmp_path, "max_duration=2ba", "schedule.warmup=20ba")
+    assert "schedule.warmup (20ba) is longer than the run (2ba): the learning rate ends at 10%" in caplog.text
+    caplog.clear()
+    run_here(tmp_path, "name=other", "max_duration=2ba", "schedule.warmup=2ba")
+    assert "schedule.warmup" not in caplog.text
+
+
+def test_several_sets_of_conversations_are_refused_by_name_and_text_is_not(tmp_path: Path) -> None:
+    rows, text = tmp_path / "rows.jsonl", tmp_path / "text.jsonl"
+    said = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    rows.write_text(json.dumps(said) + "\n")
+    text.write_text(json.dumps({"prompt": "why", "text": "because"}) + "\n")
+    for words in (f"data.blend={{'{text}': 1, '{rows}': 1}}", f"data.path={text},{rows}", "data.blend={toolcalls: 1}"):
+        with pytest.raises(DataError, match="holds conversations"):
+            open_data(load_config(None, [*TINY, f"runs_dir={tmp_path}", words]).config)
+    with pytest.raises(ConfigError, match=r"is raw text .* data\.tokenizer"):
+        open_data(load_config(None, [*TINY, f"runs_dir={tmp_path}", f"data.blend={{'{text}': 1}}"]).config)
 
 
 @pytest.mark.slow

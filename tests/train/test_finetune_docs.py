@@ -55,3 +55,11 @@ def test_every_command_of_the_pages_runs(desk: Path, monkeypatch: pytest.MonkeyP
         program, *words = shlex.split(command)
         assert program == "keepstep"
         assert main(words) == 0, command
+
+
+def test_the_page_tells_the_speed_that_was_measured_and_how() -> None:
+    measured = json.loads((DOCS.parent / "benchmarks" / "results" / "lora_h200.json").read_text())
+    page = (DOCS / "finetuning.md").read_text()
+    told = f"{measured['tokens_per_s']:,.0f} tokens/s (MFU {measured['mfu']:.1%}, {measured['memory_gib']:.1f} GiB)"
+    assert told in page
+    assert f"PYTHONPATH=src {measured['command']}\n" in page

@@ -132,6 +132,16 @@ def test_patience_is_the_same_for_a_run_that_was_stopped(tmp_path: Path) -> None
     assert max(line["step"] for line in metrics(tmp_path, "cut")) == last, "it has seen enough, and stays so"
 
 
+def test_a_step_that_is_evaluated_again_when_a_run_goes_on_counts_once(tmp_path: Path) -> None:
+    """A longer max_duration goes on from the last step, judged before it was saved: it is no worse than it was."""
+    words = ["schedule.name=constant", "evaluate.interval=2ba", "evaluate.patience=1", "checkpoint.interval=0ba"]
+    run_here(tmp_path, *words, "max_duration=4ba")
+    found = validated(tmp_path, "run")
+    assert found[4] < found[2], "it improves: there is no reason to stop"
+    run_here(tmp_path, *words, "max_duration=6ba")
+    assert len(losses(tmp_path)) == 6
+
+
 def test_best_weights_that_cannot_be_kept_do_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "best").write_text("in the way")

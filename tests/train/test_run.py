@@ -201,6 +201,14 @@ def test_the_profiler_writes_its_traces(tmp_path: Path) -> None:
     assert "aten::mm" in names
 
 
+def test_a_run_that_goes_on_names_its_traces_after_its_own_steps(tmp_path: Path) -> None:
+    words = ["profile.active=1", "profile.skip_first=0", "profile.wait=0", "profile.warmup=1"]
+    for stop in (3, 6):
+        run_here(tmp_path, *words, f"max_duration={stop}ba")
+    traces = sorted(path.name for path in (tmp_path / "run" / "profile").glob("trace_*.json"))
+    assert traces == ["trace_step2_rank0.json", "trace_step5_rank0.json"]
+
+
 def test_a_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
     run_here(tmp_path, "checkpoint.interval=4ba", "observe.tensorboard=true")
     folder = tmp_path / "run"

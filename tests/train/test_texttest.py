@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -80,3 +81,63 @@ def test_a_row_that_is_no_json_is_named_and_a_rare_line_end_inside_one_is_text(t
     rows.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         list(read_texts(rows))
+
+
+@pytest.mark.slow
+def test_built_folders_are_tokens_and_packed_files_are_the_text_they_hold(
+    texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = trained(tmp_path, f"data.path={texts[0]}")
+    plain = text_perplexity(run, str(texts[1]), windows=8)
+    # As C4 is published, alone and as a folder of such files.
+    packed = tmp_path / "c4" / "c4-validation.00000-of-00008.json.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(texts[1].read_bytes()))
+    for data in (packed, packed.parent):
+        assert text_perplexity(run, str(data), windows=8) == plain
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [json.loads(line)["text"] for line in texts[1].read_text().splitlines()]
+    parquet.write_table(pyarrow.table({"content": rows}), tmp_path / "rows.parquet")
+    assert text_perplexity(run, str(tmp_path / "rows.parquet"), windows=8, field="content") == plain
+    with pytest.raises(DataError, match="no column 'text'"):
+        text_perplexity(run, str(tmp_path / "rows.parquet"), windows=8)
+    for form in ("mds", "megatron"):
+        out = tmp_path / form
+        words = ["--out", str(out), "--format", form, "--tokenizer", str(tmp_path / "tokenizer.json")]
+        assert main(["data", "build", str(texts[1]), *words]) == 0
+        found = text_perplexity(run, str(out), windows=1_000_000)
+        assert found.tokens > plain.tokens, "the whole folder"
+        assert found.loss == pytest.approx(plain.loss, rel=0.1), "the same words"
+
+
+def test_a_bad_record_of_a_packed_file_is_an_error_and_not_another_text(tmp_path: Path) -> None:
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "one"}\n{"text": ""}\n{"text": "two"}\n'))
+    assert list(read_texts(packed)) == ["one", "two"]
+    packed.write_bytes(gzip.compress(b'{"text": "one"}\n{"title": "two"}\n'))
+    with pytest.raises(DataError, match="1 missing field"):
+        list(read_texts(packed))
+
+
+@pytest.mark.slow
+def test_start_measures_the_weights_a_run_began_with_and_out_keeps_the_report(
+    texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, f"data.path={texts[0]}")
+    words = ["eval", "ppl", str(run), "--data", str(texts[1]), "--windows", "8"]
+    assert main([*words, "--out", str(tmp_path / "after.json")]) == 0
+    capsys.readouterr()
+    assert main([*words, "--start", "--json"]) == 0
+    before, after = json.loads(capsys.readouterr().out), json.loads((tmp_path / "after.json").read_text())
+    assert before["loss"] - after["loss"] > 0.1, "training helped, and only where it was asked for"
+
+
+@pytest.mark.parametrize(
+    ("action", "option"),
+    [("ppl", ["--rows", "8"]), ("ppl", ["--answers", "x"]), ("tools", ["--windows", "8"]), ("lm", ["--data", "x"])],
+)
+def test_an_option_of_another_action_is_refused_and_not_ignored(
+    action: str, option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", action, str(tmp_path), *option]) == 2
+    assert f"{option[0]} means nothing to eval {action}" in capsys.readouterr().err

@@ -54,7 +54,7 @@ _NOT_GIVEN = ("default", "preset")
 def finetune_words(args: argparse.Namespace) -> list[str]:
     """The words that `keepstep train` would take. Without a recipe, defaults that suit fine-tuning come first."""
     path, given = split_words(args.words)
-    words: list[str] = [str(path)] if path else _defaults(args.lora or 0)
+    words: list[str] = [str(path)] if path else _defaults(args.lora or 0, given)
     flags = {
         "finetune.start_from": args.start,
         "data.path": args.data,
@@ -67,7 +67,9 @@ def finetune_words(args: argparse.Namespace) -> list[str]:
     return words + given
 
 
-def _defaults(rank: int) -> list[str]:
+def _defaults(rank: int, given: list[str]) -> list[str]:
+    # Packed into long rows, a thousand conversations are a few steps: twenty of warmup would never reach the rate.
+    in_passes = all(word.endswith("ep") for word in given if word.startswith("max_duration="))
     # Adapters start from nothing and bear a rate ten times that of weights that are already good.
     return [
         "name=finetune",
@@ -76,7 +78,7 @@ def _defaults(rank: int) -> list[str]:
         "microbatch=4",
         f"optimizer.lr={2e-4 if rank else 2e-5}",
         "optimizer.weight_decay=0.0",
-        "schedule.warmup=20ba",
+        f"schedule.warmup={'0.1ep' if in_passes else '20ba'}",
         "evaluate.interval=1ep",
         "evaluate.keep_best=true",
         "checkpoint.interval=1ep",

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from keepstep.config.presets import ALIASES, PRESETS, preset_fields
+from keepstep.config.presets import ALIASES, MISNAMED, PRESETS, preset_fields
 from keepstep.config.schema import ModelConfig
 from keepstep.core.units import format_count
 from keepstep.models.size import parameter_count
@@ -33,6 +33,7 @@ def _row(name: str) -> dict[str, Any]:
     return {
         "preset": name,
         "alias_of": ALIASES.get(name),
+        "misnamed": name in MISNAMED,
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
@@ -59,4 +60,5 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _remark(row: dict[str, Any]) -> str:
     alias = f", another name for {row['alias_of']}" if row["alias_of"] else ""
-    return format_count(row["parameters"]) + alias
+    misnamed = ", whatever the name it was published by says" if row["misnamed"] else ""
+    return format_count(row["parameters"]) + alias + misnamed

@@ -370,6 +370,16 @@ def _adapters_have_a_place(config: RunConfig) -> Found:
     return f"must name some of {', '.join(_LORA_TARGETS)}", "lora.targets=[q, v] is the smallest usual choice"
 
 
+def _adapters_sit_on_plain_products(config: RunConfig) -> Found:
+    if not config.lora.rank:
+        return None
+    if config.precision == "fp8":
+        return "puts adapters on plain products, and precision is fp8", "precision=bf16, or lora.rank=0"
+    if config.model.linear != "dense":
+        return f"puts adapters on plain linears, and model.linear is {config.model.linear}", "model.linear=dense"
+    return None
+
+
 def _reading_is_counted_in_rows(config: RunConfig) -> Found:
     if config.chat.read_first.unit in ("ba", "sp", "tok"):
         return None
@@ -392,6 +402,7 @@ def _warmup_is_counted_in_steps(config: RunConfig) -> Found:
 _RULES: tuple[tuple[tuple[str, ...], Callable[[RunConfig], Found]], ...] = (
     (("name",), _name_is_a_folder),
     (("lora.targets",), _adapters_have_a_place),
+    (("lora.rank", "precision", "model.linear"), _adapters_sit_on_plain_products),
     (("chat.read_first",), _reading_is_counted_in_rows),
     (("max_duration", "schedule.name"), _decay_knows_its_end),
     (("schedule.warmup",), _warmup_is_counted_in_steps),

@@ -154,12 +154,18 @@ def _check_rules(config: RunConfig, resolver: Resolver, problems: Problems) -> N
     for broken in broken_rules(config):
         if resolver.failed.intersection(broken.fields):
             continue  # a stand-in for a value that is already reported proves nothing
+        if config.finetune.start_from and any(_is_open(name, resolver) for name in broken.fields):
+            continue  # the shape follows from what training starts from, and is checked once that is read
         subject = broken.fields[0]
         written = (
             resolver.origins[name] for name in broken.fields if resolver.origins[name].kind not in ("default", "preset")
         )
         place = next((origin.place for origin in written), "")
         problems.add(place, f"{subject} is {brief(value_at(config, subject))}, but it {broken.rule}", broken.hint)
+
+
+def _is_open(name: str, resolver: Resolver) -> bool:
+    return name.startswith("model.") and resolver.origins[name].kind in ("default", "preset")
 
 
 def _order(message: str) -> tuple[int, int]:

@@ -53,7 +53,6 @@ PRESETS: Mapping[str, Fields] = {
     "mpt-30b": _mpt(48, 7168, 56),
     "mpt-70b": _mpt(80, 8192, 64),
     "gpt3-125m": _gpt(12, 768, 12, 1024, 1),
-    # 375m and 857m are the names these shapes were published under; they hold 64.6M and 356M parameters.
     "gpt3-375m": _gpt(12, 512, 8, 1024, 1),
     "gpt3-857m": _gpt(24, 1024, 16, 2048, 1),
     "gpt3-1.3b": _gpt(24, 2048, 16, 2048, 1),
@@ -69,6 +68,9 @@ PRESETS: Mapping[str, Fields] = {
 }
 
 ALIASES: Mapping[str, str] = {"mpt-small-cpu": "mpt-tiny"}
+
+MISNAMED = ("gpt3-375m", "gpt3-857m")
+"""Kept under the names these shapes were published by, though they hold 64.6M and 356M parameters."""
 
 
 def preset_fields(name: str, given: Fields) -> dict[str, Any]:

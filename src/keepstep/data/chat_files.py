@@ -56,12 +56,12 @@ def conversation_files(path: Path) -> list[Path]:
     return [path] if path.name.endswith(SUFFIXES) and path.is_file() else []
 
 
-def holds_conversations(path: Path) -> bool:
-    """Whether the first row looks like a conversation of a known format, and not like plain text."""
+def holds_conversations(path: Path, text_field: str = "") -> bool:
+    """Whether the first row looks like a conversation of a known format, and not like plain text (in `text_field`)."""
     for file in conversation_files(path):
         for row in _raw_rows(file):
             try:
-                return isinstance(row, dict) and bool(detect(row))
+                return isinstance(row, dict) and text_field not in row and bool(detect(row))
             except BadRow:
                 return False
     return False
@@ -84,7 +84,8 @@ def _read(file: str, number: int, row: Any, form: RowFormat | None) -> NumberedR
         return Reject(file, number, row.reason, row.text)
     try:
         conversation = convert(row, form)
-        json.dumps(conversation.row(), ensure_ascii=False).encode()
+        # NaN and infinity are Python's words: a model would learn to write what no reader of its calls takes.
+        json.dumps(conversation.row(), ensure_ascii=False, allow_nan=False).encode()
     except BadRow as bad:
         return Reject(file, number, str(bad), row)
     except UnicodeEncodeError:

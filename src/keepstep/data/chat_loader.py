@@ -43,7 +43,7 @@ from keepstep.data.rows import Rows, RowSource
 
 GENERATED = "toolcalls"
 """The data.path of the generated function-calling set."""
-_VERSION = 10
+_VERSION = 11
 _VALID_ROWS = 512
 
 
@@ -54,6 +54,17 @@ def is_chat(data: DataConfig, chat: ChatConfig) -> bool:
     if data.blend or not conversation_files(Path(data.path)):
         return False
     return chat.format != "auto" or holds_conversations(Path(data.path))
+
+
+def refuse_several(data: DataConfig) -> None:
+    """Raise where several sets are named and one is of conversations: read as plain text they would hold none."""
+    for path in data.blend or (data.path.split(",") if "," in data.path else ()):
+        if path == GENERATED or holds_conversations(Path(path), data.text_field):
+            raise DataError(
+                f"data.{'blend' if data.blend else 'path'} names {path}, which holds conversations: of several sets, "
+                "only text and tokens can be mixed",
+                "put the conversation files into one folder, and name that as data.path",
+            )
 
 
 class ReadingLoader(Loader):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import DataError
-from keepstep.data.chat_rows import BadRow, Conversation
+from keepstep.data.chat_rows import BadRow, Conversation, Message, calls_of
 
 BUILT_IN = """\
 {%- if tools %}
@@ -148,11 +148,41 @@ class ChatTemplate:
             after = self._render(messages[: number + 1], tools)
             if not text.startswith(before) or not after.startswith(before):
                 raise BadRow(f"the template renders what comes before message {number} differently once it is there")
-            end = len(before) + self._said(after[len(before) :])
+            end: int | None = len(before) + self._said(after[len(before) :])
             if text[:end] != after[:end]:
+                end = self._followed_end(conversation, number, text, len(before))
+            if end is None:
                 raise BadRow(f"the template renders message {number} differently once others follow")
             spans.append(Span(len(before), end, number))
         return Rendered(text, tuple(spans))
+
+    def _followed_end(self, conversation: Conversation, number: int, text: str, start: int) -> int | None:
+        """Where a turn ends that begins at `start` and that others follow; None where that cannot be told.
+
+        Qwen3's template puts an empty thought before a last turn only. What it writes of an earlier one is found with
+        the next message there, and counts if nothing of the turn itself was left out.
+        """
+        messages, mark = conversation.messages, self.turn_end()
+        if not mark or number + 1 == len(messages):
+            return None
+        turn, earlier, following = messages[number], list(messages[:number]), messages[number + 1]
+        word = _unused(json.dumps(conversation.row(), ensure_ascii=False))
+
+        def before_next(said: Message) -> str:
+            """The text up to the words of the next message."""
+            shown = self._render([*earlier, said, {**following, "content": word}], conversation.tools)
+            return shown.partition(word)[0] if word in shown else ""
+
+        try:
+            head, plain = before_next(turn), before_next(_emptied(turn))
+        except BadRow:
+            return None
+        # The turn with nothing in it that could look like its end shows what stands between that and the next words.
+        gap = plain[start:].partition(mark)[2]
+        end = len(head) - len(gap)
+        said = head[start:end]
+        whole = all(part in said for part in (turn["content"].strip(), *(name for name, _ in calls_of(turn))))
+        return end if text.startswith(head) and head.endswith(mark + gap) and whole and end > start else None
 
     def _said(self, turn: str) -> int:
         """How much of a rendered turn the assistant says: up to its end mark, without what only separates turns."""
@@ -189,11 +219,23 @@ class Marks:
 
     def choose(self, content: str) -> tuple[str, str]:
         """Marks that do not occur in the content, so that finding them again cannot go wrong."""
-        salt = 0
-        while f"\ufdd0{salt}" in content or f"\ufdd1{salt}" in content:
-            salt += 1
-        self.set(f"\ufdd0{salt}\ufdd0", f"\ufdd1{salt}\ufdd1")
+        opening = _unused(content)
+        self.set(opening, opening.replace("\ufdd0", "\ufdd1"))
         return self.opening, self.closing
+
+
+def _unused(content: str) -> str:
+    """A text that the content does not hold, nor with its outer signs exchanged for their neighbours."""
+    salt = 0
+    while f"\ufdd0{salt}" in content or f"\ufdd1{salt}" in content:
+        salt += 1
+    return f"\ufdd0{salt}\ufdd0"
+
+
+def _emptied(turn: Message) -> Message:
+    """A turn of the same kind that says next to nothing: calls keep their functions and lose their arguments."""
+    calls = [{**item, "function": {**item["function"], "arguments": {}}} for item in turn.get("tool_calls", ())]
+    return {**turn, "content": "!", **({"tool_calls": calls} if calls else {})}
 
 
 def _compile(source: str, marks: Marks, strftime_now: Callable[[str], str]) -> Any:

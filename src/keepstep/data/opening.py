@@ -96,6 +96,11 @@ def open_data(path: str, config: DataConfig, cache_dir: Path, field_name: str = 
     )
 
 
+def holds_tokens(folder: Path) -> bool:
+    """Whether a folder here is one that was built, to its end or not, or holds what others built."""
+    return is_unfinished(folder) or (folder / mds.INDEX).is_file() or bool(find_prefixes(folder))
+
+
 def _node_cache(config: DataConfig, cache_dir: Path) -> NodeCache:
     folder = Path(config.cache_dir) if config.cache_dir else cache_dir / "remote"
     return NodeCache(folder, config.cache_limit.bytes)

@@ -132,10 +132,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_hf(model: Transformer, folder: Path) -> None:
-    """Fill a model, sharded or whole, from a folder; each process keeps its part of one parameter at a time."""
+    """Fill a model, sharded, a stage of it, or whole, from a folder; each process keeps its part of one parameter at a
+    time."""
     family = hf_family(read_hf_config(folder))
     parameters = dict(model.named_parameters())
-    for name, whole in import_parameters(HfTensors(folder), model.config, family):
+    for name, whole in import_parameters(HfTensors(folder), model.config, family, only=parameters):
         parameter = parameters[name]
         if whole.shape != parameter.shape:
             raise CheckpointError(

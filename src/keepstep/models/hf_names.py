@@ -6,7 +6,7 @@ rule, an importer holds no more than one parameter in two layouts at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +36,16 @@ def from_hf(tensors: Tensors, config: ModelConfig, family: Family) -> dict[str, 
     return dict(import_parameters(tensors, config, family))
 
 
-def import_parameters(tensors: Tensors, config: ModelConfig, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Our parameters one at a time, each made when it is asked for: `tensors` may read from disk on demand."""
+def import_parameters(
+    tensors: Tensors, config: ModelConfig, family: Family, only: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Our parameters one at a time, each made when it is asked for: `tensors` may read from disk on demand.
+
+    With `only`, what a stage of a pipeline does not hold is left unread.
+    """
     for rule, names in matched(tensors, rules(config, family), config):
-        yield rule.ours, rule.pack(*(tensors[name] for name in names))
+        if only is None or rule.ours in only:
+            yield rule.ours, rule.pack(*(tensors[name] for name in names))
 
 
 def matched(names: Collection[str], rules: Iterable[Rule], config: ModelConfig) -> list[tuple[Rule, list[str]]]:

@@ -21,6 +21,7 @@ class BestWeights:
         self._checkpointer = Checkpointer(folder, CheckpointConfig(keep=1)) if config.keep_best else None
         self._lowest = self._kept = math.inf
         self._without = 0
+        self._judged_step = -1
         if self._checkpointer is not None:
             kept = self._checkpointer.find()
             if kept is not None:
@@ -39,7 +40,12 @@ class BestWeights:
 
         `origin` says what the run began with and is kept with them: adapters belong to those weights alone.
         """
-        self._lowest, self._without = (loss, 0) if loss < self._lowest else (self._lowest, self._without + 1)
+        if loss < self._lowest:
+            self._lowest, self._without = loss, 0
+        elif step != self._judged_step:
+            # A run that goes on evaluates the step it begins at, which may have been judged before it was saved.
+            self._without += 1
+        self._judged_step = step
         if self._checkpointer is None or not loss < self._kept:
             return False
         self._checkpointer.save(step, {"model": weights(), "loss": loss, "origin": origin}, {})
@@ -59,12 +65,14 @@ class BestWeights:
         return self._folder.rename(aside)
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint: how long it is since validation improved."""
-        return {"lowest": self._lowest, "without": self._without}
+        """Plain values for a checkpoint: how long it is since validation improved, and when it was looked at last."""
+        return {"lowest": self._lowest, "without": self._without, "step": self._judged_step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's values. Weights that were kept after it stay the best until there are better."""
         self._lowest, self._without = float(state["lowest"]), int(state["without"])
+        # Checkpoints of earlier versions do not say.
+        self._judged_step = int(state.get("step", -1))
 
     def close(self) -> None:
         """Let go of the memory that saves go through."""

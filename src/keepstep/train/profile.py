@@ -14,11 +14,15 @@ from keepstep.core.errors import HardwareError
 
 
 class Profiler:
-    """Writes one Chrome trace (JSON) a cycle and rank into `folder`; does nothing where `active` is 0."""
+    """Writes one Chrome trace (JSON) a cycle and rank into `folder`; does nothing where `active` is 0.
 
-    def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> None:
+    The schedule begins with each start of a run; files are named after the run's own steps, `done` of them so far.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, rank: int, device: torch.device, done: int = 0) -> None:
         self._folder = folder
         self._rank = rank
+        self._done = done
         self._profile: profile | None = None
         if config.active:
             activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
@@ -38,7 +42,8 @@ class Profiler:
 
     def _write(self, finished: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        finished.export_chrome_trace(str(self._folder / f"trace_step{finished.step_num}_rank{self._rank}.json"))
+        step = self._done + finished.step_num
+        finished.export_chrome_trace(str(self._folder / f"trace_step{step}_rank{self._rank}.json"))
 
     def __enter__(self) -> Profiler:
         if self._profile:

@@ -25,7 +25,7 @@ from keepstep.core.errors import CheckpointError, DataError, NothingToReadError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
-from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat
+from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat, refuse_several
 from keepstep.data.chat_tokenizer import keep_tokenizer
 from keepstep.data.loader import Loaders, StepFeed, build_loaders, changed_order
 from keepstep.data.remote import is_remote
@@ -84,6 +84,7 @@ def open_data(config: RunConfig) -> Loaders:
     """The run's rows: a stream of tokens, or conversations with a loss on what the assistant says."""
     data, cache_dir = config.data, Path(config.runs_dir) / ".data"
     if not is_chat(data, config.chat):
+        refuse_several(data)
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
     check_conversations(config)
     start = config.finetune.start_from
@@ -173,7 +174,8 @@ class _Run:
             uneven=self.config.reproducible == "elastic",
             skipped=self.skipped.ranges,
         )
-        profiler = Profiler(self.config.profile, self.folder.profile, self.world.ranks.rank, self.world.device)
+        rank, device = self.world.ranks.rank, self.world.device
+        profiler = Profiler(self.config.profile, self.folder.profile, rank, device, self.clock.step)
         parts = LoopParts(
             step=self.step,
             feed=feed,
@@ -439,6 +441,13 @@ class _Run:
             f"{self.world.ranks.world_size} × {device_name(self.world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
+        steps, warmup = (self.clock.pace.steps(item) for item in (config.max_duration, config.schedule.warmup))
+        if steps and warmup and warmup > steps:
+            self.recorder.note(
+                f"notice: schedule.warmup ({warmup}ba) is longer than the run ({steps}ba): the learning rate ends at "
+                f"{steps / warmup:.0%} of optimizer.lr; schedule.warmup=1ba rises at once, and a smaller global_batch "
+                "makes more steps of the same data"
+            )
 
     def _describe(self, planner: Planner | None) -> None:
         if not self.world.is_first:

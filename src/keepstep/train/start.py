@@ -17,9 +17,11 @@ import torch
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.finding import LoadedStep
 from keepstep.checkpoint.objects import parse_url
+from keepstep.config.check import broken_rules
+from keepstep.config.fields import value_at
 from keepstep.config.load import LoadedConfig, load_config
 from keepstep.config.schema import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
-from keepstep.core.errors import CheckpointError, ConfigError, HardwareError, UsageError
+from keepstep.core.errors import CheckpointError, ConfigError, HardwareError, KeepstepError, UsageError
 from keepstep.models.hf_config import model_config_from_hf
 from keepstep.models.hf_folder import fingerprint, is_hf_folder, load_hf, read_hf_config
 from keepstep.models.init import init_weights
@@ -50,7 +52,15 @@ def adopt_start(loaded: LoadedConfig) -> RunConfig:
     }
     longest = max(shape.max_positions, shape.seq_len)
     shape = replace(shape, preset="custom", max_positions=longest, seq_len=min(longest, DEFAULT_SEQ_LEN))
-    return replace(config, model=replace(shape, **written))
+    adopted = replace(config, model=replace(shape, **written))
+    # Checked before with the default shape, which is not the one that is split and trained.
+    problems = [
+        KeepstepError(f"{item.fields[0]} is {value_at(adopted, item.fields[0])!r}, but it {item.rule}", item.hint)
+        for item in broken_rules(adopted)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return adopted
 
 
 def start_shape(where: Path) -> ModelConfig:

@@ -20,14 +20,20 @@ from keepstep.config.schema import DataConfig, RunConfig
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data import tokenize
 from keepstep.data.loader import Batch, Loader, build_loaders
+from keepstep.data.opening import holds_tokens
+from keepstep.data.records import RecordOptions, Rejects, not_nothing, texts_of
+from keepstep.data.sources import kind_of
 from keepstep.evaluate.perplexity import PerplexityResult, perplexity
 from keepstep.models.hf_folder import is_hf_folder
 from keepstep.models.transformer import Transformer
 from keepstep.train.losses import count_targets
 from keepstep.train.run import open_data
-from keepstep.train.start import find_tokenizer, open_device, run_facts, whole_model
+from keepstep.train.start import find_tokenizer, open_device, run_facts, start_model, whole_model
 
-_TEXT = (".txt", ".jsonl", ".json")
+_PLAIN = (".txt", ".jsonl", ".json")
+_PACKED = tuple(f"{suffix}{packed}" for suffix in _PLAIN for packed in (".gz", ".zst"))
+_TEXT = (*_PLAIN, *_PACKED, ".parquet")
+"""What counts as text in a folder; a file that is named may be of any kind that `keepstep data build` reads."""
 
 
 def text_perplexity(
@@ -39,16 +45,21 @@ def text_perplexity(
     batch: int = 32,
     tokenizer: Path | None = None,
     device: str = "auto",
+    start: bool = False,
+    field: str = "text",
 ) -> PerplexityResult:
-    """Perplexity of a model on text files, on prepared tokens, or (no `data`) on its run's own held-out data."""
+    """Perplexity of a model on text files, on prepared tokens, or (no `data`) on its run's own held-out data.
+
+    With `start` it is that of the weights the run began with. `field` holds the text of a row.
+    """
     _check_sizes(windows, length, batch)
     chosen = open_device(device)
-    model, config, _ = whole_model(where)
-    if data and data != config.data.path and (data.endswith(_TEXT) or _has_texts(Path(data))):
+    model, config, _ = start_model(where) if start else whole_model(where)
+    if data and data != config.data.path and names_text(data):
         path = tokenizer or find_tokenizer(where)
         if path is None:
             raise DataError(f"{where} has no tokenizer.json", "name one with --tokenizer")
-        rows = text_windows(read_texts(Path(data)), path, length or config.model.seq_len, windows)
+        rows = text_windows(read_texts(data, field), path, length or config.model.seq_len, windows)
         if rows.max() >= config.model.vocab:
             raise DataError(
                 f"{path} has a token {rows.max()}, but the model knows {config.model.vocab} only",
@@ -68,24 +79,47 @@ def _check_sizes(windows: int, length: int, batch: int) -> None:
             raise UsageError(f"--{name} is {value}, but it must be at least {least}", f"--{name} {max(least, 32)}")
 
 
-def _has_texts(path: Path) -> bool:
-    return path.is_dir() and any(item.suffix in _TEXT for item in path.iterdir())
+def names_text(data: str) -> bool:
+    """Whether text lies there rather than tokens, by the names of the files."""
+    if "://" in data or not Path(data).is_dir():
+        return data.startswith("hf://") or kind_of(data) is not None
+    # What was built has a dataset.json and a tokenizer.json beside its tokens, and neither is text.
+    return not holds_tokens(Path(data)) and any(item.name.endswith(_TEXT) for item in Path(data).iterdir())
 
 
-def read_texts(path: Path) -> Iterator[str]:
-    """Documents: a .txt file is one, a line of a .jsonl file is one (its `text`)."""
-    files = sorted(item for item in path.iterdir() if item.suffix in _TEXT) if path.is_dir() else [path]
-    for file in files:
+def read_texts(data: str | Path, field: str = "text") -> Iterator[str]:
+    """Documents: a text file is one, and so is each row of JSON lines or of a table, by its `field`."""
+    if "://" in str(data):
+        yield from _packed_texts(str(data), field)
+        return
+    path = Path(data)
+    for file in sorted(item for item in path.iterdir() if item.name.endswith(_TEXT)) if path.is_dir() else [path]:
         if not file.is_file():
-            raise DataError(f"{file} is missing", "give .txt or .jsonl files, or a folder of them")
+            raise DataError(f"{file} is missing", "give .txt, .jsonl[.gz|.zst] or .parquet files, or a folder of them")
+        if file.suffix not in _PLAIN:
+            yield from _packed_texts(str(file), field)
+            continue
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-        yield from [text] if file.suffix == ".txt" else _rows(text, file)
+        yield from [text] if file.suffix == ".txt" else _rows(text, file, field)
 
 
-def _rows(lines: str, file: Path) -> Iterator[str]:
+def _packed_texts(name: str, field: str) -> Iterator[str]:
+    """Documents as a build reads them. One that cannot be used is an error: another text has another perplexity."""
+    rejects, taken = Rejects(), 0
+    for text in not_nothing(texts_of([name], RecordOptions(text_field=field), rejects), rejects):
+        if rejects.total > rejects.counts["empty"]:
+            break
+        taken += 1
+        yield text
+    if rejects.total > rejects.counts["empty"]:
+        raise rejects.complaint(f"reading {name}", taken + rejects.total)
+
+
+def _rows(lines: str, file: Path, field: str) -> Iterator[str]:
+    example = f'rows look like {{"{field}": "…"}}'
     # Not splitlines: JSON may hold other signs that it takes for the end of a line.
     for number, line in enumerate(lines.split("\n"), start=1):
         if not line.strip():
@@ -93,10 +127,10 @@ def _rows(lines: str, file: Path) -> Iterator[str]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{file} line {number} is no JSON: {error}", 'rows look like {"text": "…"}') from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise DataError(f"{file} line {number} has no text", 'rows look like {"text": "…"}')
-        yield row["text"]
+            raise DataError(f"{file} line {number} is no JSON: {error}", example) from None
+        if not isinstance(row, dict) or not isinstance(row.get(field), str):
+            raise DataError(f"{file} line {number} has no {field}", f"{example}; --field names another")
+        yield row[field]
 
 
 def text_windows(texts: Iterable[str], tokenizer: Path, length: int, windows: int) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ from tiny_runs import losses, metrics, run_here, run_processes
 from tiny_worlds import run_world
 
 from keepstep.core.errors import StopRequested
+from keepstep.resilience.chaos import Fault, to_environment
 from keepstep.resilience.signals import StopFlag
 from keepstep.train.saver import Saver
 from keepstep.train.start import whole_model
@@ -54,6 +55,33 @@ def test_a_run_that_began_at_another_ones_step_goes_on_from_its_own(tmp_path: Pa
     run_here(tmp_path, "name=cut", *begin, "checkpoint.autoresume=false")
     resumed = [event["step"] for event in events(tmp_path, "cut", "resume")]
     assert resumed == ([10] if weights_only else [4, 10, 4])
+
+
+@pytest.mark.parametrize("snapshot_interval", [0, 1])
+@pytest.mark.parametrize("begins_at", ["a seed", "a step"])
+def test_a_restart_goes_on_where_the_run_was_though_a_new_command_would_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_interval: int, begins_at: str
+) -> None:
+    """Without `autoresume` a process that dies must not cost the run all that it has done so far."""
+    words = ["max_duration=12ba", "checkpoint.interval=4ba", "checkpoint.keep=0", "checkpoint.autoresume=false"]
+    words += ["checkpoint.asynchronous=false", f"resilience.snapshot_interval={snapshot_interval}"]
+    if begins_at == "a step":
+        run_here(tmp_path, "name=base", "max_duration=2ba")
+        words.append(f"checkpoint.resume_from={tmp_path}/base/checkpoints/step_00000002")
+    # The earlier command's steps are further on, and none of this one's business.
+    undisturbed = run_processes(tmp_path, 2, *words)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    expected = losses(tmp_path)
+    before = len(events(tmp_path, "run", "resume"))
+
+    for name, value in to_environment([Fault("kill", 3, 1), Fault("kill", 9, 1)], tmp_path).items():
+        monkeypatch.setenv(name, value)
+    done = run_processes(tmp_path, 2, *words)
+    assert done.returncode == 0, done.stderr
+    resumed = [event["step"] for event in events(tmp_path, "run", "resume")][before:]
+    assert resumed[-1] == 8
+    assert all(step < 4 for step in resumed[:-1]), "the first fault came before this command's first save"
+    assert losses(tmp_path) == expected
 
 
 def test_settings_that_do_not_fit_a_runs_steps_are_refused_at_once_and_the_run_stays_as_it_was(tmp_path: Path) -> None:

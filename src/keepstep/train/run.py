@@ -41,6 +41,7 @@ from keepstep.resilience.chaos import Chaos
 from keepstep.resilience.guard import Guard, Reading
 from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.train.begun import begun_after
 from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
@@ -119,6 +120,9 @@ class _Run:
         self.checkpointer = self.saver.checkpointer
         if world.is_first:
             self.checkpointer.check_place()
+        if not config.checkpoint.autoresume:
+            newest_sequence = self.checkpointer.newest_sequence
+            self.checkpointer.go_on_after(begun_after(folder.begun, world.ranks, newest_sequence))
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
         self.skipped = SkippedSamples(folder.skipped)
         self.saved_step = -1
@@ -306,18 +310,15 @@ class _Run:
 
     def _may_resume(self) -> bool:
         """Whether a state seems to be there to go on from; the same on every process."""
-        settings = self.config.checkpoint
-        wanted = settings.autoresume or bool(settings.resume_from)
         on_disk = self.checkpointer.find() is not None
-        found = torch.tensor(float(wanted and (on_disk or holds_step(self.world.ranks.memory_files))))
+        found = torch.tensor(float(on_disk or holds_step(self.world.ranks.memory_files)))
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return bool(found)
 
     def _resume(self) -> None:
         """Go on from memory or from a checkpoint, whichever is newer; else begin."""
-        settings = self.config.checkpoint
         self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
-        if (settings.autoresume or settings.resume_from) and (self._resume_from_memory() or self._resume_from_disk()):
+        if self._resume_from_memory() or self._resume_from_disk():
             return
         self._begin_best()
         if not self.filled:
@@ -345,7 +346,7 @@ class _Run:
             self._resumed(loaded.where.name, loaded.values)
         if not begins:
             self.saved_step = loaded.step
-            if settings.resume_from:
+            if settings.resume_from and settings.autoresume:
                 note = f"the run began at {settings.resume_from}; checkpoint.autoresume=false would begin there again"
                 self.recorder.note(note)
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tiny_worlds import run_world
 from keepstep.core.errors import StopRequested
 from keepstep.resilience.chaos import Fault, to_environment
 from keepstep.resilience.signals import StopFlag
+from keepstep.train import run as assembly
 from keepstep.train.saver import Saver
 from keepstep.train.start import whole_model
 
@@ -158,6 +161,34 @@ def test_patience_is_the_same_for_a_run_that_was_stopped(tmp_path: Path) -> None
     assert validated(tmp_path, "cut") == validated(tmp_path, "whole")
     run_here(tmp_path, *words, "name=cut", "max_duration=40ba")
     assert max(line["step"] for line in metrics(tmp_path, "cut")) == last, "it has seen enough, and stays so"
+
+
+@pytest.mark.parametrize("checkpoint_interval", ["0ba", "2ba"])
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_validation_that_a_stop_cut_off_is_done_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, checkpoint_interval: str
+) -> None:
+    """The last one too: a run that was asked to stop before it knew its result is not done."""
+    words = ["max_duration=5ba", "evaluate.interval=2ba", "evaluate.keep_best=true"]
+    words.append(f"checkpoint.interval={checkpoint_interval}")
+    run_here(tmp_path, *words, "name=whole")
+    real, reached = assembly.validate, iter([2, 4, 5])
+
+    def asked_to_stop_in_one(*parts: Any) -> Any:
+        if next(reached) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(assembly, "validate", asked_to_stop_in_one)
+        with pytest.raises(StopRequested, match=f"after step {step}, saved"):
+            run_here(tmp_path, *words, "name=cut")
+    assert saved(tmp_path, "cut")[-1] == f"step_{step:08d}"
+    assert events(tmp_path, "cut", "stop")
+    run_here(tmp_path, *words, "name=cut")
+    assert validated(tmp_path, "cut") == validated(tmp_path, "whole")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+    assert saved(tmp_path, "cut")[-1] == "step_00000005"
 
 
 def test_best_weights_that_cannot_be_kept_do_not_end_the_run(tmp_path: Path) -> None:

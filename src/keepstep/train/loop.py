@@ -38,7 +38,10 @@ class LoopParts:
     save: Callable[[bool], None]
     """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
-    evaluate: Callable[[], None]
+    evaluate: Callable[[], bool]
+    """Measure the step just done; False where somebody asked to stop on the way."""
+    ensure_saved: Callable[[], None]
+    """Return with the step just done on disk, whether its save is under way or was never begun."""
     pulse: Pulse
     guard: Guard
     keep_due: Callable[[], bool] = lambda: False
@@ -69,7 +72,7 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     saved_step, evaluated_step = parts.saved_step, -1
     parts.remember(clock.step)
     # A step is saved before it is evaluated: going on from it begins with what may not have been done.
-    if evaluate_due.falls_on_this_step() and steps.pause_for(parts.evaluate):
+    if evaluate_due.falls_on_this_step() and steps.pause_for(lambda: _evaluate(parts)):
         evaluated_step = clock.step
     # The last steps may prove bad when they are read, and take the clock back.
     while not (parts.enough() or (clock.reached(config.max_duration) and steps.drain())):
@@ -87,9 +90,9 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
             else:
                 save_due.again()
         if steps.stop and clock.step <= saved_step:
-            raise StopRequested(f"stopped on request after step {saved_step}, saved", "start the same command to go on")
+            raise _stopped(saved_step)
         if evaluate_due.due() and clock.step > evaluated_step:
-            if not steps.pause_for(parts.evaluate):
+            if not steps.pause_for(lambda: _evaluate(parts)):
                 evaluate_due.again()
                 continue
             evaluated_step = clock.step
@@ -102,7 +105,19 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     if config.checkpoint.at_end and saved_step != clock.step:
         parts.save(True)
     if config.evaluate.at_end and evaluated_step != clock.step:
-        parts.evaluate()
+        _evaluate(parts)
+
+
+def _evaluate(parts: LoopParts) -> None:
+    """Evaluate the step just done. Asked to stop meanwhile, the run ends with this step: going on from it, or starting
+    the command again where it was the last one, begins with the evaluation that is missing."""
+    if not parts.evaluate():
+        parts.ensure_saved()
+        raise _stopped(parts.clock.step)
+
+
+def _stopped(step: int) -> StopRequested:
+    return StopRequested(f"stopped on request after step {step}, saved", "start the same command to go on")
 
 
 def _schedule(config: RunConfig, clock: Clock) -> Callable[[int], float]:

@@ -21,7 +21,7 @@ from keepstep.config.check import check_conversations, check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import CheckpointError, DataError, NothingToReadError
+from keepstep.core.errors import CheckpointError, DataError, NothingToReadError, StopRequested
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
@@ -184,6 +184,7 @@ class _Run:
             save=self.save,
             before_update=self._before_update,
             evaluate=self.evaluate,
+            ensure_saved=self.ensure_saved,
             pulse=self.pulse,
             keep_due=lambda: self.keeper.due(self.clock),
             keep=self._keep,
@@ -208,6 +209,10 @@ class _Run:
             # Together while all are well; closing must not wait for a process that is gone.
             self.checkpointer.wait()
             outcome = "finish"
+        except StopRequested:
+            # Whichever process was asked: on several nodes it may be one that has nothing to tell.
+            outcome = "stop"
+            raise
         finally:
             feed.close()
             self.keeper.close()
@@ -227,6 +232,13 @@ class _Run:
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
         state = {**self.state.tensors(), **self._values()}
         self.saver.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)}, durable)
+
+    def ensure_saved(self) -> None:
+        """Return with the step just done on disk; its save may be under way already."""
+        self.checkpointer.wait()
+        newest, _ = self.checkpointer.last_committed or (-1, 0.0)
+        if self.clock.step not in (newest, self.saved_step):
+            self.save(durable=True)
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
@@ -276,11 +288,11 @@ class _Run:
         compare_bits(self.step.evaluate, batch, self.grid, partial(self.recorder.event, "fault", step=self.clock.step))
         self.state.model.train()
 
-    def evaluate(self) -> None:
-        """Validation loss over the first rows of the validation data."""
+    def evaluate(self) -> bool:
+        """Validation loss over the first rows of the validation data; False where somebody asked to stop meanwhile."""
         if self.loaders.valid is None:
             self.recorder.note("no validation data: evaluation is skipped")
-            return
+            return True
         wanted = self.config.evaluate.batches * self.config.global_batch
         rows = ValidationRows(
             loader=self.loaders.valid,
@@ -295,7 +307,7 @@ class _Run:
         self.state.model.train()
         if result is None:
             self.recorder.note(f"step {self.clock.step}: asked to stop, so validation is left for another time")
-            return
+            return False
         self.recorder.validated(self.clock.step, result)
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
         try:
@@ -304,9 +316,10 @@ class _Run:
             # A full disk, say. The run is worth more than this copy, and its own saves go on.
             self.recorder.event("warning", step=self.clock.step, reason="best_failed", message=error.message)
             self.recorder.note(f"warning: the best weights so far are not kept: {error.message}")
-            return
+            return True
         if kept:
             self.recorder.note(f"step {self.clock.step}: the lowest validation loss so far, weights kept as {BEST}")
+        return True
 
     def _may_resume(self) -> bool:
         """Whether a state seems to be there to go on from; the same on every process."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
-from keepstep.data.loader import BlendedLoader, Loader, StepFeed, build_loaders, changed_order, to_batch
+from keepstep.data.loader import BlendedLoader, GivenUpError, Loader, StepFeed, build_loaders, changed_order, to_batch
 from keepstep.data.order import IndexArray
 from keepstep.data.rows import PackedRows, Rows, SyntheticRows
 
@@ -144,6 +144,18 @@ def test_whoever_waits_for_data_says_so_all_the_time(monkeypatch: pytest.MonkeyP
 
     assert feed.next_step(waiting)[0].first_sample == 0
     assert said >= 3
+    feed.close()
+
+
+def test_waiting_for_data_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.data.loader._WAITING_S", 0.01)
+    source = _Stuck(50, free=0)
+    feed = StepFeed(Loader(source, seed=0, shuffle=False), 0, 4, 4, 0, 1, prefetch=1)
+    with pytest.raises(GivenUpError):
+        feed.next_step(given_up=lambda: True)
+    assert feed.position == 0
+    source.let_go.set()
+    assert feed.next_step()[0].first_sample == 0
     feed.close()
 
 

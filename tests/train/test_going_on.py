@@ -145,6 +145,30 @@ def test_a_stop_that_is_read_with_the_step_of_a_save_waits_for_that_save(
     assert durable == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("processes", "mode"),
+    [
+        (1, "model.dropout=0.1"),
+        (2, "model.dropout=0.1"),
+        (2, "reproducible=elastic"),
+        (2, "optimizer=muon"),
+        (2, "checkpoint.interval=3ba"),
+        (2, "max_duration=4ba"),
+    ],
+)
+def test_a_stop_while_a_process_waits_for_data_costs_no_step(tmp_path: Path, processes: int, mode: str) -> None:
+    """Storage that is away is when people and schedulers stop runs: what was trained until then must be saved."""
+    assert run_world(tmp_path, processes, mode, "name=whole") == [0] * processes
+    codes = run_world(tmp_path, processes, mode, "name=cut", stuck_on=processes - 1)
+    assert codes == [75] * processes, (tmp_path / "said_0.txt").read_text()
+    assert saved(tmp_path, "cut") == ["step_00000003"]
+    assert "after step 3, saved" in (tmp_path / "said_0.txt").read_text()
+    assert events(tmp_path, "cut", "stop")
+    assert run_world(tmp_path, processes, mode, "name=cut") == [0] * processes
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+    assert [event["step"] for event in events(tmp_path, "cut", "resume")] == [3]
+
+
 def validated(root: Path, name: str) -> dict[int, float]:
     return {line["step"]: line["valid_loss"] for line in metrics(root, name) if "valid_loss" in line}
 

@@ -190,6 +190,8 @@ class _Run:
             keep=self._keep,
             chaos=Chaos.from_environment(self.world.ranks.rank),
             guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
+            moment=self.state.moment,
+            return_to=self.state.return_to,
             recheck=self.recheck,
             enough=lambda: self.best.enough,
             saved_step=self.saved_step,

@@ -67,6 +67,16 @@ def test_show_tells_step_sections_and_values(run_folder: Path, capsys: pytest.Ca
     assert shown["tensors"]["model.embed.weight"] == {"dtype": "F32", "shape": [300, 64]}
 
 
+def test_numbers_that_json_does_not_know_are_null_in_answers(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {**example_state(60), "norms": [1.0, float("inf"), float("nan")]}
+    write_step(LocalStore(run_folder / "checkpoints"), 60, state, ranks=1)
+    assert main(["ckpt", "show", str(run_folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["values"]["norms"] == [1.0, None, None]
+
+
 def test_verify_finds_damage_repair_mends_it_with_parity_and_says_so_without(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

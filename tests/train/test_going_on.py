@@ -104,6 +104,16 @@ def test_settings_that_do_not_fit_a_runs_steps_are_refused_at_once_and_the_run_s
     assert len(losses(tmp_path)) == 4
 
 
+def test_a_manifest_is_json_that_every_reader_knows(tmp_path: Path) -> None:
+    """From the first step on, when no validation has been yet; other tools read manifests too."""
+    words = ["max_duration=4ba", "evaluate.at_end=false", "evaluate.patience=2"]
+    run_here(tmp_path, *words)
+    (manifest,) = (tmp_path / "run" / "checkpoints").glob("step_*/manifest-*.json")
+    assert json.loads(manifest.read_text(), parse_constant=pytest.fail)["values"]["best"]["lowest"] is None
+    run_here(tmp_path, *words, "max_duration=6ba")
+    assert len(losses(tmp_path)) == 6
+
+
 def test_a_run_that_is_done_already_says_that_it_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,7 +139,9 @@ def _choose(place: str, step: int | None = None) -> tuple[Store, StepFolder]:
 
 
 def _print(args: argparse.Namespace, answer: Any, lines: list[str]) -> None:
-    print(json.dumps(answer, indent=2) if args.json else "\n".join(lines))
+    from keepstep.observe.view import jsonable
+
+    print(json.dumps(jsonable(answer), indent=2, allow_nan=False) if args.json else "\n".join(lines))
 
 
 def _ls(args: argparse.Namespace) -> int:

@@ -60,11 +60,13 @@ class BestWeights:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint: how long it is since validation improved."""
-        return {"lowest": self._lowest, "without": self._without}
+        # Before the first validation there is none: JSON has no infinity, and others read manifests too.
+        return {"lowest": self._lowest if math.isfinite(self._lowest) else None, "without": self._without}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's values. Weights that were kept after it stay the best until there are better."""
-        self._lowest, self._without = float(state["lowest"]), int(state["without"])
+        lowest = state["lowest"]
+        self._lowest, self._without = math.inf if lowest is None else float(lowest), int(state["without"])
 
     def close(self) -> None:
         """Let go of the memory that saves go through."""

@@ -15,12 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import example_state, same_tensors, write_step, zeroed
 
-from keepstep.checkpoint import retention, verify
+from keepstep.checkpoint import commit, retention, verify
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.checkpoint.commit import committed_steps
+from keepstep.checkpoint.commit import Attempt, committed_steps
 from keepstep.checkpoint.foreign import read_dcp
 from keepstep.checkpoint.manifest import MARKER, StepFolder
 from keepstep.checkpoint.store import LocalStore, Store
+from keepstep.checkpoint.writer import Job, Publication, perform
 from keepstep.cli.main import main
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
@@ -64,6 +65,16 @@ def test_show_tells_step_sections_and_values(run_folder: Path, capsys: pytest.Ca
     assert shown["sections"]["model"]["tensors"] == 4
     assert shown["values"]["progress"]["samples"] == 660
     assert shown["tensors"]["model.embed.weight"] == {"dtype": "F32", "shape": [300, 64]}
+
+
+def test_numbers_that_json_does_not_know_are_null_in_answers(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {**example_state(60), "norms": [1.0, float("inf"), float("nan")]}
+    write_step(LocalStore(run_folder / "checkpoints"), 60, state, ranks=1)
+    assert main(["ckpt", "show", str(run_folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["values"]["norms"] == [1.0, None, None]
 
 
 def test_verify_finds_damage_repair_mends_it_with_parity_and_says_so_without(
@@ -127,6 +138,51 @@ def test_gc_shows_first_and_deletes_with_yes(run_folder: Path, capsys: pytest.Ca
     assert len(list((run_folder / "checkpoints").glob("step*"))) == 6
     assert answer(capsys, *words, "--yes")["removed"] == ["step_00000010", "step_00000030", "step_00000060"]
     assert [step.step for step in committed_steps(LocalStore(run_folder / "checkpoints"))] == [50, 40, 20]
+
+
+def test_gc_leaves_a_save_alone_that_a_run_is_writing(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes room beside a run that saves must not cost it the save, its last one perhaps."""
+    place = run_folder / "checkpoints"
+    told: list[Any] = []
+
+    def tidied_up_meanwhile(*words: Any) -> Any:
+        told.append(answer(capsys, "gc", str(run_folder)))
+        told.append(answer(capsys, "gc", str(run_folder), "--yes"))
+        assert main(["ckpt", "ls", str(run_folder)]) == 0
+        told.append(capsys.readouterr().out)
+        return publish(*words)
+
+    publish = commit.publish
+    monkeypatch.setattr(commit, "publish", tidied_up_meanwhile)
+    attempt = Attempt(70, 70, "step_00000070", "0a1b", 1, "xxh3_64")
+    publication = Publication({}, {}, retention.Rules(keep=0), 0)
+    report = perform(Job(str(place), attempt, 0, 0, [], {}, {}, publication), memoryview(b""), lambda: False)
+    assert report["kind"] == "committed", report
+    shown, done, listing = told
+    assert "step_00000070" not in shown["would_remove"] + done["removed"]
+    assert "step_00000060" in done["removed"], "nobody writes that one any more"
+    assert "step_00000070 is being written and stays" in done["notes"]
+    assert "step_00000070        being written" in listing
+    assert not list(place.glob(f"*/{retention.WRITING}*"))
+
+
+def test_gc_removes_what_a_writer_left_that_is_dead(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    store = LocalStore(run_folder / "checkpoints")
+    with retention.writing(store, "step_00000060"):
+        (note,) = (store.root / "step_00000060").glob(f"{retention.WRITING}*")
+        told = json.loads(note.read_text())
+        for changed, stays in (
+            ({"pid": killed.pid}, False),
+            ({"machine": "another one"}, True),
+            ({"machine": "another one", "time": told["time"] - retention.WRITING_EXPIRES_S}, False),
+        ):
+            note.write_text(json.dumps({**told, **changed}))
+            removes = answer(capsys, "gc", str(run_folder), "--keep", "5")["would_remove"]
+            assert removes == ([] if stays else ["step_00000060"])
 
 
 def test_the_best_step_stays_and_a_step_being_read_stays(run_folder: Path) -> None:

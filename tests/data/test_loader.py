@@ -19,7 +19,7 @@ from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.data.blend import Blend
 from keepstep.data.formats.megatron import HEADER, MegatronReader, MegatronWriter, token_dtype
-from keepstep.data.loader import BlendedLoader, Loader, StepFeed, build_loaders, changed_order, to_batch
+from keepstep.data.loader import BlendedLoader, GivenUpError, Loader, StepFeed, build_loaders, changed_order, to_batch
 from keepstep.data.order import IndexArray
 from keepstep.data.rows import NO_LOSS, PackedRows, Rows, SyntheticRows
 
@@ -230,6 +230,18 @@ def test_a_negative_length_in_an_index_is_damage_to_the_order_of_megatron(tmp_pa
     config = DataConfig(path=str(tmp_path / "x"), order="gpt", valid_share=0.0)
     with pytest.raises(DataError, match="negative length"):
         build_loaders(config, 16, 1000, 3, tmp_path)
+
+
+def test_waiting_for_data_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.data.loader._WAITING_S", 0.01)
+    source = _Stuck(50, free=0)
+    feed = StepFeed(Loader(source, seed=0, shuffle=False), 0, 4, 4, 0, 1, prefetch=1)
+    with pytest.raises(GivenUpError):
+        feed.next_step(given_up=lambda: True)
+    assert feed.position == 0
+    source.let_go.set()
+    assert feed.next_step()[0].first_sample == 0
+    feed.close()
 
 
 def test_what_decides_the_order_is_told_in_words() -> None:

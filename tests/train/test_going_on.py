@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from tiny_runs import losses, metrics, run_here, run_processes
 from tiny_worlds import run_world
 
 from keepstep.core.errors import StopRequested
+from keepstep.resilience.chaos import Fault, to_environment
 from keepstep.resilience.signals import StopFlag
+from keepstep.train import run as assembly
 from keepstep.train.saver import Saver
 from keepstep.train.start import whole_model
 
@@ -56,6 +60,33 @@ def test_a_run_that_began_at_another_ones_step_goes_on_from_its_own(tmp_path: Pa
     assert resumed == ([10] if weights_only else [4, 10, 4])
 
 
+@pytest.mark.parametrize("snapshot_interval", [0, 1])
+@pytest.mark.parametrize("begins_at", ["a seed", "a step"])
+def test_a_restart_goes_on_where_the_run_was_though_a_new_command_would_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_interval: int, begins_at: str
+) -> None:
+    """Without `autoresume` a process that dies must not cost the run all that it has done so far."""
+    words = ["max_duration=12ba", "checkpoint.interval=4ba", "checkpoint.keep=0", "checkpoint.autoresume=false"]
+    words += ["checkpoint.asynchronous=false", f"resilience.snapshot_interval={snapshot_interval}"]
+    if begins_at == "a step":
+        run_here(tmp_path, "name=base", "max_duration=2ba")
+        words.append(f"checkpoint.resume_from={tmp_path}/base/checkpoints/step_00000002")
+    # The earlier command's steps are further on, and none of this one's business.
+    undisturbed = run_processes(tmp_path, 2, *words)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    expected = losses(tmp_path)
+    before = len(events(tmp_path, "run", "resume"))
+
+    for name, value in to_environment([Fault("kill", 3, 1), Fault("kill", 9, 1)], tmp_path).items():
+        monkeypatch.setenv(name, value)
+    done = run_processes(tmp_path, 2, *words)
+    assert done.returncode == 0, done.stderr
+    resumed = [event["step"] for event in events(tmp_path, "run", "resume")][before:]
+    assert resumed[-1] == 8
+    assert all(step < 4 for step in resumed[:-1]), "the first fault came before this command's first save"
+    assert losses(tmp_path) == expected
+
+
 def test_settings_that_do_not_fit_a_runs_steps_are_refused_at_once_and_the_run_stays_as_it_was(tmp_path: Path) -> None:
     """A second command of the same name with another shape must not cost the first one its model."""
     run_here(tmp_path, "max_duration=2ba")
@@ -71,6 +102,16 @@ def test_settings_that_do_not_fit_a_runs_steps_are_refused_at_once_and_the_run_s
     assert whole_model(folder)[2] == 2
     run_here(tmp_path, "max_duration=4ba")
     assert len(losses(tmp_path)) == 4
+
+
+def test_a_manifest_is_json_that_every_reader_knows(tmp_path: Path) -> None:
+    """From the first step on, when no validation has been yet; other tools read manifests too."""
+    words = ["max_duration=4ba", "evaluate.at_end=false", "evaluate.patience=2"]
+    run_here(tmp_path, *words)
+    (manifest,) = (tmp_path / "run" / "checkpoints").glob("step_*/manifest-*.json")
+    assert json.loads(manifest.read_text(), parse_constant=pytest.fail)["values"]["best"]["lowest"] is None
+    run_here(tmp_path, *words, "max_duration=6ba")
+    assert len(losses(tmp_path)) == 6
 
 
 def test_a_run_that_is_done_already_says_that_it_trains_nothing(
@@ -114,6 +155,30 @@ def test_a_stop_that_is_read_with_the_step_of_a_save_waits_for_that_save(
     assert durable == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("processes", "mode"),
+    [
+        (1, "model.dropout=0.1"),
+        (2, "model.dropout=0.1"),
+        (2, "reproducible=elastic"),
+        (2, "optimizer=muon"),
+        (2, "checkpoint.interval=3ba"),
+        (2, "max_duration=4ba"),
+    ],
+)
+def test_a_stop_while_a_process_waits_for_data_costs_no_step(tmp_path: Path, processes: int, mode: str) -> None:
+    """Storage that is away is when people and schedulers stop runs: what was trained until then must be saved."""
+    assert run_world(tmp_path, processes, mode, "name=whole") == [0] * processes
+    codes = run_world(tmp_path, processes, mode, "name=cut", stuck_on=processes - 1)
+    assert codes == [75] * processes, (tmp_path / "said_0.txt").read_text()
+    assert saved(tmp_path, "cut") == ["step_00000003"]
+    assert "after step 3, saved" in (tmp_path / "said_0.txt").read_text()
+    assert events(tmp_path, "cut", "stop")
+    assert run_world(tmp_path, processes, mode, "name=cut") == [0] * processes
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+    assert [event["step"] for event in events(tmp_path, "cut", "resume")] == [3]
+
+
 def validated(root: Path, name: str) -> dict[int, float]:
     return {line["step"]: line["valid_loss"] for line in metrics(root, name) if "valid_loss" in line}
 
@@ -140,6 +205,34 @@ def test_a_step_that_is_evaluated_again_when_a_run_goes_on_counts_once(tmp_path:
     assert found[4] < found[2], "it improves: there is no reason to stop"
     run_here(tmp_path, *words, "max_duration=6ba")
     assert len(losses(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("checkpoint_interval", ["0ba", "2ba"])
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_validation_that_a_stop_cut_off_is_done_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, checkpoint_interval: str
+) -> None:
+    """The last one too: a run that was asked to stop before it knew its result is not done."""
+    words = ["max_duration=5ba", "evaluate.interval=2ba", "evaluate.keep_best=true"]
+    words.append(f"checkpoint.interval={checkpoint_interval}")
+    run_here(tmp_path, *words, "name=whole")
+    real, reached = assembly.validate, iter([2, 4, 5])
+
+    def asked_to_stop_in_one(*parts: Any) -> Any:
+        if next(reached) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(assembly, "validate", asked_to_stop_in_one)
+        with pytest.raises(StopRequested, match=f"after step {step}, saved"):
+            run_here(tmp_path, *words, "name=cut")
+    assert saved(tmp_path, "cut")[-1] == f"step_{step:08d}"
+    assert events(tmp_path, "cut", "stop")
+    run_here(tmp_path, *words, "name=cut")
+    assert validated(tmp_path, "cut") == validated(tmp_path, "whole")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+    assert saved(tmp_path, "cut")[-1] == "step_00000005"
 
 
 def test_best_weights_that_cannot_be_kept_do_not_end_the_run(tmp_path: Path) -> None:

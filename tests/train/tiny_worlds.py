@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 from tiny_runs import TINY
 
@@ -31,11 +34,13 @@ def run_world(
     flip_weight_on: int = -1,
     poison_on: int = -1,
     ticks_s: Sequence[float] = (),
+    stuck_on: int = -1,
 ) -> list[int]:
     """Train in this many processes; their exit codes, and what they said in `said_RANK.txt` of the folder.
 
     At the third step one rank may flip a bit of a weight, or have a NaN in its gradient. With `ticks_s` each rank has a
-    clock of its own that goes on by this much whenever the loop looks at it.
+    clock of its own that goes on by this much whenever the loop looks at it. At the fourth step one rank
+    may be asked to stop while its data does not come.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,7 +50,7 @@ def run_world(
         _server().Process(
             target=_train,
             args=(words, rank, processes, port, root / f"said_{rank}.txt", flip_weight_on == rank, poison_on == rank),
-            kwargs={"tick_s": ticks_s[rank] if ticks_s else 0.0},
+            kwargs={"tick_s": ticks_s[rank] if ticks_s else 0.0, "stuck": stuck_on == rank},
         )
         for rank in range(processes)
     ]
@@ -61,7 +66,16 @@ def run_world(
 
 
 def _train(
-    words: list[str], rank: int, processes: int, port: int, said: Path, flip: bool, poison: bool, *, tick_s: float
+    words: list[str],
+    rank: int,
+    processes: int,
+    port: int,
+    said: Path,
+    flip: bool,
+    poison: bool,
+    *,
+    tick_s: float,
+    stuck: bool,
 ) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -77,6 +91,8 @@ def _train(
         _disturb(flip)
     if tick_s:
         _tick(tick_s)
+    if stuck:
+        _stick()
     try:
         train(load_config(None, words).config)
     except KeepstepError as error:
@@ -92,6 +108,20 @@ def _tick(tick_s: float) -> None:
 
     looks = count(1)
     loop.time = SimpleNamespace(perf_counter=lambda: next(looks) * tick_s)  # type: ignore[attr-defined]
+
+
+def _stick() -> None:
+    from keepstep.data.loader import StepFeed
+
+    calls, real = iter(range(1, 1000)), StepFeed.next_step
+
+    def next_step(feed: StepFeed, *words: Any) -> Any:
+        if next(calls) == 4:
+            feed._ready = queue.Queue()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(feed, *words)
+
+    StepFeed.next_step = next_step  # type: ignore[assignment,method-assign]
 
 
 def _disturb(flip: bool) -> None:

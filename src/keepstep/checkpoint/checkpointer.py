@@ -325,9 +325,18 @@ class Checkpointer:
     def find(self) -> StepFolder | None:
         """The newest committed step; the one that `resume_from` names until there is one that came after it.
 
-        None when there is none. Without `autoresume` always the one that `resume_from` names.
+        None when there is none. Without `autoresume` always the one that `resume_from` names, unless there are steps
+        that `go_on_after` lets count.
         """
         return self._finder.find()
+
+    def newest_sequence(self) -> int:
+        """The sequence number of the newest commit in the run's own place; 0 when there is none."""
+        return self._finder.newest_sequence()
+
+    def go_on_after(self, sequence: int) -> None:
+        """Without `autoresume`: count the run's own steps committed after this number, and no earlier ones."""
+        self._finder.own_after = sequence
 
     @property
     def begins(self) -> bool:

@@ -60,6 +60,8 @@ class Finder:
         self._warn = warn
         self.begins = False
         """Whether the steps found last are the one that `resume_from` names, and not the run's own."""
+        self.own_after: int | None = None
+        """Without `autoresume`: own steps committed after this sequence number count all the same."""
 
     def find(self) -> StepFolder | None:
         """The newest committed step, or the one that `resume_from` names; None when there is none."""
@@ -194,11 +196,17 @@ class Finder:
     def _candidates(self) -> list[StepFolder]:
         """The steps to try, best first. Once a run has steps of its own it goes on from those, wherever it began."""
         place = self._resume_place()
-        own = self._own_steps() if place is None or self._config.autoresume else []
+        own = self._own_steps() if self._config.autoresume or self.own_after is not None else []
+        if not self._config.autoresume:
+            own = [step for step in own if step.marker.sequence > (self.own_after or 0)]
         if place is not None:
             own = self._begun_there(own)
         self.begins = place is not None and not own
         return self._on_first_rank(self._named_step) if self.begins else own
+
+    def newest_sequence(self) -> int:
+        """The sequence number of the newest commit among the run's own steps; 0 when there is none. Collective."""
+        return max((step.marker.sequence for step in self._own_steps()), default=0)
 
     def _own_steps(self) -> list[StepFolder]:
         return self._nearby.steps() if self._nearby is not None else self._on_first_rank(self._look)

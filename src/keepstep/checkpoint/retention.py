@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from keepstep.checkpoint import commit, failpoints
 from keepstep.checkpoint.manifest import MARKER, StepFolder
@@ -20,6 +21,10 @@ from keepstep.core.errors import CheckpointError
 READING = "reading-"
 READING_EXPIRES_S = 6 * 3600.0
 """A reader that was killed leaves its note behind; after this long the note no longer protects the step."""
+
+WRITING = "writing-"
+WRITING_EXPIRES_S = 3600.0
+"""Whether a writer on another machine still lives cannot be told from here; after this long it is taken to be dead."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +145,48 @@ def being_read(store: Store, folder: str) -> bool:
                 if time.time() - json.loads(store.read(f"{folder}/{name}"))["time"] < READING_EXPIRES_S:
                     return True
     return False
+
+
+@contextmanager
+def writing(store: Store, folder: str) -> Iterator[None]:
+    """While this lasts, `abandoned` does not take the step for one that a killed job left half written."""
+    name = f"{folder}/{WRITING}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    note = {"time": time.time(), "machine": _machine(), "pid": os.getpid()}
+    # The save is worth more than the note: what keeps it from being written may not matter to the save.
+    with suppress(OSError, CheckpointError):
+        store.create(name, json.dumps(note).encode())
+    try:
+        yield
+    finally:
+        with suppress(OSError, CheckpointError):
+            store.remove(name)
+
+
+def abandoned(store: Store, note: Callable[[str], None]) -> Iterator[str]:
+    """Steps that were never committed and that nobody is writing any more; `note` hears of the others."""
+    for folder in commit.leftovers(store):
+        if being_written(store, folder):
+            note(f"{folder} is being written and stays")
+        else:
+            yield folder
+
+
+def being_written(store: Store, folder: str) -> bool:
+    """Whether a writer said so, and may still be at it."""
+    for name in store.names(folder):
+        if name.startswith(WRITING):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                told = json.loads(store.read(f"{folder}/{name}"))
+                lives = told["machine"] != _machine() or Path(f"/proc/{int(told['pid'])}").exists()
+                if lives and time.time() - told["time"] < WRITING_EXPIRES_S:
+                    return True
+    return False
+
+
+def _machine() -> str:
+    """Where a process number means one and the same process: this boot of this machine, this container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()

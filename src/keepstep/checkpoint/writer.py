@@ -79,8 +79,13 @@ class Job:
 
 def perform(job: Job, data: memoryview, stop: Callable[[], bool]) -> dict[str, Any]:
     """Write this rank's part and, on the committing rank, publish the step; the report says how it went."""
-    began = time.monotonic()
     store = open_store(job.place)
+    with retention.writing(store, job.attempt.folder):
+        return _perform(store, job, data, stop)
+
+
+def _perform(store: Store, job: Job, data: memoryview, stop: Callable[[], bool]) -> dict[str, Any]:
+    began = time.monotonic()
     try:
         extra = {"holds": job.holds, "rank_values": job.rank_values}
         commit.write_part(store, job.attempt, job.rank, job.specs, data, extra, job.threads, job.peers)

@@ -139,11 +139,14 @@ def _choose(place: str, step: int | None = None) -> tuple[Store, StepFolder]:
 
 
 def _print(args: argparse.Namespace, answer: Any, lines: list[str]) -> None:
-    print(json.dumps(answer, indent=2) if args.json else "\n".join(lines))
+    from keepstep.observe.view import jsonable
+
+    print(json.dumps(jsonable(answer), indent=2, allow_nan=False) if args.json else "\n".join(lines))
 
 
 def _ls(args: argparse.Namespace) -> int:
     from keepstep.checkpoint.commit import leftovers
+    from keepstep.checkpoint.retention import being_written
 
     store, _ = _open(args.places[0])
     damages: list[CheckpointError] = []
@@ -172,7 +175,9 @@ def _ls(args: argparse.Namespace) -> int:
         for number, step in enumerate(steps)
     ]
     lines += [f"damaged: {error.message}" for error in damages]
-    lines += [f"{name:<20} never committed" for name in unfinished]
+    lines += [
+        f"{name:<20} {'being written' if being_written(store, name) else 'never committed'}" for name in unfinished
+    ]
     if not lines:
         lines = ["no steps"]
     lines.append(f"next: keepstep ckpt verify {args.places[0]}")
@@ -321,10 +326,11 @@ def _gc(args: argparse.Namespace) -> int:
     if args.yes:
         removed = retention.apply(store, rules, notes.append)
         # Looked for now and not before: deleting takes a while, and a run that is under way commits in the meantime.
-        unfinished = [name for name in commit.leftovers(store) if commit.remove_leftover(store, name)]
+        abandoned = retention.abandoned(store, notes.append)
+        unfinished = [name for name in abandoned if commit.remove_leftover(store, name)]
     else:
         removed = retention.removable(store, rules, notes.append)
-        unfinished = list(commit.leftovers(store))
+        unfinished = list(retention.abandoned(store, notes.append))
     answer = {"removed" if args.yes else "would_remove": [*removed, *unfinished], "notes": notes}
     word = "removed" if args.yes else "would remove"
     lines = [f"{word} {name}" for name in removed] + [f"{word} {name}, never committed" for name in unfinished]

@@ -333,7 +333,8 @@ class CheckpointConfig:
     at_end: bool = True
     """Save after the last step."""
     autoresume: bool = True
-    """Start the same command again and it goes on from the newest whole checkpoint."""
+    """Start the same command again and it goes on from the newest whole checkpoint. Off, each command begins anew; what
+    is restarted because a process broke goes on all the same."""
     resume_from: str = ""
     """Begin from this step folder (another run's, for example). Started again, the run goes on from its own steps since
     then; with `autoresume: false` it begins here each time."""

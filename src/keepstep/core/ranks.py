@@ -12,6 +12,8 @@ PULSE_FILE = "KEEPSTEP_PULSE_FILE"
 """Environment variable: where a process marks its progress for its node's agent."""
 MEMORY_FILES = "KEEPSTEP_MEMORY_FILES"
 """Environment variable: memory of the agent that keeps a process's newest state when the process dies."""
+LAUNCH = "KEEPSTEP_LAUNCH"
+"""Environment variable: names the agent that started a process, and stays the same when that starts it again."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     restarts: int = 0
+    launch: str = ""
+    """Names the launcher that started this process, and starts it again when something breaks."""
     store_file: str = ""
     pulse_file: Path | None = None
     memory_files: tuple[Path, ...] = ()
@@ -57,6 +61,7 @@ def from_environment() -> Ranks:
         local_rank=number("LOCAL_RANK", 0),
         local_world_size=number("LOCAL_WORLD_SIZE", 1),
         restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
+        launch=os.environ.get(LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", ""),
         store_file=os.environ.get(STORE_FILE, ""),
         pulse_file=Path(pulse) if pulse else None,
         memory_files=tuple(Path(path) for path in memory.split(os.pathsep) if path),

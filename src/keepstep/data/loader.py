@@ -167,6 +167,10 @@ def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     return places - np.maximum.accumulate(starts, axis=1)
 
 
+class GivenUpError(Exception):
+    """Data did not come for as long as somebody would wait for it."""
+
+
 class StepFeed:
     """One rank's micro batches, step by step, read ahead by a thread.
 
@@ -203,9 +207,14 @@ class StepFeed:
         self._prefetch = max(1, prefetch)
         self._start_reading()
 
-    def next_step(self, waiting: Callable[[], None] = lambda: None) -> list[Batch]:
-        """This rank's micro batches of the next step; calls `waiting` about each second that they are not here yet."""
-        batches = [self._take(waiting) for _ in self._offsets]
+    def next_step(
+        self, waiting: Callable[[], None] = lambda: None, given_up: Callable[[], bool] = lambda: False
+    ) -> list[Batch]:
+        """This rank's micro batches of the next step; calls `waiting` about each second that they are not here yet.
+
+        GivenUpError where it was `given_up` by then to wait for them.
+        """
+        batches = [self._take(waiting, given_up) for _ in self._offsets]
         self.position = step_start(self.position, self._global_batch, self._skipped) + self._global_batch
         return batches
 
@@ -228,7 +237,7 @@ class StepFeed:
         self._closed.set()
         self._thread.join(timeout=_CLOSE_WAIT_S)
 
-    def _take(self, waiting: Callable[[], None]) -> Batch:
+    def _take(self, waiting: Callable[[], None], given_up: Callable[[], bool]) -> Batch:
         if self._closed.is_set():
             raise RuntimeError("the feed is closed")
         while True:
@@ -237,6 +246,8 @@ class StepFeed:
                 break
             except queue.Empty:
                 waiting()
+                if given_up():
+                    raise GivenUpError from None
         if isinstance(found, BaseException):
             # Keep it for a caller who tries again: the thread is gone and would never answer.
             self._ready.put(found)

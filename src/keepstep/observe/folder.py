@@ -75,6 +75,11 @@ class RunFolder:
         return self.root / "skipped.jsonl"
 
     @property
+    def begun(self) -> Path:
+        """With `checkpoint.autoresume: false`: who started the run last, and which checkpoints were there before."""
+        return self.root / "begun.json"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.root / "tensorboard"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core.errors import EXIT_FAILED, EXIT_HARDWARE, EXIT_STOPPED, KeepstepError, StopRequested
 from keepstep.core.nodes import NodeGroup
-from keepstep.core.ranks import MEMORY_FILES, PULSE_FILE
+from keepstep.core.ranks import LAUNCH, MEMORY_FILES, PULSE_FILE
 from keepstep.resilience.causes import CAUSE_FILE, Cause, first_cause, read_cause
 from keepstep.resilience.hangs import look_at, most_suspect
 from keepstep.resilience.meeting import HEARD_S, Alone, Elastic, Meeting, Meetings
@@ -88,6 +89,7 @@ class _Agent:
         self._board = Board(processes)
         # Owned by the agent: what a process has put there is there when the process is gone.
         self._memory = [[os.memfd_create("keepstep-state") for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
+        self._launch = secrets.token_hex(8)
         self._signals: list[int] = []
         self._patience = Patience()
         self._shutdown_s = shutdown_s()
@@ -173,6 +175,7 @@ class _Agent:
             "LOCAL_RANK": str(place),
             "LOCAL_WORLD_SIZE": str(self._processes),
             "TORCHELASTIC_RESTART_COUNT": str(self._attempts),
+            LAUNCH: self._launch,
             PULSE_FILE: str(self._board.path),
             MEMORY_FILES: os.pathsep.join(memory),
             CAUSE_FILE: str(self._cause_file(place)),

@@ -66,11 +66,14 @@ class BestWeights:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint: how long it is since validation improved, and when it was looked at last."""
-        return {"lowest": self._lowest, "without": self._without, "step": self._judged_step}
+        # Before the first validation there is none: JSON has no infinity, and others read manifests too.
+        lowest = self._lowest if math.isfinite(self._lowest) else None
+        return {"lowest": lowest, "without": self._without, "step": self._judged_step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's values. Weights that were kept after it stay the best until there are better."""
-        self._lowest, self._without = float(state["lowest"]), int(state["without"])
+        lowest = state["lowest"]
+        self._lowest, self._without = math.inf if lowest is None else float(lowest), int(state["without"])
         # Checkpoints of earlier versions do not say.
         self._judged_step = int(state.get("step", -1))
 

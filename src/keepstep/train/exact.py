@@ -21,7 +21,7 @@ from keepstep.models.transformer import Transformer
 from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
-from keepstep.train.step import StepSettings, TrainStep, own_seconds
+from keepstep.train.step import STOP, VOID, StepSettings, TrainStep, own_seconds
 
 STEPS_PER_ONE = 2.0**50
 """Fixed-point numbers have steps of 2^-50: a gradient as small as AdamW's usual eps (1e-8) still keeps 24 bits, all
@@ -70,8 +70,8 @@ class FixedPointSums:
         for parameter in self._parameters:
             self._ends.append(self._ends[-1] + parameter.numel())
         self._size, self._microbatches = self._ends[-1], microbatches
-        self._numbers = torch.zeros(self._size + microbatches + 3, dtype=torch.int64, device=device)
-        self._losses, self._flags = self._numbers[self._size :].split([microbatches, 3])
+        self._numbers = torch.zeros(self._size + microbatches + 4, dtype=torch.int64, device=device)
+        self._losses, self._flags = self._numbers[self._size :].split([microbatches, 4])
         self._largest = torch.zeros((), device=device)
         for number, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._taker(number))
@@ -85,21 +85,23 @@ class FixedPointSums:
         """Note the loss of one micro batch of the step, by its number in the global batch."""
         self._losses[microbatch] = loss.float().view(torch.int32)
 
-    def reduce(self, stop: bool, spent_s: float = 0.0) -> None:
+    def reduce(self, stop: bool, spent_s: float = 0.0, void: bool = False) -> None:
         """Add up over all processes. Whole numbers: no order of adding gives another result."""
         # Written so that a NaN counts as too large.
         self._flags[0] = ~(self._largest <= LARGEST / self._microbatches)
         self._flags[1] = int(stop)
         self._flags[2] = round(own_seconds(spent_s) * 1e6)
+        self._flags[3] = int(void)
         dist.all_reduce(self._numbers)
 
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """After `reduce`: the sum of all losses, whether a gradient did not fit, and what processes told each other.
 
-        That is how many asked to stop, and the seconds that the first one spent.
+        That is how many asked to stop, the seconds that the first one spent, and how many parts were void.
         """
         losses = self._losses.to(torch.int32).view(torch.float32)
-        told = torch.stack([self._flags[1].double(), self._flags[2].double() / 1e6]).float()
+        asked, spent_us, void = self._flags[1:].double()
+        told = torch.stack([asked, spent_us / 1e6, void]).float()
         return losses.double().sum(), self._flags[0] > 0, told
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -154,6 +156,7 @@ class ExactStep(TrainStep):
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
         spent_s: float = 0.0,
+        void: bool = False,
     ) -> Tensor:
         """Learn from this process's micro batches, of which other processes may have more or fewer."""
         grid = self._settings.grid
@@ -166,12 +169,12 @@ class ExactStep(TrainStep):
             loss_sum = self._loss_sum(batch)
             torch.autograd.backward(loss_sum * weight)
             self._sums.add_loss(grid.data_rank + place * grid.layout.data_ranks, loss_sum.detach())
-        self._sums.reduce(stop, spent_s)
+        self._sums.reduce(stop, spent_s, void)
         before_update()
         total_loss, self._overflow, told = self._sums.numbers()
         self._optimizers.take_gradients(self._sums.gradients())
         loss = (total_loss / targets).float()
-        norm = self._update(lr_share, loss)
+        norm = self._update(lr_share, loss.masked_fill(told[VOID - STOP] > 0, torch.nan))
         return torch.stack([loss, norm, *told, targets.float()])
 
     def _gradient_norm(self) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import StopRequested
-from keepstep.data.loader import StepFeed
+from keepstep.data.loader import Batch, GivenUpError, StepFeed
 from keepstep.resilience.chaos import Chaos
 from keepstep.resilience.guard import Guard, Reading, Verdict
 from keepstep.resilience.pulse import Pulse
@@ -22,7 +22,8 @@ from keepstep.train.profile import Profiler
 from keepstep.train.readback import Readback
 from keepstep.train.record import Recorder, StepFacts
 from keepstep.train.schedule import lr_share
-from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TARGETS, TrainStep
+from keepstep.train.state import Moment
+from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TARGETS, VOID, TrainStep
 
 
 @dataclass
@@ -38,7 +39,14 @@ class LoopParts:
     save: Callable[[bool], None]
     """Save the step just done; True waits until it is on disk."""
     before_update: Callable[[], None]
-    evaluate: Callable[[], None]
+    evaluate: Callable[[], bool]
+    """Measure the step just done; False where somebody asked to stop on the way."""
+    ensure_saved: Callable[[], None]
+    """Return with the step just done on disk, whether its save is under way or was never begun."""
+    moment: Callable[[], Moment]
+    """Where the run stands before a step, beside its tensors."""
+    return_to: Callable[[Moment], None]
+    """Take back steps since that moment, which changed no tensor."""
     pulse: Pulse
     guard: Guard
     keep_due: Callable[[], bool] = lambda: False
@@ -69,7 +77,7 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     saved_step, evaluated_step = parts.saved_step, -1
     parts.remember(clock.step)
     # A step is saved before it is evaluated: going on from it begins with what may not have been done.
-    if evaluate_due.falls_on_this_step() and steps.pause_for(parts.evaluate):
+    if evaluate_due.falls_on_this_step() and steps.pause_for(lambda: _evaluate(parts)):
         evaluated_step = clock.step
     # The last steps may prove bad when they are read, and take the clock back.
     while not (parts.enough() or (clock.reached(config.max_duration) and steps.drain())):
@@ -87,9 +95,11 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
             else:
                 save_due.again()
         if steps.stop and clock.step <= saved_step:
-            raise StopRequested(f"stopped on request after step {saved_step}, saved", "start the same command to go on")
+            if clock.step == saved_step:
+                parts.ensure_saved()
+            raise _stopped(saved_step)
         if evaluate_due.due() and clock.step > evaluated_step:
-            if not steps.pause_for(parts.evaluate):
+            if not steps.pause_for(lambda: _evaluate(parts)):
                 evaluate_due.again()
                 continue
             evaluated_step = clock.step
@@ -102,7 +112,19 @@ def run_loop(parts: LoopParts, config: RunConfig) -> None:
     if config.checkpoint.at_end and saved_step != clock.step:
         parts.save(True)
     if config.evaluate.at_end and evaluated_step != clock.step:
-        parts.evaluate()
+        _evaluate(parts)
+
+
+def _evaluate(parts: LoopParts) -> None:
+    """Evaluate the step just done. Asked to stop meanwhile, the run ends with this step: going on from it, or starting
+    the command again where it was the last one, begins with the evaluation that is missing."""
+    if not parts.evaluate():
+        parts.ensure_saved()
+        raise _stopped(parts.clock.step)
+
+
+def _stopped(step: int) -> StopRequested:
+    return StopRequested(f"stopped on request after step {step}, saved", "start the same command to go on")
 
 
 def _schedule(config: RunConfig, clock: Clock) -> Callable[[int], float]:
@@ -121,6 +143,14 @@ class _Steps:
         self._parts = parts
         self._pending = Readback(parts.step.device)
         self._facts: list[StepFacts] = []
+        self._moments: list[Moment] = []
+        """Where the run stood before each of them."""
+        self._batches: list[Batch] | None = None
+        """This process's micro batches of the newest step."""
+        self._void = False
+        """Whether this process was asked to stop while it waited for data, and only computes along."""
+        self._ended = False
+        """Whether a void step was read, on every process: none is to follow."""
         self._good = True
         """Whether the newest step that was read can be trusted."""
         self._untold_s = 0.0
@@ -131,12 +161,15 @@ class _Steps:
     def advance(self, share: float) -> None:
         """Start the next step and read the last one."""
         parts = self._parts
+        if self._ended:
+            return
         started = time.perf_counter()
-        batches = parts.feed.next_step(parts.pulse.waiting)
+        batches = self._next_batches()
         data_s = time.perf_counter() - started
         parts.recorder.meet(parts.clock.step + 1)
-        scale = parts.step.loss_scale
-        numbers = parts.step.run(batches, share, parts.stop.requested, parts.before_update, self._untold_s)
+        self._moments.append(parts.moment())
+        scale, asked = parts.step.loss_scale, parts.stop.requested
+        numbers = parts.step.run(batches, share, asked, parts.before_update, self._untold_s, self._void)
         self._pending.push(numbers)
         parts.clock.advance(0.0, parts.feed.position)
         done = parts.clock
@@ -149,6 +182,23 @@ class _Steps:
         self._untold_s = time.perf_counter() - started
         parts.profiler.step()
         parts.pulse.stepped(parts.clock.step)
+
+    def _next_batches(self) -> list[Batch]:
+        """The next step's micro batches. Asked to stop while they do not come, the last ones once more.
+
+        The other processes may be in the middle of the step and cannot be told otherwise: this one computes along, says
+        that the step is void, and so all of them end with the step before.
+        """
+        parts = self._parts
+        if not self._void:
+            try:
+                self._batches = parts.feed.next_step(parts.pulse.waiting, lambda: parts.stop.requested)
+            except GivenUpError:
+                self._void = True
+        if self._batches is None:
+            message = "stopped on request while waiting for the data of the first step: nothing new was there to save"
+            raise StopRequested(message, "start the same command to go on")
+        return self._batches
 
     def settle(self) -> bool:
         """Read every step under way; whether the newest is one to build on."""
@@ -177,7 +227,10 @@ class _Steps:
         """Read the oldest step under way and act on it."""
         parts = self._parts
         numbers, step_s = self._pending.pop()
-        facts = self._facts.pop(0)
+        facts, moment = self._facts.pop(0), self._moments.pop(0)
+        if numbers[VOID]:
+            self._take_back(facts.step, moment, numbers[SPENT_S])
+            return
         count = parts.clock.pace.samples_per_step
         first, targets = facts.samples - count, int(numbers[TARGETS])
         reading = Reading(facts.step, numbers[LOSS], numbers[GRAD_NORM], first, count, targets)
@@ -208,14 +261,30 @@ class _Steps:
         }
         parts.recorder.note(f"{reading}: {told[action]}")
 
+    def _take_back(self, step: int, moment: Moment, spent_s: float) -> None:
+        """A void step, and any that follows it, changed no weights: it never was. What is there is to be saved."""
+        parts = self._parts
+        elapsed_s = parts.clock.elapsed_s + spent_s + self._forget_pending()
+        parts.return_to(moment)
+        parts.clock.elapsed_s = elapsed_s
+        self._good = self.stop = self._ended = True
+        parts.recorder.note(f"asked to stop while waiting for the data of step {step}")
+
+    def _forget_pending(self) -> float:
+        """Forget the steps under way; returns the seconds they tell of."""
+        spent_s = 0.0
+        while len(self._pending):
+            numbers, _ = self._pending.pop()
+            spent_s += numbers[SPENT_S]
+        self._facts.clear()
+        self._moments.clear()
+        return spent_s
+
     def _go_back(self, reading: Reading, leave_out: bool) -> bool:
         self._parts.before_update()
         if not self._parts.go_back(reading, leave_out):
             return False
         # A step that is under way stands on the bad one.
-        while len(self._pending):
-            numbers, _ = self._pending.pop()
-            self._parts.clock.elapsed_s += numbers[SPENT_S]
-        self._facts.clear()
+        self._parts.clock.elapsed_s += self._forget_pending()
         self._pending.restart()
         return True

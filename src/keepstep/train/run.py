@@ -21,13 +21,13 @@ from keepstep.config.check import check_conversations, check_layout
 from keepstep.config.dump import dump_config
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import CheckpointError, DataError, NothingToReadError
+from keepstep.core.errors import CheckpointError, DataError, NothingToReadError, StopRequested
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.units import format_count
 from keepstep.data.chat_loader import ChatSource, build_chat_loaders, is_chat, refuse_several
 from keepstep.data.chat_tokenizer import keep_tokenizer
-from keepstep.data.loader import Loaders, StepFeed, build_loaders, changed_order
+from keepstep.data.loader import Loader, Loaders, StepFeed, build_loaders, changed_order
 from keepstep.data.remote import is_remote
 from keepstep.evaluate.perplexity import PerplexityResult
 from keepstep.models.size import parameter_count
@@ -42,6 +42,7 @@ from keepstep.resilience.chaos import Chaos
 from keepstep.resilience.guard import Guard, Reading
 from keepstep.resilience.pulse import Pulse
 from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.train.begun import begun_after
 from keepstep.train.best import BestWeights
 from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
 from keepstep.train.clock import Clock, Pace
@@ -124,6 +125,9 @@ class _Run:
         self.checkpointer = self.saver.checkpointer
         if world.is_first:
             self.checkpointer.check_place()
+        if not config.checkpoint.autoresume:
+            newest_sequence = self.checkpointer.newest_sequence
+            self.checkpointer.go_on_after(begun_after(folder.begun, world.ranks, newest_sequence))
         self.pulse = Pulse(world.ranks.pulse_file, world.ranks.local_rank, config.resilience)
         self.skipped = SkippedSamples(folder.skipped)
         self.saved_step = -1
@@ -186,11 +190,14 @@ class _Run:
             save=self.save,
             before_update=self._before_update,
             evaluate=self.evaluate,
+            ensure_saved=self.ensure_saved,
             pulse=self.pulse,
             keep_due=lambda: self.keeper.due(self.clock),
             keep=self._keep,
             chaos=Chaos.from_environment(self.world.ranks.rank),
             guard=Guard(self.config.guard, scaled=self.state.scaler.enabled),
+            moment=self.state.moment,
+            return_to=self.state.return_to,
             recheck=self.recheck,
             enough=lambda: self.best.enough,
             saved_step=self.saved_step,
@@ -210,6 +217,10 @@ class _Run:
             # Together while all are well; closing must not wait for a process that is gone.
             self.checkpointer.wait()
             outcome = "finish"
+        except StopRequested:
+            # Whichever process was asked: on several nodes it may be one that has nothing to tell.
+            outcome = "stop"
+            raise
         finally:
             feed.close()
             self.keeper.close()
@@ -229,6 +240,13 @@ class _Run:
         metadata |= {"world_size": self.world.ranks.world_size, "loss": self.recorder.last_loss}
         state = {**self.state.tensors(), **self._values()}
         self.saver.save(self.clock.step, state, {**metadata, "config": dump_config(self.config)}, durable)
+
+    def ensure_saved(self) -> None:
+        """Return with the step just done on disk; its save may be under way already."""
+        self.checkpointer.wait()
+        newest, _ = self.checkpointer.last_committed or (-1, 0.0)
+        if self.clock.step not in (newest, self.saved_step):
+            self.save(durable=True)
 
     def _keep(self) -> None:
         """Keep the step just done in memory, with its numbers."""
@@ -278,16 +296,22 @@ class _Run:
         compare_bits(self.step.evaluate, batch, self.grid, partial(self.recorder.event, "fault", step=self.clock.step))
         self.state.model.train()
 
-    def evaluate(self) -> None:
-        """Validation loss, and what the model writes after the run's prompts."""
+    def evaluate(self) -> bool:
+        """Validation loss, and what the model writes after the run's prompts; False where a stop cut that off."""
         started = time.perf_counter()
-        result = self._validate()
-        if result is None and (self.loaders.valid is not None or self.prompts is None):
-            return
+        result = None
+        if self.loaders.valid is not None:
+            result = self._validate(self.loaders.valid)
+            if result is None:
+                return False
+        elif self.prompts is None:
+            self.recorder.note("no validation data: evaluation is skipped")
+            return True
         self._go_on_from_prompts()
         self.recorder.event("evaluate", step=self.clock.step, seconds=time.perf_counter() - started)
         if result is not None:
             self._offer_best(result)
+        return True
 
     def _go_on_from_prompts(self) -> None:
         if self.prompts is None:
@@ -297,15 +321,12 @@ class _Run:
             self.recorder.sample(self.clock.step, prompt, text)
         self.state.model.train()
 
-    def _validate(self) -> PerplexityResult | None:
-        """Validation loss over the first rows of the validation data; None without such, and when asked to stop."""
-        if self.loaders.valid is None:
-            self.recorder.note("no validation data: evaluation is skipped")
-            return None
+    def _validate(self, valid: Loader) -> PerplexityResult | None:
+        """Validation loss over the first rows of the validation data; None where somebody asked to stop meanwhile."""
         wanted = self.config.evaluate.batches * self.config.global_batch
         rows = ValidationRows(
-            loader=self.loaders.valid,
-            rows=min(wanted, self.loaders.valid.samples_per_epoch),
+            loader=valid,
+            rows=min(wanted, valid.samples_per_epoch),
             microbatch=self.config.microbatch,
             data_rank=self.data_rank,
             data_ranks=self.data_ranks,
@@ -332,18 +353,15 @@ class _Run:
 
     def _may_resume(self) -> bool:
         """Whether a state seems to be there to go on from; the same on every process."""
-        settings = self.config.checkpoint
-        wanted = settings.autoresume or bool(settings.resume_from)
         on_disk = self.checkpointer.find() is not None
-        found = torch.tensor(float(wanted and (on_disk or holds_step(self.world.ranks.memory_files))))
+        found = torch.tensor(float(on_disk or holds_step(self.world.ranks.memory_files)))
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return bool(found)
 
     def _resume(self) -> None:
         """Go on from memory or from a checkpoint, whichever is newer; else begin."""
-        settings = self.config.checkpoint
         self.recorder.event("start", step=0, world_size=self.world.ranks.world_size, restarts=self.world.ranks.restarts)
-        if (settings.autoresume or settings.resume_from) and (self._resume_from_memory() or self._resume_from_disk()):
+        if self._resume_from_memory() or self._resume_from_disk():
             return
         self._begin_best()
         if not self.filled:
@@ -371,7 +389,7 @@ class _Run:
             self._resumed(loaded.where.name, loaded.values)
         if not begins:
             self.saved_step = loaded.step
-            if settings.resume_from:
+            if settings.resume_from and settings.autoresume:
                 note = f"the run began at {settings.resume_from}; checkpoint.autoresume=false would begin there again"
                 self.recorder.note(note)
         return True

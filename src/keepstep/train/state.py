@@ -15,6 +15,14 @@ from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands, beside its weights and its optimizer."""
+
+    numbers: dict[str, Any]
+    rng: dict[str, torch.Tensor]
+
+
 @dataclass
 class TrainState:
     """The live parts whose state is saved and restored."""
@@ -36,10 +44,20 @@ class TrainState:
         """Plain values that go along."""
         return {"clock": self.clock.state(), "scaler": self.scaler.state()}
 
+    def moment(self) -> Moment:
+        """Where the run stands beside its tensors: numbers and random generators, in copies."""
+        return Moment(self.numbers(), _rng_tensors())
+
+    def return_to(self, moment: Moment) -> None:
+        """Take back steps that changed no tensor."""
+        self._adopt_beside(moment.numbers, moment.rng)
+
     def adopt(self, numbers: dict[str, Any], tensors: dict[str, Any]) -> None:
         """Take over what a load returned (plain values) and filled (`tensors()`)."""
         self.optimizers.adopt(tensors["model"])
-        rng = tensors["rank"]
+        self._adopt_beside(numbers, tensors["rank"])
+
+    def _adopt_beside(self, numbers: dict[str, Any], rng: dict[str, torch.Tensor]) -> None:
         self.clock.restore(numbers["clock"])
         self.scaler.restore(numbers["scaler"])
         torch.set_rng_state(rng["cpu"])

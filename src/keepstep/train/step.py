@@ -23,7 +23,7 @@ from keepstep.train.losses import count_targets
 from keepstep.train.optimizer import Optimizers
 from keepstep.train.scaler import LossScaler
 
-LOSS, GRAD_NORM, STOP, SPENT_S, TARGETS = range(5)
+LOSS, GRAD_NORM, STOP, SPENT_S, VOID, TARGETS = range(6)
 """Places in the vector that `TrainStep.run` returns."""
 
 
@@ -91,12 +91,14 @@ class TrainStep:
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
         spent_s: float = 0.0,
+        void: bool = False,
     ) -> Tensor:
         """Learn from this process's micro batches. `before_update` runs once weights are about to change.
 
-        Nothing changes where loss or gradient norm are not finite. The result holds the mean loss over the whole global
-        batch, the gradient norm before clipping, whether any process asked to stop, the first one's `spent_s`, and how
-        many tokens had a target.
+        Nothing changes where loss or gradient norm are not finite, or where a process says that its part is `void`: it
+        computes along only because the others do. The result holds the mean loss over the whole global batch, the
+        gradient norm before clipping, whether any process asked to stop, the first one's `spent_s`, whether any part
+        was void, and how many tokens had a target.
         """
         layout, counted = self._settings.grid.layout, self._settings.grid.counts_loss
         parts = [self._own_part(batch) for batch in batches]
@@ -105,11 +107,11 @@ class TrainStep:
         # total the global mean.
         weight = self._poisoned(layout.replicate * layout.weight_shards * self._scaler.scale / total_targets)
         loss = self._learn(parts, weight) * float(counted)
-        told = [torch.full_like(loss, value) for value in (float(stop), own_seconds(spent_s))]
+        told = [torch.full_like(loss, value) for value in (float(stop), own_seconds(spent_s), float(void))]
         numbers = torch.stack([loss / total_targets, *told])
         dist.all_reduce(numbers)
         before_update()
-        norm = self._update(lr_share, numbers[0])
+        norm = self._update(lr_share, numbers[0].masked_fill(numbers[VOID - 1] > 0, torch.nan))
         return torch.stack([numbers[0], norm, *numbers[1:], total_targets])
 
     def _learn(self, parts: Sequence[Batch], weight: Tensor) -> Tensor:

@@ -59,7 +59,9 @@ def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: p
     checkpoint = replace(config.checkpoint, skip_optimizer=False)
     parallel = replace(config.parallel, async_tensor=False)
     compute = replace(config.compute, attention="auto")
-    sections = {"checkpoint": checkpoint, "compute": compute, "parallel": parallel}
+    data = replace(config.data, order="keepstep")
+    lora = replace(config.lora, rank=0)
+    sections = {"checkpoint": checkpoint, "compute": compute, "data": data, "lora": lora, "parallel": parallel}
     config = replace(config, reproducible="resume", **sections)
     assert list(broken_rules(config)) == []
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"

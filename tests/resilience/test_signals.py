@@ -67,3 +67,14 @@ def test_a_run_that_hears_of_one_ctrl_c_twice_saves(tmp_path: Path, processes: i
         run.kill()
     assert run.returncode == EXIT_STOPPED, told.decode()
     assert list((tmp_path / "it" / "checkpoints").glob("step_*"))
+
+
+def test_a_run_whose_parent_held_signals_back_hears_them_all_the_same() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        with stop_on_signals() as flag:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert flag.signal_name == "SIGTERM"
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

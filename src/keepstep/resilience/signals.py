@@ -88,8 +88,11 @@ def stop_on_signals() -> Iterator[StopFlag]:
     """Listen for stop signals for the length of a run, then give the old handlers back."""
     flag = StopFlag()
     before = {number: signal.signal(number, flag._handle) for number in heeded_signals()}
+    # Whoever started us may have held signals back for itself, and a process inherits that.
+    held_back = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield flag
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -4,40 +4,71 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo chaos soak test test-fast test-browser test-cluster lint clean bench-checkpoint bench-data bench-plan bench-h200
+.PHONY: help demo toolcalls-demo chaos soak fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# One pinned set for everybody: what CI tested is what a newcomer gets.
-$(READY): pyproject.toml requirements/pinned.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed ($$($(PYTHON) --version) found)"; echo " hint: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
+# One pinned set for everyone: a newcomer gets what CI tested. The demo needs the product alone, no test or lint tools.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt
+$(INSTALLED): pyproject.toml requirements/pinned.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: found $$($(PYTHON) --version), but it must be 3.11 or newer"; echo " hint: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing pinned dependencies into $(VENV) (a minute or two)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt --editable '.[test,lint]'
+	$(PIP_INSTALL) --editable .
 	@touch $@
 
-demo: $(READY)  ## raw text to a trained model, offline, in minutes
+$(READY): $(INSTALLED)
+	$(PIP_INSTALL) --editable '.[test,lint]'
+	@touch $@
+
+demo: $(INSTALLED)  ## raw text to a trained model, offline, in minutes
 	$(BIN)/keepstep demo
 
 toolcalls-demo: $(READY)  ## teach a small model to call tools, offline, and measure it
 	$(BIN)/python benchmarks/toolcalls.py
 
-test: $(READY) lint  ## everything that must hold before a change lands
+# Most slow tests wait for a process to import PyTorch on one core: two at a time keep two cores busy, three are no faster.
+test: $(READY) lint  ## everything that must pass before a change is merged
 	scripts/system-packages
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: $(READY)  ## unit tests in about a minute
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt --editable '.[browser]'
+	$(PIP_INSTALL) --editable '.[browser]'
 	$(BIN)/python -m pytest tests/observe/test_browser.py
+
+test-gpu:  ## what we promise on a GPU, on a machine with PyTorch and a Hopper GPU; installs nothing; writes benchmarks/results/gpu.json
+	PYTHONPATH=src $(PYTHON) -W ignore benchmarks/gpu.py
 
 test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption, a pulled cable (15 minutes)
 	scripts/system-packages
 	$(BIN)/python -m pytest -m 'cluster or slow' tests/cluster
+
+test-image: $(READY)  ## build the image and try it (5 to 15 minutes; root, apt: buildah debootstrap)
+	$(BIN)/python -m pytest -m 'cluster or slow' tests/launch/test_image.py
+
+test-recipes: $(READY)  ## every command block of the five documents we follow: run, rendered, or why it differs (2 minutes)
+	scripts/system-packages
+	$(BIN)/python -m tests.launch.recipes
+
+# The notice is about the successor of mkdocs-material, which reads the same mkdocs.yml.
+docs: $(INSTALLED)  ## the documentation as a searchable site in site/; a broken link is an error
+	$(PIP_INSTALL) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "next: $(BIN)/python -m http.server --directory site"
+
+pictures: $(READY)  ## record the pictures of the docs again: the first hour in a terminal, the live page in a browser
+	$(BIN)/python scripts/record_first_hour.py --steps 150 --cast docs/pictures/first-hour.cast --svg docs/pictures/first-hour.svg
+	$(PIP_INSTALL) --editable '.[browser]'
+	KEEPSTEP_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/observe/test_browser.py -k 'themes or keyboard'
+
+structure: $(READY)  ## regenerate the table of rooms in docs/architecture.md
+	$(BIN)/python scripts/measure_structure.py --docs docs/architecture.md
 
 lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/ruff check
@@ -45,10 +76,10 @@ lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench-h200: $(READY)  ## a step beside the references; needs a GPU; writes benchmarks/results/h200.json
+bench-h200: $(READY)  ## a step compared with the references; needs a GPU; writes benchmarks/results/h200.json
 	$(BIN)/python -W ignore benchmarks/h200.py
 
-chaos: $(READY)  ## every fault on a small run, recovery beside torchrun's, 200 restarts; writes benchmarks/results/chaos.json
+chaos: $(READY)  ## every fault on a small run, recovery compared with torchrun's, 200 restarts; writes benchmarks/results/chaos.json
 	scripts/system-packages
 	$(BIN)/python -W ignore benchmarks/chaos.py
 
@@ -56,7 +87,11 @@ soak: $(READY)  ## the same, with 200 random faults in one run
 	scripts/system-packages
 	$(BIN)/python -W ignore benchmarks/chaos.py --soak 200
 
-bench-plan: $(READY)  ## gpt3-175b on 512 processes, played on this machine; writes benchmarks/results/plan_dryrun.json
+FUZZ ?= --output benchmarks/results/fuzz.json
+fuzz: $(READY)  ## damaged files of every format and hostile requests, 100,000 or FUZZ='--minutes 10 --seed 3'; failing ones go to runs/fuzz
+	$(BIN)/python -W ignore -m tests.fuzz.fuzz $(FUZZ)
+
+bench-plan: $(READY)  ## a dry run of gpt3-175b on 512 processes; writes benchmarks/results/plan_dryrun.json
 	$(BIN)/python -W ignore benchmarks/plan_dryrun.py
 
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
@@ -69,8 +104,8 @@ $(BENCH_READY): requirements/bench-data.txt
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-foundry==0.22.0
 	@touch $@
 
-bench-data: $(READY) $(BENCH_READY)  ## preparation and loading beside the peers; writes benchmarks/results/data.json
+bench-data: $(READY) $(BENCH_READY)  ## preparation and loading compared with other tools; writes benchmarks/results/data.json
 	$(BIN)/python benchmarks/data.py --peers .venv-bench/bin/python --docs docs/data.md
 
-clean:          ## remove the environment and everything made by runs
-	rm -rf $(VENV) .venv-bench .cache runs
+clean:          ## remove the environment and all run folders
+	rm -rf $(VENV) .venv-bench .cache runs site

@@ -1,4 +1,4 @@
-"""Faults and recoveries, measured: the chaos suite, a recovery beside torchrun's, and restarts in a row.
+"""Measures faults and recoveries: the chaos suite, a recovery compared with torchrun's, and restarts in a row.
 
     python benchmarks/chaos.py [--restarts 200] [--soak 200]
 
@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from keepstep.observe.folder import JsonLines, RunFolder
-from keepstep.resilience.chaos import Fault, happened_at, to_environment
+from keepstep.observe.run_folder import JsonLines, RunFolder
+from keepstep.resilience.fault_injection import Fault, happened_at, to_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [
@@ -44,9 +44,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--restarts", type=int, default=200)
-    parser.add_argument("--soak", type=int, default=0, help="random faults in one run; 0 leaves it out")
+    parser.add_argument("--soak", type=int, default=0, help="random faults in one run; 0 skips this part")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--docs-only", action="store_true", help="only write the table in docs/faults.md again")
+    parser.add_argument("--docs-only", action="store_true", help="only rewrite the table in docs/faults.md")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
     args = parser.parse_args()
     if args.docs_only:
@@ -82,23 +82,23 @@ def suite(folder: Path) -> dict[str, Any]:
 
 
 def soak(folder: Path, faults: int) -> dict[str, Any]:
-    """Random faults in one run; only what sums it up is kept."""
+    """Random faults in one run; only the summary is kept."""
     started, out = time.monotonic(), folder / "soak.json"
     words = [*TINY, "observe.tensorboard=false", f"runs_dir={folder}", "--random", str(faults), "--mtbf", "6"]
     subprocess.run(keepstep("chaos", *words, "--out", str(out)), env=ENVIRONMENT, check=False)
-    told = json.loads(out.read_text())
-    seconds = [fault["recovered_s"] for fault in told["faults"] if fault["recovered_s"] is not None]
+    report = json.loads(out.read_text())
+    seconds = [fault["recovered_s"] for fault in report["faults"] if fault["recovered_s"] is not None]
     return {
         "faults": faults,
-        "passed": told["passed"],
-        "loss_equal": all(fault["loss_equal"] for fault in told["faults"]),
+        "passed": report["passed"],
+        "loss_equal": all(fault["loss_equal"] for fault in report["faults"]),
         "median_recovered_s": round(statistics.median(seconds), 2),
         "seconds": round(time.monotonic() - started, 1),
     }
 
 
 def recoveries(folder: Path, repeats: int) -> dict[str, Any]:
-    """From SIGKILL of one of two workers to a state that is ready for the next step, ours and theirs in turn."""
+    """Seconds from SIGKILL of one of two workers until the next step can start; ours and torchrun's alternate."""
     ours, theirs = [], []
     for number in range(repeats):
         ours.append(our_recovery(folder, f"ours-{number}"))
@@ -150,9 +150,9 @@ def restarts_in_a_row(folder: Path, count: int) -> dict[str, Any]:
         env={**ENVIRONMENT, **to_environment(faults, marks)}, check=False, capture_output=True, text=True,
     )  # fmt: skip
     kinds = [event["kind"] for event in JsonLines(RunFolder(folder / "row").events).read()]
-    # A restart that failed would show as a fault without a resume before it.
-    story = [kind for kind in kinds if kind in ("fault", "resume")]
-    first_attempts = sum(pair == ("fault", "resume") for pair in pairwise(story))
+    # A failed restart shows as a fault without a resume before it.
+    order = [kind for kind in kinds if kind in ("fault", "resume")]
+    first_attempts = sum(pair == ("fault", "resume") for pair in pairwise(order))
     seconds = time.monotonic() - started
     print(f"{first_attempts} of {count} restarts at the first attempt, {seconds:.0f} s", file=sys.stderr, flush=True)
     if done.returncode:
@@ -161,12 +161,12 @@ def restarts_in_a_row(folder: Path, count: int) -> dict[str, Any]:
 
 
 def write_docs(results: dict[str, Any]) -> None:
-    """The table in docs/faults.md, from the results."""
+    """Write the table in docs/faults.md from the results."""
 
     def seconds(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f} s"
 
-    lines = ["| Fault | noticed after | ready again after | steps done again | losses equal |", "|---|---|---|---|---|"]
+    lines = ["| Fault | detected after | ready again after | steps repeated | losses equal |", "|---|---|---|---|---|"]
     for fault in results["faults"]:
         times = f"{seconds(fault['detected_s'])} | {seconds(fault['recovered_s'])}"
         equal = "yes" if fault["loss_equal"] else "no"
@@ -174,15 +174,18 @@ def write_docs(results: dict[str, Any]) -> None:
     ours, theirs = (statistics.median(results[key]) for key in ("recovery_s", "recovery_torchrun_s"))
     lines += [
         "",
-        "From SIGKILL of one of two processes to a state that is ready for the next step, a model of 28M parameters: "
-        f"**{ours:.2f} s**, torchrun with a DCP resume {theirs:.2f} s: {results['recovery_ratio_torchrun']:.2f} of it. "
+        "From SIGKILL of one of two processes until the run is ready for the next step, with a model of 28M "
+        f"parameters: **{ours:.2f} s**. torchrun with a DCP resume takes {theirs:.2f} s; the ratio is "
+        f"{results['recovery_ratio_torchrun']:.2f}. "
         f"{results['restarts_at_first_attempt']} of {results['restarts']} restarts in a row succeeded at the first "
         f"attempt.",
     ]
     if results.get("soak"):
         soaked = results["soak"]
-        how = "with the losses of the undisturbed run and nothing left behind" if soaked["passed"] else "FAILED"
-        lines += ["", f"{soaked['faults']} random faults in one run: {how}, in {soaked['seconds'] / 60:.0f} minutes."]
+        passed = "passed, with the losses of the undisturbed run and nothing left behind"
+        verdict = passed if soaked["passed"] else "FAILED"
+        minutes = soaked["seconds"] / 60
+        lines += ["", f"{soaked['faults']} random faults in one run took {minutes:.0f} minutes: {verdict}."]
     page = ROOT / "docs" / "faults.md"
     before, _, rest = page.read_text().partition(MARK + "\n")
     page.write_text(before + MARK + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])

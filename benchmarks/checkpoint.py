@@ -1,8 +1,8 @@
-"""How long a save blocks, lasts and loads, side by side with torch's own DCP, on 2 processes with 100M parameters.
+"""How long a save blocks, and how long a save and a load take, compared with torch's DCP: 2 processes, 100M parameters.
 
     make bench-checkpoint        writes benchmarks/results/checkpoint.json
 
-Every pair is measured in turns on the same disk, so that a busy machine hurts both. The kill harness runs at the end.
+The two sides alternate on the same disk, so that a busy machine affects both. The kill harness runs at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.checkpoint.layout import holding, split_state
+from keepstep.checkpoint.protocol.layout import local_shard, split_state
 from keepstep.config.schema import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,12 +83,12 @@ class Training:
         self.step()
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> float:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         self.model(self.tokens).backward()
         before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - began
+        return time.perf_counter() - start_s
 
     def state(self) -> dict[str, Any]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -105,9 +105,9 @@ def flat_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def timed(action: Callable[[], Any]) -> float:
     """Seconds until the slowest rank is done."""
     dist.barrier()
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     action()
-    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    seconds = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)
 
@@ -126,9 +126,9 @@ def remove(folder: Path) -> None:
 
 
 def measure_memcpy(state: dict[str, Any], rounds: int) -> list[float]:
-    """One plain copy of this rank's state into a buffer that exists already."""
+    """One plain copy of this rank's state into an existing buffer."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    locals_ = [holding(name, tensor, rank, world).local for name, tensor in flat_tensors(state).items()]
+    locals_ = [local_shard(name, tensor, rank, world).local for name, tensor in flat_tensors(state).items()]
     targets = [torch.zeros_like(local) for local in locals_]
 
     def copy() -> None:
@@ -140,8 +140,8 @@ def measure_memcpy(state: dict[str, Any], rounds: int) -> list[float]:
 
 
 def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds the loop is blocked by a save that runs behind training, and how much the step beside it slows down."""
-    blocked, beside, plain, totals = [], [], [], []
+    """Seconds for which an asynchronous save blocks the loop, and how much it slows the step that runs meanwhile."""
+    blocked, during, plain, totals = [], [], [], []
     committed: list[dict[str, Any]] = []
 
     def on_event(kind: str, facts: dict[str, Any]) -> None:
@@ -157,28 +157,28 @@ def measure_stall(training: Training, folder: Path, rounds: int) -> dict[str, li
         waits = []
 
         def before_update(waits: list[float] = waits) -> None:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             checkpointer.before_update()
-            waits.append(time.perf_counter() - began)
+            waits.append(time.perf_counter() - start_s)
 
         state = training.state()
         dist.barrier()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         checkpointer.save_async(number, state, {})
-        waits.append(time.perf_counter() - began)
-        beside.append(timed(lambda: training.step(before_update)))
+        waits.append(time.perf_counter() - start_s)
+        during.append(timed(lambda: training.step(before_update)))
         blocked.append(slowest(sum(waits)))
         checkpointer.wait()
-        totals.append(slowest(time.perf_counter() - began))
+        totals.append(slowest(time.perf_counter() - start_s))
     checkpointer.close()
     remove(folder)
-    # The first round is the warm-up of disk and writer.
-    extra = [with_save - without for with_save, without in zip(beside[1:], plain[1:], strict=True)]
+    # The first round warms up disk and writer.
+    extra = [with_save - without for with_save, without in zip(during[1:], plain[1:], strict=True)]
     return {"blocked_s": blocked[1:], "extra_step_s": extra, "step_s": plain[1:], "until_committed_s": totals[1:]}
 
 
 def measure_saves(state: dict[str, Any], folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Whole saves in turns: ours with hashes and fsync, DCP as it comes (fsync, no hashes), DCP without fsync."""
+    """Complete saves, alternating: ours with hashes and fsync, DCP by default (fsync, no hashes), DCP without fsync."""
     ours, dcp_default, dcp_unsynced = [], [], []
     checkpointer = Checkpointer(folder / "ours", CheckpointConfig(keep=1))
     checkpointer.prepare(state)
@@ -196,7 +196,7 @@ def measure_saves(state: dict[str, Any], folder: Path, rounds: int) -> dict[str,
 
 
 def measure_loads(state: dict[str, Any], folder: Path, rounds: int) -> dict[str, Any]:
-    """Whole loads in place, in turns, from files just written."""
+    """Complete loads in place, alternating, from files that were just written."""
     checkpointer = Checkpointer(folder / "ours", CheckpointConfig(keep=1))
     checkpointer.save(1, state, {})
     dcp.save(flat_tensors(state), checkpoint_id=str(folder / "dcp"))
@@ -218,7 +218,7 @@ def measure_loads(state: dict[str, Any], folder: Path, rounds: int) -> dict[str,
 
 
 def bytes_read_when_grown(state: dict[str, Any], folder: Path) -> float:
-    """Bytes that two processes read, over bytes stored, when one process wrote the checkpoint."""
+    """Bytes that two processes read from a checkpoint of one process, relative to the bytes stored."""
     checkpointer = Checkpointer(folder, CheckpointConfig(format="full"))
     checkpointer.save(1, state, {})
     loaded = checkpointer.load_newest(state)
@@ -250,15 +250,16 @@ def worker(rank: int, world: int, port: int, folder: str, rounds: int, answer: s
 
 
 def run_kills(kills: int) -> dict[str, Any]:
-    """The kill harness in a process of its own."""
-    command = [sys.executable, str(ROOT / "tests" / "checkpoint" / "kills.py"), "--kills", str(kills), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    """Run the kill harness in a separate process."""
+    command = [sys.executable, "-m", "tests.checkpoint.protocol.kills", "--kills", str(kills), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment, cwd=ROOT)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
-    """The figures the project promises, from the raw seconds."""
+    """The published figures, computed from the raw seconds."""
     median = statistics.median
     memcpy_s, save_s = median(raw["memcpy"]["keepstep_s"]), median(raw["save"]["keepstep_s"])
     return {
@@ -281,7 +282,7 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="repeats of each measurement; medians are reported")
-    parser.add_argument("--kills", type=int, default=300, help="SIGKILLs at random moments; 0 leaves the harness out")
+    parser.add_argument("--kills", type=int, default=300, help="SIGKILLs at random moments; 0 skips the kill harness")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""On one GPU, Llama 1b (about 15 GB of state): how long a save blocks, and what training loses while it is written.
+"""How long a save blocks on one GPU, and how much the write slows training: Llama 1b, about 15 GB of state.
 
 python benchmarks/checkpoint_gpu.py --output benchmarks/results/checkpoint_gpu.json
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.checkpoint.layout import split_state
+from keepstep.checkpoint.protocol.layout import split_state
 from keepstep.config.presets import PRESETS
 from keepstep.config.schema import CheckpointConfig, ModelConfig
 from keepstep.models.init import init_weights
@@ -28,7 +28,7 @@ SEQ_LEN = 4096
 
 
 class Training:
-    """fp32 weights and AdamW, bf16 products: what a single-GPU run holds."""
+    """fp32 weights and AdamW, bf16 matmuls: the state of a single-GPU run."""
 
     def __init__(self, preset: str, rows: int) -> None:
         config = ModelConfig(preset=preset, **{**PRESETS[preset], "seq_len": SEQ_LEN})
@@ -57,32 +57,32 @@ class Training:
 
 
 def step_seconds(training: Training, steps: int) -> list[float]:
-    """Wall time of each step, the device drained after every one."""
+    """Wall time of each step, with a device synchronization after each."""
     seconds = []
     for _ in range(steps):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         training.step()
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start_s)
     return seconds
 
 
 def measure_save(training: Training, checkpointer: Checkpointer, step: int, committed: list[Any]) -> dict[str, Any]:
-    """One save behind training: blocked time on the host, the step that holds the copy, and steps during the write."""
+    """One asynchronous save: blocked time on the host, the step with the copy, and the steps during the write."""
     waits: list[float] = []
 
     def before_update() -> None:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         checkpointer.before_update()
-        waits.append(time.perf_counter() - began)
+        waits.append(time.perf_counter() - start_s)
 
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     checkpointer.save_async(step, training.state(), {})
-    waits.append(time.perf_counter() - began)
+    waits.append(time.perf_counter() - start_s)
     training.step(before_update)
     torch.cuda.synchronize()
-    copy_step_s = time.perf_counter() - began
+    copy_step_s = time.perf_counter() - start_s
     during: list[float] = []
     while len(committed) == 0:
         during += step_seconds(training, 1)
@@ -111,25 +111,25 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         checkpointer = Checkpointer(folder, CheckpointConfig(keep=1), on_event)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         checkpointer.prepare(training.state())
-        prepare_s = time.perf_counter() - began
+        prepare_s = time.perf_counter() - start_s
         saves = []
         for number in range(1, args.saves + 1):
             plain = step_seconds(training, 10)
             committed.clear()
             saves.append({**measure_save(training, checkpointer, number, committed), "plain_s": plain})
         checkpointer.save(args.saves + 1, training.state(), {})
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         expected = {name: tensor.clone() for name, tensor in split_state(training.state())[0].items()}
         into = training.state()
         for tensor in split_state(into)[0].values():
             tensor.zero_()
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         checkpointer.load_newest(into)
         torch.cuda.synchronize()
-        load_s = time.perf_counter() - began
+        load_s = time.perf_counter() - start_s
         equal = all(torch.equal(expected[name], tensor) for name, tensor in split_state(into)[0].items())
         checkpointer.close()
     plain_s = statistics.median(second for save in saves for second in save["plain_s"])

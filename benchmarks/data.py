@@ -1,9 +1,9 @@
-"""Preparation and loading beside the peers, on the same corpus and machine, in one run.
+"""Compares data preparation and loading with other tools, on the same corpus and machine, in one run.
 
     python benchmarks/data.py --peers .venv-bench/bin/python
 
-Ours is timed as a whole process, start and imports included, compiled as an installed package is; the peers are timed
-inside theirs, after their imports.
+keepstep is timed as a complete process with start and imports, with byte code as in an installed package. The peers are
+timed inside their process, after their imports.
 Writes benchmarks/results/data.json and prints the ratios.
 """
 
@@ -44,10 +44,10 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=Path, help="a tokenizer.json; default: a BPE of 32,768 trained on the corpus"
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each loading measurement")
-    parser.add_argument("--only", choices=("prep", "load", "scale"), help="one part alone")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each loading measurement")
+    parser.add_argument("--only", choices=("prep", "load", "scale"), help="run only this part")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "data.json")
-    parser.add_argument("--docs", type=Path, help="a page to put the table of results into, between its marks")
+    parser.add_argument("--docs", type=Path, help="page whose table of results is rewritten, between its markers")
     args = parser.parse_args()
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def compile_ours() -> None:
-    """Byte code for our modules, as pip leaves it; a checkout has none until it is run, or never where that is off."""
+    """Compile our modules to byte code, as pip does; a fresh checkout has none."""
     import keepstep
 
     compileall.compile_dir(str(Path(keepstep.__file__).parent), quiet=2)
@@ -113,16 +113,16 @@ def results_table(results: dict[str, Any]) -> str:
 
 
 def fill_page(page: Path, table: str) -> None:
-    """Put the table between the page's marks."""
+    """Write the table between the page's markers."""
     before, _, rest = page.read_text().partition(MARKS[0])
     _, found, after = rest.partition(MARKS[1])
     if not found:
-        raise SystemExit(f"{page} lacks the marks {MARKS[0]} and {MARKS[1]}")
+        raise SystemExit(f"{page} lacks the markers {MARKS[0]} and {MARKS[1]}")
     page.write_text(f"{before}{MARKS[0]}\n{table}{MARKS[1]}{after}")
 
 
-class PeakWatch(threading.Thread):
-    """Largest memory of each process below one, looked at while they run; together no less than any moment's sum."""
+class PeakMemory(threading.Thread):
+    """Samples the peak memory of a process and its descendants; the sum of the peaks bounds the total from above."""
 
     def __init__(self, root: int) -> None:
         super().__init__(daemon=True)
@@ -145,14 +145,14 @@ class PeakWatch(threading.Thread):
                     self._peaks_kib[pid] = int(found[0])
 
     def end(self) -> float:
-        """MB of all of them."""
+        """Stop sampling and return the sum in MB."""
         self._ended.set()
         self.join()
         return sum(self._peaks_kib.values()) * 1024 / 1e6
 
 
 def make_corpus(path: Path, size_bytes: int) -> Path:
-    """Text files of this machine's Python installations, each once, in the order of their paths."""
+    """Text files of this machine's Python installations, without duplicates, in path order."""
     if path.is_file():
         return path
     places = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/include", "/usr/share/doc"]
@@ -181,7 +181,7 @@ def make_corpus(path: Path, size_bytes: int) -> Path:
 
 
 def first_part(corpus: Path, size_bytes: int) -> Path:
-    """The first lines of the corpus, for peers that would take too long over all of it."""
+    """The first lines of the corpus, for peers that would take too long for all of it."""
     path = corpus.with_name(f"{corpus.stem}-first-{size_bytes}.jsonl")
     with corpus.open("rb") as source, path.open("wb") as target:
         for line in source:
@@ -197,7 +197,7 @@ def _cpu_s(usage: resource.struct_rusage) -> float:
 
 def make_tokenizer(corpus: Path, path: Path) -> Path:
     """A BPE over every twentieth document."""
-    from keepstep.data.tokenize import train_bpe
+    from keepstep.data.tokenization import train_bpe
 
     if not path.is_file():
         with corpus.open() as lines:
@@ -219,9 +219,9 @@ class Bench:
         self.corpus, self.peer_corpus = corpora
 
     def preparation(self) -> dict[str, Any]:
-        """MB of input a second, ours and theirs.
+        """MB of input per second, ours and the peers'.
 
-        Ours runs before and after the peers, and its median counts: a shared machine's speed drifts within minutes.
+        Ours runs before and after the peers and its median counts: a shared machine's speed drifts within minutes.
         """
         bin_runs, mds_runs = self._our_builds(), self._our_builds(mds=True)
         foundry = self._peer("prep-llm-foundry", "peer-mds")
@@ -246,7 +246,7 @@ class Bench:
             "prep_ratio_llm_foundry": ours_mds["mb_per_s"] / foundry["mb_per_s"],
             "prep_ratio_megatron": ours_bin["mb_per_s"] / megatron["mb_per_s"],
             "prep_ratio_hf_datasets": ours_bin["mb_per_s"] / datasets["mb_per_s"],
-            # Work for a second of processor time, which a busy machine does not change.
+            # Work per second of processor time, which does not depend on how busy the machine is.
             "prep_cpu_ratio_llm_foundry": ours_mds["mb_per_cpu_s"] / foundry["mb_per_cpu_s"],
             "prep_cpu_ratio_megatron": ours_bin["mb_per_cpu_s"] / megatron["mb_per_cpu_s"],
         }
@@ -265,13 +265,13 @@ class Bench:
         before_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN))
         start_s = time.perf_counter()
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        watch = PeakWatch(running.pid)
-        watch.start()
-        answer, complaint = running.communicate()
+        memory = PeakMemory(running.pid)
+        memory.start()
+        answer, errors = running.communicate()
         seconds = time.perf_counter() - start_s
-        peak_mb = watch.end()
+        peak_mb = memory.end()
         if running.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{complaint[-3000:]}")
+            raise SystemExit(f"{' '.join(command)} failed:\n{errors[-3000:]}")
         cpu_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN)) - before_s
         return {
             "seconds": seconds,
@@ -306,14 +306,14 @@ class Bench:
 
     @staticmethod
     def _same_stream(ours: Path, theirs: Path) -> bool:
-        """Whether our parts, one after the other, are byte for byte what the peer wrote."""
+        """Whether our parts, concatenated, are byte for byte what the peer wrote."""
         digest = hashlib.sha256()
         for part in sorted(ours.glob("*.bin")):
             digest.update(part.read_bytes())
         return digest.digest() == hashlib.sha256(theirs.read_bytes()).digest()
 
     def loading(self) -> dict[str, Any]:
-        """Shuffled samples of 2,048 tokens a second, in one process."""
+        """Shuffled samples of 2,048 tokens per second, in one process."""
         if not (self.work / "mds" / "index.json").is_file():
             self._our_builds(mds=True, repeat=1)
             self._our_builds(repeat=1)
@@ -354,10 +354,10 @@ class Bench:
         return found
 
     def scale(self) -> dict[str, Any]:
-        """First batch, a far resume, and opening 10^12 tokens in both formats."""
+        """First batch, a resume at a late sample, and opening 10^12 tokens in both formats."""
         small = self.work / "mds"
         if not (small / "index.json").is_file():
-            self._ours("mds", "--format", "mds", "--concat", str(SEQ_LEN), repeat=1)
+            self._our_builds(mds=True, repeat=1)
         pair = self._probe(str(make_huge_pair(self.work / "huge")), "start", str(10**9))
         huge, shards = make_huge_mds(self.work / "huge-mds")
         mds = self._probe(str(huge), "start", "0") | {"shards": shards}
@@ -366,14 +366,14 @@ class Bench:
             "resume_at_1e9": self._probe(str(small), "start", str(10**9)),
             "open_1t_megatron": pair,
             "open_1t_mds": mds,
-            # The slower format of the two, and the larger.
+            # The maximum over the two formats.
             "index_open_s": max(pair["open_s"], mds["open_s"]),
             "index_peak_gb": max(pair["peak_mib"], mds["peak_mib"]) * 2**20 / 1e9,
         }
 
 
 def make_huge_pair(folder: Path) -> Path:
-    """10^12 tokens in 10^9 documents, as files with holes: they claim 2 TB and hold a few bytes."""
+    """10^12 tokens in 10^9 documents, as sparse files: 2 TB in size, a few bytes on disk."""
     folder.mkdir(exist_ok=True)
     documents, tokens = 10**9, 10**12
     stream, index = folder / "set.bin", folder / "set.idx"
@@ -381,7 +381,7 @@ def make_huge_pair(folder: Path) -> Path:
         file.truncate(2 * tokens)
     with index.open("wb") as file:
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
-        # Every document is empty but the last, which is enough for the ends to agree.
+        # Every document except the last is empty; the sizes of the files still agree.
         file.truncate(34 + 20 * documents + 8)
         file.seek(34 + 4 * (documents - 1))
         file.write(struct.pack("<i", 1000))
@@ -389,7 +389,7 @@ def make_huge_pair(folder: Path) -> Path:
         file.write(struct.pack("<q", 2 * (tokens - 1000)))
         file.seek(34 + 20 * documents)
         file.write(struct.pack("<q", documents))
-        # The last percent of the documents starts late, so that a held-out share is a share.
+        # The last percent of the documents starts late, so that the validation share is not empty.
         file.seek(34 + 4 * documents + 8 * (documents - documents // 100))
         file.write(struct.pack("<q", 2 * (tokens - tokens // 100)))
         file.seek(34 + 12 * documents + 8 * (documents - documents // 100))
@@ -398,10 +398,10 @@ def make_huge_pair(folder: Path) -> Path:
 
 
 def make_huge_mds(folder: Path) -> tuple[Path, int]:
-    """An index of 10^12 tokens whose shards, as large as the format allows, are all one file; and their number."""
+    """An index of 10^12 tokens whose shards, as large as the format allows, are all one file; and the shard count."""
     import numpy as np
 
-    from keepstep.data.formats.mds import SIZE_LIMIT, TokenShardWriter, write_index
+    from keepstep.data.formats.mds_writer import SIZE_LIMIT, TokenShardWriter, write_index
 
     shutil.rmtree(folder, ignore_errors=True)
     writer = TokenShardWriter(folder, "shard", np.dtype("int32"))

@@ -1,4 +1,4 @@
-"""A large build, killed again and again, against one that was left alone: the bytes must be the same.
+"""Kills a large build again and again and compares it with an undisturbed one: the bytes must be the same.
 
 python benchmarks/data_kills.py --corpus corpus.jsonl --tokenizer tokenizer.json --kills 20 --workers 1 2 3
 """
@@ -58,7 +58,7 @@ def kill_often(command: list[str], out: Path, kills: int, whole_s: float) -> int
         )
         time.sleep(generator.uniform(0.3, max(0.6, whole_s / 3)))
         if process.poll() is not None:
-            # It finished before we struck: take some of its work away and go on, so that every kill meets a build.
+            # It finished before the kill: remove some of its work, so that every kill hits a running build.
             markers = sorted((out / ".keepstep").glob("task-*.json"))
             for marker in generator.sample(markers, len(markers) // 2):
                 marker.unlink()

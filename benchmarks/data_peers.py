@@ -1,6 +1,6 @@
-"""The peers' side of benchmarks/data.py, run by a Python that has them installed (requirements/bench-data.txt).
+"""The peers' part of benchmarks/data.py, run by a Python that has them installed (requirements/bench-data.txt).
 
-Each action does one piece of work the way the peer's own tools do it and prints one line of JSON.
+Each action does one piece of work as the peer's own tools do it and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def prep_datasets(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pace(samples: Iterator[Any], seconds: float) -> dict[str, Any]:
-    """Samples a second of an endless iterator, after a short warm-up."""
+    """Samples per second of an endless iterator, after a short warm-up."""
     start_s = time.perf_counter()
     next(samples)
     first_s = time.perf_counter() - start_s
@@ -162,7 +162,7 @@ def load_streaming(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Tokenizer:
-    """What GPTDataset asks of a tokenizer."""
+    """The attributes that GPTDataset needs of a tokenizer."""
 
     eod = 0
     pad = -1
@@ -258,7 +258,7 @@ def write_samples(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_litdata(args: argparse.Namespace) -> dict[str, Any]:
-    """litdata's optimised token chunks, read back through its TokensLoader."""
+    """litdata's optimized token chunks, read back through its TokensLoader."""
     from litdata import StreamingDataset, TokensLoader
 
     dataset = StreamingDataset(
@@ -281,7 +281,7 @@ def _litdata_tokens(part: tuple[str, int, int]) -> Iterator[Any]:
 
 
 def prep_litdata(args: argparse.Namespace) -> dict[str, Any]:
-    """A token stream as litdata chunks; only loading is compared, so the tokens come ready-made."""
+    """A token stream as litdata chunks; only loading is compared, so the tokens are already encoded."""
     from litdata import TokensLoader, optimize
 
     step = SEQ_LEN * 512

@@ -1,4 +1,4 @@
-"""Our own loader under a watch, in a process of its own: `pace FOLDER SECONDS` or `start FOLDER SAMPLE`."""
+"""Times our own loader in a separate process: `pace FOLDER SECONDS` or `start FOLDER SAMPLE`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """Most memory this program held. getrusage tells no less than what its parent held when it started it."""
+    """Peak memory of this process. getrusage would include the parent's memory at the fork."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) / 1024
 
 
 def pace(loader: object, seconds: float) -> float:
-    """Samples a second, inputs and targets as int64, in batches."""
+    """Samples per second, inputs and targets as int64, in batches."""
     rows = loader.rows  # type: ignore[attr-defined]
     at = 0
     for _ in range(20):

@@ -1,8 +1,8 @@
-"""What `reproducible: elastic` costs: steps of each kind, turn by turn, in two processes of this machine.
+"""The cost of `reproducible: elastic`: alternating steps of each kind, in two processes of this machine.
 
     python benchmarks/exact.py --out benchmarks/results/exact.json
 
-All are built in the same processes and take turns, so that whatever else the machine does hits them alike.
+All kinds are built in the same processes and alternate, so that other load on the machine affects them equally.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
-from keepstep.config.check import check_layout
+from keepstep.config.layout import check_layout
 from keepstep.config.load import load_config
 from keepstep.core.files import write_json
 from keepstep.core.ranks import from_environment
 from keepstep.models.size import parameter_count
-from keepstep.parallel.mesh import build_grid
+from keepstep.parallel.mesh import build_mesh
 from keepstep.parallel.world import joined_world
 from keepstep.train.bench import synthetic_batches
 from keepstep.train.build import build_learner
-from keepstep.train.exact import repeatable_kernels
+from keepstep.train.device import deterministic_kernels
 
 PROCESSES = 2
 WORDS = [
@@ -50,14 +51,14 @@ def measure(out: Path, turns: int) -> None:
         steps = {}
         for mode, words in MODES.items():
             config = load_config(None, [*WORDS, *words]).config
-            grid = build_grid(check_layout(config, PROCESSES), "cpu")
-            batches = synthetic_batches(config, grid.data_rank, PROCESSES)
-            steps[mode] = (build_learner(config, grid, device).step, batches)
+            mesh = build_mesh(check_layout(config, PROCESSES), "cpu")
+            batches = synthetic_batches(config, mesh.data_rank, PROCESSES)
+            steps[mode] = (build_learner(config, mesh, device).step, batches)
         seconds: dict[str, list[float]] = {mode: [] for mode in steps}
         for turn in range(turns + 2):
             for mode, (step, batches) in steps.items():
                 started = time.perf_counter()
-                with repeatable_kernels(mode == "exact"):
+                with deterministic_kernels() if mode == "exact" else nullcontext():
                     step.run(batches, 1.0)[0].item()
                 if turn >= 2:
                     seconds[mode].append(time.perf_counter() - started)

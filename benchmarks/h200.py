@@ -1,8 +1,8 @@
-"""Ours beside the references on one GPU, in one run: `make bench-h200` writes benchmarks/results/h200.json.
+"""Compares keepstep with the references on one GPU, in one run: `make bench-h200` writes benchmarks/results/h200.json.
 
 References: the torchtitan-style loop of titan_style.py, and Hugging Face Transformers under torch.compile. Times are
-medians of steps after warm-up, measured with device events. The reference runs before and after ours, and its mean
-counts, because a GPU that has been working is a slower GPU.
+medians of steps after warm-up, measured with device events. The reference runs before and after ours and its mean
+counts, because a GPU gets slower as it heats up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from keepstep.core.files import write_json
 from keepstep.data.formats.megatron import MegatronWriter
 from keepstep.models.size import flops_per_token, mfu_llm_foundry, peak_flops
 from keepstep.train.bench import bench_step
-from keepstep.train.record import Recorder
-from keepstep.train.run import train
+from keepstep.train.telemetry.recorder import Recorder
+from keepstep.train.trainer import train
 
 RESULTS = Path(__file__).parent / "results" / "h200.json"
 LLAMA_1B = ("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16")
@@ -97,8 +97,8 @@ def hugging_face(run: RunConfig, steps: int) -> dict[str, float]:
     return timed(step, steps, warmup=4)
 
 
-def beside_hugging_face(steps: int) -> dict[str, Any]:
-    """The other reference, with a measurement of ours right before it."""
+def against_hugging_face(steps: int) -> dict[str, Any]:
+    """The other reference, with our own measurement right before it."""
     run = config(*LLAMA_1B)
     own_s, theirs = ours(run, steps)["step_s"], hugging_face(run, steps)
     return {
@@ -110,13 +110,13 @@ def beside_hugging_face(steps: int) -> dict[str, Any]:
 def ours(run: RunConfig, steps: int) -> dict[str, Any]:
     fresh()
     torch.cuda.reset_peak_memory_stats()
-    return bench_step(run, steps, warmup=4).as_dict()
+    return asdict(bench_step(run, steps, warmup=4))
 
 
 def final_loss(precision: str, steps: int, runs_dir: Path) -> float:
     """Mean loss of the last 20 of `steps` real steps on the demo's text.
 
-    The learning rate falls to zero: at a high one two runs of the same precision end more than a percent apart.
+    The learning rate falls to zero, because at a high one two runs of the same precision end more than a percent apart.
     """
     fresh()
     words = [
@@ -131,17 +131,17 @@ def final_loss(precision: str, steps: int, runs_dir: Path) -> float:
 
 
 def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
-    """What a real run's step spends on waiting for data and on telling about itself, all sinks on and all off.
+    """The share of a real run's step that goes into waiting for data and into telemetry, with all sinks on and all off.
 
-    Telemetry's share is the time that the training thread spends in it; the medians of both runs show what that comes
-    to, within the noise of a GPU that is at its power limit.
+    Telemetry's share is the time that the training thread spends in it. The medians of both runs show the total effect,
+    within the noise of a GPU at its power limit.
     """
     spent_s: list[float] = []
-    plain = Recorder.step_done
+    step_done = Recorder.step_done
 
-    def watched(recorder: Recorder, *args: Any) -> None:
+    def timed_step_done(recorder: Recorder, *args: Any) -> None:
         started = time.perf_counter()
-        plain(recorder, *args)
+        step_done(recorder, *args)
         spent_s.append(time.perf_counter() - started)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
         }.items():
             fresh()
             spent_s.clear()
-            with mock.patch.object(Recorder, "step_done", watched):
+            with mock.patch.object(Recorder, "step_done", timed_step_done):
                 train(replace(run, name=name, runs_dir=folder, data=replace(run.data, path=str(data)), observe=observe))
             path = Path(folder) / name / "metrics.jsonl"
             # The first steps compile.
@@ -172,9 +172,9 @@ def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
 
 
 def parity(steps: int, pairs: int, result: dict[str, Any], out: Path) -> None:
-    """Loss after real steps in bf16 and in fp8, added to pairs that are there; means are compared.
+    """Loss after real steps in bf16 and in fp8, added to the pairs in `result`; compares the means.
 
-    Kernels whose sums have no fixed order make two runs of one precision end nearly as far apart as a run of each: one
+    Kernels whose sums have no fixed order make two runs of one precision differ nearly as much as one run of each. One
     pair says little, so there are several, and all of them stay in the results.
     """
     runs: dict[str, list[float]] = result.get("parity", {}).get("runs", {"bf16": [], "fp8": []})
@@ -189,7 +189,7 @@ def parity(steps: int, pairs: int, result: dict[str, Any], out: Path) -> None:
 
 
 def measure(steps: int, out: Path) -> dict[str, Any]:
-    """All of it, the longest last; what is measured is written at once: time on a rented GPU may end before the run."""
+    """Measure everything, the longest part last. Each part is written immediately: time on a rented GPU may run out."""
     llama_1b = config(*LLAMA_1B)
     mpt_1b = config("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16")
     llama_8b = config("model=llama-8b", "global_batch=1", "microbatch=1", "precision=bf16", "compute.recompute=auto")
@@ -227,10 +227,8 @@ def main() -> None:
     parser.add_argument("--parity-steps", type=int, default=300)
     parser.add_argument("--parity-pairs", type=int, default=3)
     parser.add_argument("--no-hugging-face", action="store_true")
-    parser.add_argument(
-        "--only-hugging-face", action="store_true", help="add this comparison to results that are there"
-    )
-    parser.add_argument("--only-parity", action="store_true", help="add pairs of long runs to results that are there")
+    parser.add_argument("--only-hugging-face", action="store_true", help="add this comparison to existing results")
+    parser.add_argument("--only-parity", action="store_true", help="add pairs of long runs to existing results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.only_hugging_face or args.only_parity:
@@ -240,7 +238,7 @@ def main() -> None:
     if not args.only_hugging_face:
         parity(args.parity_steps, args.parity_pairs, result, args.out)
     if not (args.no_hugging_face or args.only_parity):
-        result |= beside_hugging_face(args.steps)
+        result |= against_hugging_face(args.steps)
         write_json(args.out, result)
     for name in (
         "llama1b_bf16_vs_titan",

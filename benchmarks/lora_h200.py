@@ -1,4 +1,4 @@
-"""LoRA speed on one GPU through the training loop itself: Llama 8B shape, rows of 4096 tokens, bf16, made-up tokens.
+"""LoRA speed on one GPU with the real training loop: Llama 8B shape, rows of 4096 tokens, bf16, synthetic tokens.
 
     PYTHONPATH=src python benchmarks/lora_h200.py --out benchmarks/results/lora_h200.json
 
@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from keepstep.config.load import load_config
-from keepstep.observe.folder import RunFolder, read_from, split_kinds
-from keepstep.train.run import train
+from keepstep.observe.run_folder import RunFolder, read_from, split_kinds
+from keepstep.train.trainer import train
 
 WARMUP_STEPS = 6
 
@@ -50,7 +50,7 @@ def main() -> int:
             "optimizer.lr=2e-4",
             f"compute.compile={'false' if args.no_compile else 'true'}",
             f"compute.recompute={args.recompute}",
-            # One process shards nothing: weights gathered once for forward and backward spare a second copy.
+            # One process shards nothing: gathering the weights once for forward and backward avoids a second copy.
             "parallel.keep_gathered=true",
             "evaluate.interval=0ba",
             "evaluate.at_end=false",

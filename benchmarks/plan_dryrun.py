@@ -1,8 +1,8 @@
-"""GPT-3 175B on 512 processes, played on one CPU: how long, how much memory, and how near the formula is.
+"""A dry run of GPT-3 175B on 512 processes on one CPU: its time, its memory, and the error of the formula.
 
     python benchmarks/plan_dryrun.py
 
-TP 8 × PP 16 × DP 4, one step of 16 micro batches a process. Writes benchmarks/results/plan_dryrun.json.
+TP 8 × PP 16 × DP 4, one step of 16 micro batches per process. Writes benchmarks/results/plan_dryrun.json.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import resource
 import time
 from pathlib import Path
 
-from keepstep.cli.plan import _spread_step
 from keepstep.config.load import load_config
-from keepstep.plan.dryrun import dry_run
 from keepstep.plan.workload import workload_of
+from keepstep.train.dryrun.dryrun import dry_run
 
 HERE = Path(__file__).parent
 WORDS = "model=gpt3-175b microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
@@ -30,17 +29,17 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(None, f"{WORDS} {AXES}".split()).config
     started = time.perf_counter()
-    traced = dry_run(config, workload_of(config, 512), _spread_step)
+    traced = dry_run(config, workload_of(config, 512))
     seconds = time.perf_counter() - started
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = {
         "command": f"keepstep plan {WORDS} {AXES} --cluster h100:512 --dry-run",
         "cores": len(os.sched_getaffinity(0)),
-        # On a machine that others use as well `seconds` says little and `cpu_s` all.
+        # On a shared machine `cpu_s` is meaningful and `seconds` is not.
         "load_average": os.getloadavg()[0],
         "seconds": seconds,
         "cpu_s": children.ru_utime + children.ru_stime,
-        # A process for each stage, as many at once as there are cores, at most three.
+        # One process per stage, as many in parallel as there are cores, at most three.
         "peak_gib": children.ru_maxrss / 2**20 * min(3, os.cpu_count() or 1),
         "memory_error": max((stage.memory_error for stage in traced.stages), key=abs),
         "traffic_error": max((stage.traffic_error or 0.0 for stage in traced.stages), key=abs),

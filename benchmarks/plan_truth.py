@@ -1,8 +1,8 @@
-"""Plan against truth on one GPU: twelve configurations, a few steps each through keepstep's own step.
+"""Compares the plan with measurements on one GPU: twelve configurations, a few steps each of keepstep's own step.
 
     python benchmarks/plan_truth.py --out plan_truth.json [--only llama-1b]
 
-Each configuration runs in a process of its own, so that one's memory cannot stand in another's. A thirteenth run,
+Each configuration runs in its own process, so that they do not share memory. A thirteenth run,
 of another model size, calibrates the speed. The output's "runs" is what `keepstep plan --measured` reads.
 """
 
@@ -41,22 +41,25 @@ def measure(shape: tuple[str, int, int, str], steps: int) -> dict[str, Any]:
 
 
 def compare(runs: list[dict[str, Any]], calibration: dict[str, Any], cluster_name: str) -> list[dict[str, Any]]:
-    from keepstep.plan.calibrate import agreement, calibrate, measured_run
+    from keepstep.plan.calibrate import calibrate, measured_run
     from keepstep.plan.cluster import find_cluster, read_profiles
+    from keepstep.plan.memory import plan_memory
+    from keepstep.plan.speed import plan_speed
 
     cluster = find_cluster(cluster_name, read_profiles())
     factors = calibrate([measured_run(calibration)], cluster)
     lines = []
-    for line, run in zip(agreement([measured_run(run) for run in runs], cluster, factors), runs, strict=True):
+    for run in runs:
+        work = measured_run(run).work
+        predicted = {
+            "memory_gib": (plan_memory(work).allocated / 2**30, run["peak_memory_gib"]),
+            "step_s": (plan_speed(work, cluster, factors).step.total_s, run["step_s"]),
+        }
         lines.append(
-            {
-                **{key: run[key] for key in ("model", "seq_len", "microbatch", "recompute")},
-                "memory_gib": {
-                    "predicted": line.predicted_memory_gib,
-                    "measured": run["peak_memory_gib"],
-                    "error": line.memory_error,
-                },
-                "step_s": {"predicted": line.predicted_step_s, "measured": run["step_s"], "error": line.step_error},
+            {key: run[key] for key in ("model", "seq_len", "microbatch", "recompute")}
+            | {
+                name: {"predicted": planned, "measured": measured, "error": planned / measured - 1}
+                for name, (planned, measured) in predicted.items()
             }
         )
     return lines
@@ -91,7 +94,7 @@ def main() -> None:
         measured = measure(shape, args.steps)
         (failed if "failed" in measured else runs).append(measured if "failed" not in measured else list(shape))
         lines = compare(runs, calibration, args.cluster)
-        # Written after each run: a machine that is taken away leaves what it has measured.
+        # Write after each run, so that results survive if the machine is taken away.
         written = {"calibration": calibration, "runs": runs, "failed": failed, "comparison": lines}
         args.out.write_text(json.dumps(written, indent=2))
         print(table(lines[-1:]).splitlines()[-1] if lines else shape, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The reference that docs/performance.md compares with: a Llama trained the way torchtitan trains one on one GPU.
 
 Written from its published design: fp32 parameters, bf16 autocast, separate projections, torch.compile per block,
-flash attention, compiled cross-entropy over whole logits, foreach gradient clipping, fused AdamW.
+flash attention, compiled cross-entropy over the full logits, foreach gradient clipping, fused AdamW.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 
 
-def _rotary(seq_len: int, size: int, base: float) -> Tensor:
+def _rope_table(seq_len: int, size: int, base: float) -> Tensor:
     frequencies = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
     angles = torch.outer(torch.arange(seq_len).float(), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def _rotate(x: Tensor, table: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, table: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * table[None, :, None]).flatten(3).type_as(x)
 
@@ -40,11 +40,11 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         c, (b, t, _) = self.config, x.shape
         h = self.attention_norm(x)
-        q = _rotate(self.wq(h).view(b, t, c.heads, c.head_size), table).transpose(1, 2)
-        k = _rotate(self.wk(h).view(b, t, c.key_value_heads, c.head_size), table).transpose(1, 2)
+        q = _apply_rope(self.wq(h).view(b, t, c.heads, c.head_size), table).transpose(1, 2)
+        k = _apply_rope(self.wk(h).view(b, t, c.key_value_heads, c.head_size), table).transpose(1, 2)
         v = self.wv(h).view(b, t, c.key_value_heads, c.head_size).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.wo(mixed.transpose(1, 2).reshape(b, t, -1))
+        attn_out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(attn_out.transpose(1, 2).reshape(b, t, -1))
         h = self.ffn_norm(x)
         return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
 
@@ -60,7 +60,9 @@ class TitanStyle(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, False)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.register_buffer("table", _rotary(config.seq_len, config.head_size, config.rotary_base), persistent=False)
+        self.register_buffer(
+            "table", _rope_table(config.seq_len, config.head_size, config.rotary_base), persistent=False
+        )
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)

@@ -1,8 +1,8 @@
-"""Function calling from nothing, offline: train the demo recipe, ask before and after, write the numbers.
+"""Function calling from random weights, offline: train the demo recipe, evaluate before and after, write the numbers.
 
     python benchmarks/toolcalls.py
 
-Runs `keepstep finetune recipes/toolcalls-demo.yaml` and `keepstep eval tools` as anybody would, in a folder of its own.
+Runs `keepstep finetune recipes/toolcalls-demo.yaml` and `keepstep eval tools` as a user would, in its own folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def keepstep(*words: str) -> None:
 
 
 def ask(run: Path, rows: int, name: str, *more: str) -> dict[str, Any]:
-    """Ask held-out questions, print the table, and give back the report."""
+    """Ask held-out questions, print the table, and return the report."""
     out = run / f"tools-{name}.json"
     keepstep("eval", "tools", str(run), "--rows", str(rows), "--out", str(out), "--max-new-tokens", "128", *more)
     report: dict[str, Any] = json.loads(out.read_text())

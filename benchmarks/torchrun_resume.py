@@ -1,10 +1,10 @@
-"""The other side of the recovery benchmark: plain torchrun and a DCP resume, written as well as the libraries allow.
+"""The torchrun part of the recovery benchmark: plain torchrun and a DCP resume, as good as the libraries allow.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 benchmarks/torchrun_resume.py \
         --folder F --kill-at 12 -- model.layers=4 ...
 
 Same model, optimizer and precision as keepstep's run; checkpoints with `dcp.save` every `--save-every` steps; after a
-restart `dcp.load` into a state made by `get_state_dict`. Rank 1 kills itself once after `--kill-at`. Times go to
+restart `dcp.load` into a state from `get_state_dict`. Rank 1 kills itself once after `--kill-at`. Times are in
 F/times.jsonl.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.set_num_threads(1)
 
-    def tell(what: str, step: int) -> None:
+    def record(what: str, step: int) -> None:
         if rank == 0 or what == "killed":
             with (args.folder / "times.jsonl").open("a") as file:
                 file.write(json.dumps({"what": what, "step": step, "time": time.time()}) + "\n")
@@ -62,7 +62,7 @@ def main() -> None:
         dcp.load(state, checkpoint_id=newest.parent)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         step = int(state["step"])
-    tell("ready", step)
+    record("ready", step)
     generator = torch.Generator().manual_seed(rank)
     while step < args.steps:
         rows = torch.randint(0, config.model.vocab, (config.microbatch, config.model.seq_len + 1), generator=generator)
@@ -71,13 +71,13 @@ def main() -> None:
         optimizer.zero_grad()
         step += 1
         if step == args.kill_at and rank == 1 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0:
-            tell("killed", step)
+            record("killed", step)
             os.kill(os.getpid(), signal.SIGKILL)
         if step % args.save_every == 0:
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optimizer": moments, "step": torch.tensor(step)}
             dcp.save(state, checkpoint_id=args.folder / f"step_{step:08}")
-    tell("done", step)
+    record("done", step)
     dist.destroy_process_group()
 
 

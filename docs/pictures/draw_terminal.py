@@ -1,4 +1,4 @@
-"""A terminal's output, colours and all, as an SVG picture.
+"""Draws terminal output, with colours, as an SVG picture.
 
 FORCE_COLOR=1 COMMAND | python draw_terminal.py OUT.svg TITLE
 """
@@ -17,7 +17,7 @@ ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 def styled(text: str) -> list[list[tuple[str, str]]]:
-    """Lines of (style, text), folded at the terminal's width."""
+    """Lines of (style, text), wrapped at the terminal's width."""
     lines: list[list[tuple[str, str]]] = []
     style = ""
     for line in text.rstrip("\n").split("\n"):
@@ -34,14 +34,14 @@ def styled(text: str) -> list[list[tuple[str, str]]]:
 
 
 def runs(line: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbours of one style joined."""
-    joined: list[tuple[str, str]] = []
+    """Merge neighbours with the same style."""
+    merged: list[tuple[str, str]] = []
     for style, character in line:
-        if joined and joined[-1][0] == style:
-            joined[-1] = (style, joined[-1][1] + character)
+        if merged and merged[-1][0] == style:
+            merged[-1] = (style, merged[-1][1] + character)
         else:
-            joined.append((style, character))
-    return joined
+            merged.append((style, character))
+    return merged
 
 
 def _span(style: str, part: str) -> str:
@@ -50,7 +50,7 @@ def _span(style: str, part: str) -> str:
 
 
 def draw(text: str, title: str) -> str:
-    """The picture."""
+    """The SVG document."""
     lines = styled(text)
     width = int(COLUMNS * CHARACTER_WIDTH + 2 * MARGIN)
     height = BAR + LINE_HEIGHT * len(lines) + MARGIN

@@ -1,4 +1,4 @@
-# AKS with an InfiniBand GPU pool, the Blob CSI driver, and Managed Lustre where wanted.
+# AKS with an InfiniBand GPU pool, the Blob CSI driver and optionally Managed Lustre with its CSI driver.
 
 resource "azurerm_resource_group" "this" {
   name     = var.name
@@ -32,7 +32,7 @@ resource "azurerm_kubernetes_cluster" "this" {
   location            = azurerm_resource_group.this.location
   dns_prefix          = var.name
   kubernetes_version  = var.kubernetes_version
-  # Pods take an Azure identity to reach storage; no keys lie anywhere.
+  # Pods use an Azure identity for storage, so no keys are stored.
   oidc_issuer_enabled       = true
   workload_identity_enabled = true
 
@@ -58,6 +58,13 @@ resource "azurerm_kubernetes_cluster" "this" {
     service_cidr        = "172.16.0.0/16"
     dns_service_ip      = "172.16.0.10"
   }
+
+  lifecycle {
+    precondition {
+      condition     = var.lustre == null || !var.lustre_from_claims
+      error_message = "Set either lustre or lustre_from_claims: with both, the cluster would pay for two file systems."
+    }
+  }
 }
 
 resource "azurerm_kubernetes_cluster_node_pool" "gpu" {
@@ -66,7 +73,7 @@ resource "azurerm_kubernetes_cluster_node_pool" "gpu" {
   vm_size               = var.gpu_vm_size
   node_count            = var.gpu_nodes
   vnet_subnet_id        = azurerm_subnet.nodes.id
-  # The GPU operator brings driver and device plugin of one version for all nodes.
+  # The GPU operator installs one version of driver and device plugin on all nodes.
   gpu_driver  = "None"
   node_taints = ["sku=gpu:NoSchedule"]
   node_labels = { "keepstep/pool" = "gpu" }
@@ -89,7 +96,34 @@ resource "azurerm_managed_lustre_file_system" "this" {
   }
 }
 
-# The Blob driver makes a storage account for each claim, and needs to be allowed to.
+# The driver is published as manifests and not as a chart, so its release is applied with kubectl.
+resource "terraform_data" "lustre_driver" {
+  count = var.lustre != null || var.lustre_from_claims ? 1 : 0
+
+  triggers_replace = [azurerm_kubernetes_cluster.this.id, var.lustre_driver_version]
+
+  provisioner "local-exec" {
+    command     = "${path.module}/install-lustre-driver ${var.lustre_driver_version}"
+    environment = { KUBECONFIG_TEXT = azurerm_kubernetes_cluster.this.kube_config_raw }
+  }
+
+  depends_on = [azurerm_kubernetes_cluster_node_pool.gpu]
+}
+
+# The driver creates a file system for a claim with the identity of the kubelets, in the node resource group.
+resource "azurerm_role_assignment" "lustre" {
+  for_each = var.lustre_from_claims ? {
+    Reader                = "/subscriptions/${var.subscription_id}"
+    Contributor           = azurerm_kubernetes_cluster.this.node_resource_group_id
+    "Network Contributor" = azurerm_virtual_network.this.id
+  } : {}
+
+  scope                = each.value
+  role_definition_name = each.key
+  principal_id         = azurerm_kubernetes_cluster.this.kubelet_identity[0].object_id
+}
+
+# The Blob driver creates a storage account for each claim and needs the permission for it.
 resource "azurerm_role_assignment" "storage" {
   scope                = azurerm_resource_group.this.id
   role_definition_name = "Contributor"

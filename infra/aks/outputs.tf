@@ -1,5 +1,5 @@
 output "credentials" {
-  description = "The command that lets kubectl in."
+  description = "The command that gives kubectl access."
   value       = "az aks get-credentials --resource-group ${azurerm_resource_group.this.name} --name ${azurerm_kubernetes_cluster.this.name}"
 }
 
@@ -9,6 +9,15 @@ output "gpu_nodes" {
 }
 
 output "lustre_address" {
-  description = "Management address of the Lustre file system; null where there is none."
+  description = "Management address of the Lustre file system; null if there is none."
   value       = var.lustre == null ? null : azurerm_managed_lustre_file_system.this[0].mgs_address
+}
+
+output "storage" {
+  description = "The command that makes Lustre a volume of the cluster; null if Terraform owns no file system."
+  value = var.lustre == null ? null : join(" ", [
+    "helm install shared-storage charts/shared-storage",
+    "--set amlfs.mgsAddress=${azurerm_managed_lustre_file_system.this[0].mgs_address}",
+    "--set amlfs.storageCapacityTiB=${var.lustre.size_tib}",
+  ])
 }

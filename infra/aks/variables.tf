@@ -14,7 +14,7 @@ variable "name" {
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{1,18}[a-z0-9]$", var.name))
-    error_message = "name must start with a letter and hold 3 to 20 small letters, digits and dashes."
+    error_message = "name must have 3 to 20 lower-case letters, digits and dashes and start with a letter."
   }
 }
 
@@ -29,7 +29,7 @@ variable "location" {
 }
 
 variable "kubernetes_version" {
-  description = "Kubernetes version, major.minor; null takes AKS's default."
+  description = "Kubernetes version, major.minor; null means AKS's default."
   type        = string
   default     = null
 
@@ -40,7 +40,7 @@ variable "kubernetes_version" {
 }
 
 variable "gpu_vm_size" {
-  description = "Machine of the GPU pool."
+  description = "Machine type of the GPU pool."
   type        = string
   default     = "Standard_ND96isr_H100_v5"
 
@@ -54,7 +54,7 @@ variable "gpu_vm_size" {
 }
 
 variable "gpu_nodes" {
-  description = "GPU nodes."
+  description = "Number of GPU nodes."
   type        = number
   default     = 2
 
@@ -65,7 +65,7 @@ variable "gpu_nodes" {
 }
 
 variable "lustre" {
-  description = "Azure Managed Lustre beside the cluster; null for none. The size is a multiple of the tier's step."
+  description = "Azure Managed Lustre for the cluster; null for none. The size is a multiple of the tier's step."
   type = object({
     sku_name    = string
     size_tib    = number
@@ -91,5 +91,27 @@ variable "lustre" {
       "AMLFS-Durable-Premium-500" = 4
     }, var.lustre.sku_name, 1) == 0 && var.lustre.size_tib > 0, false)
     error_message = "lustre.size_tib must be a multiple of 48 (40), 16 (125), 8 (250) or 4 (500)."
+  }
+}
+
+variable "lustre_from_claims" {
+  description = "Whether claims may create file systems (charts/shared-storage with amlfs.skuName). Not together with lustre: a cluster's file system has one owner."
+  type        = bool
+  default     = false
+
+  validation {
+    condition     = var.lustre_from_claims != null
+    error_message = "lustre_from_claims must be true or false."
+  }
+}
+
+variable "lustre_driver_version" {
+  description = "Release of the Azure Lustre CSI driver, which is installed with lustre or lustre_from_claims."
+  type        = string
+  default     = "v0.4.0"
+
+  validation {
+    condition     = can(regex("^v[0-9]+\\.[0-9]+\\.[0-9]+$", var.lustre_driver_version))
+    error_message = "lustre_driver_version must look like v0.4.0."
   }
 }

@@ -1,11 +1,11 @@
-# The state lies in a bucket of the project, so that it outlives this machine and all of the team plan from the same one.
-# .envrc makes the bucket and a key for it, and says bucket, region and address to Terraform.
+# The state is in a bucket of the project, so it outlives this machine and the whole team shares it.
+# .envrc creates the bucket and a key for it, and sets bucket, region and address for Terraform.
 terraform {
   backend "s3" {
     key            = "soperator.tfstate"
     use_path_style = true
 
-    # It is not Amazon that answers.
+    # The server is not Amazon's.
     skip_credentials_validation = true
     skip_metadata_api_check     = true
     skip_region_validation      = true

@@ -4,13 +4,16 @@ output "slurm_login_ip" {
 }
 
 output "slurm_workers" {
-  description = "GPU nodes in all."
+  description = "Total number of GPU nodes."
   value       = sum([for set in var.slurm_nodeset_workers : set.size])
 }
 
 output "storage" {
-  description = "Shared file systems: where each is mounted and how large it is."
-  value       = { for mount in var.filestore_jail_submounts : mount.mount_path => "${mount.spec.size_gibibytes} GiB" }
+  description = "Shared file systems and the disks of each GPU node: mount path and size."
+  value = merge(
+    { for mount in var.filestore_jail_submounts : mount.mount_path => "${mount.spec.size_gibibytes} GiB" },
+    { for mount in var.node_local_jail_submounts : mount.mount_path => "${mount.size_gibibytes} GiB per node" },
+  )
 }
 
 output "kubernetes_cluster_id" {

@@ -1,10 +1,10 @@
 variable "company_name" {
-  description = "Name of the cluster and of everything in it: small letters, digits and dashes, at most 32."
+  description = "Name of the cluster and of everything in it: at most 32 lower-case letters, digits and dashes."
   type        = string
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{0,30}[a-z0-9]$", var.company_name))
-    error_message = "company_name must start with a letter and hold 2 to 32 small letters, digits and dashes."
+    error_message = "company_name must have 2 to 32 lower-case letters, digits and dashes and start with a letter."
   }
 }
 
@@ -39,7 +39,7 @@ variable "iam_tenant_id" {
 }
 
 variable "iam_token" {
-  description = "Short-lived IAM token; .envrc sets it. Never in a file."
+  description = "Short-lived IAM token; .envrc sets it. Do not store it in a file."
   type        = string
   sensitive   = true
 
@@ -71,7 +71,7 @@ variable "k8s_version" {
 }
 
 variable "slurm_nodeset_workers" {
-  description = "GPU nodes: how many, which machine, which boot disk."
+  description = "GPU nodes: number, machine type and boot disk."
   type = list(object({
     size = number
     resource = object({
@@ -108,8 +108,13 @@ variable "slurm_nodeset_workers" {
   }
 
   validation {
+    condition     = length(distinct([for set in var.slurm_nodeset_workers : set.resource])) == 1
+    error_message = "slurm_nodeset_workers: all sets must have the same platform and preset, because SOperator's workers are equal pods."
+  }
+
+  validation {
     condition     = alltrue([for set in var.slurm_nodeset_workers : set.boot_disk.size_gibibytes >= 512])
-    error_message = "slurm_nodeset_workers: boot_disk.size_gibibytes must be at least 512; images and logs fill less within days."
+    error_message = "slurm_nodeset_workers: boot_disk.size_gibibytes must be at least 512, because images and logs fill a smaller disk within days."
   }
 
   validation {
@@ -149,7 +154,7 @@ variable "filestore_jail" {
 }
 
 variable "filestore_jail_submounts" {
-  description = "Further shared file systems and where they are mounted."
+  description = "More shared file systems and their mount paths."
   type = list(object({
     name       = string
     mount_path = string
@@ -167,12 +172,12 @@ variable "filestore_jail_submounts" {
 
   validation {
     condition     = length(distinct([for mount in var.filestore_jail_submounts : mount.name])) == length(var.filestore_jail_submounts)
-    error_message = "filestore_jail_submounts: each name may be used once."
+    error_message = "filestore_jail_submounts: each name must be unique."
   }
 
   validation {
     condition     = alltrue([for mount in var.filestore_jail_submounts : can(regex("^[a-z][a-z0-9-]*$", mount.name))])
-    error_message = "filestore_jail_submounts: a name holds small letters, digits and dashes."
+    error_message = "filestore_jail_submounts: a name must consist of lower-case letters, digits and dashes."
   }
 
   validation {
@@ -181,8 +186,49 @@ variable "filestore_jail_submounts" {
   }
 }
 
+variable "node_local_jail_submounts" {
+  description = "Disks that each GPU node has for itself, and their mount paths: scratch that no other node sees."
+  type = list(object({
+    name            = string
+    mount_path      = string
+    size_gibibytes  = number
+    disk_type       = string
+    filesystem_type = string
+  }))
+  default = []
+
+  validation {
+    condition     = alltrue([for mount in var.node_local_jail_submounts : can(regex("^/[a-z]", mount.mount_path))])
+    error_message = "node_local_jail_submounts: mount_path must be an absolute path."
+  }
+
+  validation {
+    condition     = alltrue([for mount in var.node_local_jail_submounts : can(regex("^[a-z][a-z0-9-]*$", mount.name))])
+    error_message = "node_local_jail_submounts: a name must consist of lower-case letters, digits and dashes."
+  }
+
+  validation {
+    condition = alltrue([
+      for mount in var.node_local_jail_submounts : contains(["NETWORK_SSD", "NETWORK_SSD_NON_REPLICATED", "NETWORK_SSD_IO_M3"], mount.disk_type)
+    ])
+    error_message = "node_local_jail_submounts: disk_type must be NETWORK_SSD, NETWORK_SSD_NON_REPLICATED or NETWORK_SSD_IO_M3."
+  }
+
+  validation {
+    condition = alltrue([
+      for mount in var.node_local_jail_submounts : mount.size_gibibytes >= 1 && (mount.disk_type == "NETWORK_SSD" || mount.size_gibibytes % 93 == 0)
+    ])
+    error_message = "node_local_jail_submounts: size_gibibytes must be a multiple of 93 for disk types other than NETWORK_SSD."
+  }
+
+  validation {
+    condition     = alltrue([for mount in var.node_local_jail_submounts : contains(["ext4", "xfs"], mount.filesystem_type)])
+    error_message = "node_local_jail_submounts: filesystem_type must be ext4 or xfs."
+  }
+}
+
 variable "slurm_login_ssh_root_public_keys" {
-  description = "Public keys that may log in as root."
+  description = "Public keys with root login."
   type        = list(string)
 
   validation {

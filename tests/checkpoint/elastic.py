@@ -1,6 +1,6 @@
 """Save on {1,2,3,4,8} processes in several layouts, load each on {1,2,3,4,8}: every tensor bit-equal after gathering.
 
-    python tests/checkpoint/elastic.py [--worlds 1,2,3,4,8]
+    python -m tests.checkpoint.elastic [--worlds 1,2,3,4,8]
 
 Layouts: `shard` (FSDP's, uneven rows included), `tensor` (tensor parallel × data parallel by hand, columns and rows),
 `fsdp_tp` (fully_shard over a tensor-parallel model, the strided placements of FSDP2) and `stages` (each process holds

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint import commit
-from keepstep.checkpoint.hashing import Algorithm
-from keepstep.checkpoint.layout import rank_name, split_state
-from keepstep.checkpoint.manifest import StepFolder
-from keepstep.checkpoint.offline import Content, in_memory, write_content
-from keepstep.checkpoint.restore import restore
-from keepstep.checkpoint.store import Store
+from keepstep.checkpoint.offline import Content, Tensors, write_content
+from keepstep.checkpoint.protocol import commit
+from keepstep.checkpoint.protocol.layout import rank_name, split_state
+from keepstep.checkpoint.protocol.manifest import Algorithm, CommittedCheckpoint
+from keepstep.checkpoint.protocol.restore import restore
+from keepstep.checkpoint.storage.store import Store
 
 
 def example_state(seed: int) -> dict[str, Any]:
@@ -59,12 +58,13 @@ def write_step(
     state: dict[str, Any],
     ranks: int = 3,
     with_parity: bool = False,
-    algorithm: Algorithm | None = None,
-) -> StepFolder:
+    algorithm: Algorithm = "xxh3_64",
+) -> CommittedCheckpoint:
     """Commit a step as `ranks` processes would, each with its rows of every tensor, without starting any."""
     named, values = split_state(state)
     tensors = {rank_name(name, 0) if name.startswith("rank.") else name: tensor for name, tensor in named.items()}
-    content = Content(step, in_memory(tensors), values, {"loss": 1.0 / step}, {})
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    content = Content(step, Tensors(kinds, tensors.__getitem__), values, {"loss": 1.0 / step}, {})
     return write_content(store, content, ranks, with_parity, algorithm)
 
 

@@ -1,48 +1,43 @@
-"""What docs/checkpoints.md shows, works."""
+"""docs/checkpoints.md: its commands, its run.yaml and its program work."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from support import example_state, write_step
 
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.checkpoint.store import LocalStore
+from keepstep.checkpoint.storage.store import LocalStore
 from keepstep.cli.main import main
 from keepstep.config.load import load_config
 from keepstep.config.schema import CheckpointConfig
+from tests.checkpoint.support import example_state, write_step
+from tests.doc_blocks import blocks, commands
 
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return [text for name, text in found if name == language]
+PAGE = "docs/checkpoints.md"
 
 
-def test_every_command_of_the_page_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_page_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for step in (10, 20, 30):
         write_step(LocalStore(tmp_path / "runs" / "demo" / "checkpoints"), step, example_state(step), with_parity=True)
-    for line in "".join(blocks("sh")).splitlines():
-        program, *words = shlex.split(line)
+    for command in commands(PAGE):
+        program, *words = shlex.split(command)
         assert program == "keepstep"
-        # `gc` with --keep 2 takes step 10 away and leaves 20, which the conversions use.
-        assert main(words) == 0, line
+        # `gc` with --keep 2 deletes step 10 and keeps 20, which the conversions use.
+        assert main(words) == 0, command
 
 
-def test_the_page_s_run_file_is_sound(tmp_path: Path) -> None:
-    (text,) = blocks("yaml")
+def test_checkpoints_page_run_yaml_is_valid(tmp_path: Path) -> None:
+    (text,) = blocks(PAGE, "yaml")
     (tmp_path / "run.yaml").write_text(text)
     assert load_config(tmp_path / "run.yaml", ()).config.checkpoint.parity == 1
 
 
-def test_the_page_s_program_saves(tmp_path: Path) -> None:
-    (program,) = blocks("python")
+def test_checkpoints_page_program_saves(tmp_path: Path) -> None:
+    (program,) = blocks(PAGE, "python")
     weight = torch.nn.Parameter(torch.ones(3))
     names = {
         "Checkpointer": Checkpointer,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import example_state, same_tensors, zeroed
 
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
+from tests.checkpoint.support import example_state, same_tensors, zeroed
 
 
 @pytest.fixture
@@ -139,3 +140,16 @@ def test_another_optimizers_state_is_told_from_another_model(checkpointer: Check
         checkpointer.load_newest(zeroed(example_state(1)))
     assert caught.value.hint
     assert "checkpoint.skip_optimizer=true" in caught.value.hint
+
+
+@pytest.mark.parametrize("hidden", [0o077, 0o027])
+def test_checkpoints_follow_the_umask(checkpointer: Checkpointer, tmp_path: Path, hidden: int) -> None:
+    """The page says so: with `umask 077` nobody else can read the weights."""
+    before = os.umask(hidden)
+    try:
+        checkpointer.save(5, example_state(1), {})
+    finally:
+        os.umask(before)
+    written = [tmp_path / "checkpoints", *(tmp_path / "checkpoints").rglob("*")]
+    assert len(written) > 4
+    assert [path for path in written if path.stat().st_mode & hidden] == []

@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support import example_state, same_tensors, write_step, zeroed
 
-from keepstep.checkpoint import commit, retention, verify
+from keepstep.checkpoint import inspect
+from keepstep.checkpoint.async_save.writer import Job, Publication, perform
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.checkpoint.commit import Attempt, committed_steps
-from keepstep.checkpoint.foreign import read_dcp
-from keepstep.checkpoint.manifest import MARKER, StepFolder
-from keepstep.checkpoint.store import LocalStore, Store
-from keepstep.checkpoint.writer import Job, Publication, perform
+from keepstep.checkpoint.protocol import commit, retention
+from keepstep.checkpoint.protocol.commit import Attempt, committed_steps
+from keepstep.checkpoint.protocol.manifest import CommittedCheckpoint
+from keepstep.checkpoint.storage.store import LocalStore, Store
 from keepstep.cli.main import main
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
+from keepstep.core.step_folders import MARKER
+from keepstep.interop.dcp import read_dcp
+from tests.checkpoint.support import example_state, same_tensors, write_step, zeroed
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def test_ls_names_committed_steps_newest_first_and_what_was_never_committed(
     assert [entry["step"] for entry in listing["steps"]] == [50, 40, 30, 20, 10]
     assert listing["uncommitted"] == ["step_00000060"]
     assert main(["ckpt", "ls", str(run_folder)]) == 0
-    assert "step_00000060        never committed" in capsys.readouterr().out
+    assert "step_00000060        not committed" in capsys.readouterr().out
 
 
 def test_du_counts_every_file(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,13 +109,13 @@ def test_steps_that_a_run_removes_meanwhile_are_not_called_damaged(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(run_folder / "checkpoints")
-    check = verify.step_problems
+    check = inspect.step_problems
 
-    def check_while_training(place: Store, step: StepFolder) -> list[str]:
+    def check_while_training(place: Store, step: CommittedCheckpoint) -> list[str]:
         retention.apply(store, retention.Rules(keep=3), lambda _: None)
         return check(place, step)
 
-    monkeypatch.setattr(verify, "step_problems", check_while_training)
+    monkeypatch.setattr(inspect, "step_problems", check_while_training)
     answered = answer(capsys, "verify", str(run_folder))
     assert answered["steps"] == {"step_00000050": [], "step_00000040": [], "step_00000030": []}
     assert answered["removed_meanwhile"] == ["step_00000020", "step_00000010"]
@@ -200,7 +202,7 @@ def test_nothing_is_deleted_when_no_newer_step_is_whole(run_folder: Path) -> Non
     next((store.root / "step_00000050").glob("rank00000*")).unlink()
     notes: list[str] = []
     assert retention.apply(store, retention.Rules(keep=1), notes.append) == []
-    assert "none of the newer ones is whole" in notes[0]
+    assert "none of the newer ones is intact" in notes[0]
 
 
 def test_diff_names_tensors_that_differ_and_only_those(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,11 +281,20 @@ def test_a_user_s_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == 1
     assert "does not exist" in capsys.readouterr().err
     assert main(["ckpt", "diff", "one"]) == 2
-    assert "takes 2 places" in capsys.readouterr().err
+    assert "required: SECOND" in capsys.readouterr().err
     assert main(["ckpt", "convert", str(tmp_path), str(tmp_path / "x")]) == 2
     (tmp_path / "step_00000001").mkdir()
     assert main(["ckpt", "show", str(tmp_path / "step_00000001")]) == 1
     assert "not committed" in capsys.readouterr().err
+
+
+def test_ckpt_actions_take_only_their_own_options(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", str(run_folder), "--shards", "3", "--parity"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown option --shards" in error
+    assert "an option of keepstep ckpt convert" in error
+    assert main(["ckpt", "verify", str(run_folder), "--yes"]) == 2
+    assert main(["ckpt", "gc", str(run_folder), "--ye"]) == 2, "no abbreviations"
 
 
 @pytest.mark.parametrize("action", ["ls", "du", "show", "verify", "repair", "gc"])
@@ -308,4 +319,4 @@ def test_looking_at_checkpoints_needs_no_torch(run_folder: Path) -> None:
 def test_a_marker_from_another_step_is_not_believed(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(run_folder / "checkpoints")
     (store.root / "step_00000060" / MARKER).write_bytes((store.root / "step_00000050" / MARKER).read_bytes())
-    assert "elsewhere" in answer(capsys, "ls", str(run_folder))["damaged"][0]
+    assert "copied from another folder" in answer(capsys, "ls", str(run_folder))["damaged"][0]

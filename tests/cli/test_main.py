@@ -1,4 +1,4 @@
-"""The command line as a user meets it: pipes that close, places that cannot be written, streams that are not there."""
+"""Pipes that close, paths that cannot be written, standard streams that are missing, other encodings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    # A run goes on whatever becomes of its output, so for its verb nothing has gone wrong.
+    # A run continues without its output, so its verb reports no failure.
     [(["models"], 1), (["--help"], 1), (["--version"], 1), (["train", "--help"], 0), (["config", "schema"], 1)],
 )
-def test_a_pipe_that_nobody_reads_is_no_reason_to_complain(words: list[str], code: int) -> None:
+def test_main_is_quiet_when_the_pipe_closes(words: list[str], code: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([*COMMAND, *words], stdout=writing, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -29,16 +29,16 @@ def test_a_pipe_that_nobody_reads_is_no_reason_to_complain(words: list[str], cod
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_behind_stdout_is_one_line() -> None:
+def test_main_reports_a_full_disk_in_two_lines() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[0].startswith("error: what was to be written: No space left")
+    assert done.stderr.splitlines()[0].startswith("error: the output cannot be written: No space left")
     assert len(done.stderr.splitlines()) == 2
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
-def test_a_stream_that_was_closed_before_is_no_file_of_ours(closed: int, tmp_path: Path) -> None:
+def test_main_replaces_closed_standard_streams(closed: int, tmp_path: Path) -> None:
     script = (
         "import os, sys; from keepstep.cli.main import main; code = main(['models'])\n"
         f"with open({str(tmp_path / 'own')!r}, 'w') as file: assert file.fileno() > 2, file.fileno()\n"
@@ -50,26 +50,24 @@ def test_a_stream_that_was_closed_before_is_no_file_of_ours(closed: int, tmp_pat
     assert (tmp_path / "own").read_text() == ""
 
 
-def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
+def test_main_names_an_unwritable_path_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("")
     assert main(["new", "taken"]) == 1
-    assert "error: taken: File exists\n hint: a file lies where a folder" in capsys.readouterr().err
+    assert "error: taken: File exists\n hint: there is a file where a folder" in capsys.readouterr().err
     assert main(["runs", "dashboards", str(tmp_path / "taken" / "inside")]) == 1
     assert "Not a directory" in capsys.readouterr().err
-    # What happens to one of many processes, which nobody watches, is told in full.
+    # A worker, which nobody watches, prints the whole traceback.
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(FileExistsError):
         main(["new", "taken"])
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_that_knows_less_than_unicode_costs_characters_and_nothing_else(
-    encoding: str, tmp_path: Path
-) -> None:
-    # A name in another encoding than the system's, as old archives hold them.
+def test_main_replaces_characters_that_the_terminal_lacks(encoding: str, tmp_path: Path) -> None:
+    # A file name in another encoding than the system's, as in old archives.
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
     Path(folder).mkdir()
     (Path(folder) / "raw.txt").write_text("some text\n")
@@ -84,8 +82,8 @@ def test_a_terminal_that_knows_less_than_unicode_costs_characters_and_nothing_el
     assert b"caf?/tokenizer.json" in ended.stdout
 
 
-def test_a_locale_that_is_not_utf8_changes_neither_names_nor_texts(tmp_path: Path) -> None:
-    # Python would help itself out of this locale; PYTHONUTF8=0 makes it stand for those that it leaves alone.
+def test_main_reads_utf8_in_any_locale(tmp_path: Path) -> None:
+    # Python switches to UTF-8 in this locale by itself; PYTHONUTF8=0 makes it stand for the locales where it does not.
     environment = {**ENVIRONMENT, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment.pop("PYTHONIOENCODING", None)
     folder = tmp_path / "Gespräche"

@@ -1,4 +1,4 @@
-"""What README and the training page tell people to type, works as written."""
+"""The commands in README and on the pages about training work as written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT, blocks, commands
+
+from tests.doc_blocks import ROOT, blocks, commands
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +19,17 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     program, *words = shlex.split(command)
     assert program == "keepstep"
     return subprocess.run(
-        [sys.executable, "-m", "keepstep", *words], cwd=folder, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "keepstep", *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
 def shortened(command: str) -> str:
-    """The same command for fewer steps where the page leaves the length to the file."""
+    """The same command with fewer steps, if the page does not set the duration."""
     trains = command.startswith("keepstep train")
     return f"{command} max_duration=10ba" if trains and "max_duration" not in command else command
 
 
-def test_the_training_page_works_from_top_to_bottom(tmp_path: Path) -> None:
+def test_training_page_commands_run(tmp_path: Path) -> None:
     for command in commands("docs/training.md"):
         done = run(command, tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
@@ -35,13 +37,13 @@ def test_the_training_page_works_from_top_to_bottom(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/performance.md", "docs/reproducibility.md", "docs/guard.md"])
-def test_what_a_page_shows_works(tmp_path: Path, page: str) -> None:
+def test_page_commands_run(tmp_path: Path, page: str) -> None:
     for command in commands(page):
         done = run(command, tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-def test_the_readme_works_from_top_to_bottom(tmp_path: Path) -> None:
+def test_readme_commands_run(tmp_path: Path) -> None:
     typed = commands("README.md")
     assert typed[:2] == ["make demo", "make test"]
     for command in typed[2:]:
@@ -54,17 +56,17 @@ def test_the_readme_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert refused.stderr.strip().splitlines() == report
 
 
-def test_make_targets_that_pages_name_exist() -> None:
+def test_make_targets_on_pages_exist() -> None:
     targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
     named = [line for page in ("README.md", "CONTRIBUTING.md") for line in commands(page) if line.startswith("make ")]
     assert named
     assert {line.split()[1] for line in named} <= targets
 
 
-def test_the_demo_trains_stops_resumes_and_beats_the_baseline(tmp_path: Path) -> None:
+def test_demo_trains_stops_resumes_and_beats_baseline(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "keepstep", "demo", "--steps", "120", "--runs-dir", str(tmp_path / "runs")],
-        capture_output=True, text=True, timeout=900,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     assert "interrupted     at step" in done.stdout

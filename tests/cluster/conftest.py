@@ -1,12 +1,8 @@
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from slurm_cluster import SlurmCluster, missing_parts
+from tests.cluster.slurm_cluster import SlurmCluster, missing_parts
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REPOSITORY, SlurmCluster
 
 from keepstep.launch.job import JobRecord, load_record
-from keepstep.observe.folder import read_from, split_kinds
+from keepstep.observe.run_folder import read_from, split_kinds
+from tests.cluster.slurm_cluster import REPOSITORY, SlurmCluster
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_a_node_lost_during_the_run_costs_no_loss_value(
 
 
 @pytest.mark.cluster
-def test_a_stop_on_request_saves_and_resume_goes_on(
+def test_stop_saves_and_resume_continues(
     rested: SlurmCluster, tmp_path: Path, expected: dict[int, float], steps: int
 ) -> None:
     record = submit(rested, tmp_path, "stopped", steps)
@@ -131,7 +131,7 @@ def test_scancel_saves_and_is_not_requeued(rested: SlurmCluster, tmp_path: Path)
 
 
 @pytest.mark.cluster
-def test_preemption_saves_gives_way_and_goes_on(
+def test_preempted_run_saves_and_resumes(
     rested: SlurmCluster, tmp_path: Path, expected: dict[int, float], steps: int
 ) -> None:
     record = submit(rested, tmp_path, "preempted", steps)
@@ -158,14 +158,14 @@ def test_a_pulled_cable_moves_the_run_to_other_nodes(
 
 
 @pytest.mark.cluster
-def test_two_jobs_on_the_same_nodes_meet_at_different_ports(rested: SlurmCluster, tmp_path: Path) -> None:
+def test_jobs_on_the_same_nodes_use_different_ports(rested: SlurmCluster, tmp_path: Path) -> None:
     first = submit(rested, tmp_path, "one", 10)
     second = submit(rested, tmp_path, "two", 10)
     for record in (first, second):
         assert (
             rested.wait_state(record.job_id, {"COMPLETED", "FAILED"}, 120, Path(record.log))["JobState"] == "COMPLETED"
         )
-    ends = [Path(record.log).read_text().split("meeting at ")[1].split()[0] for record in (first, second)]
+    ends = [Path(record.log).read_text().split("rendezvous at ")[1].split()[0] for record in (first, second)]
     assert ends[0] != ends[1]
 
 
@@ -188,7 +188,7 @@ def test_a_node_with_failing_hardware_is_left_out_of_the_retry(rested: SlurmClus
 
 
 @pytest.mark.cluster
-def test_a_run_that_could_do_with_fewer_nodes_gets_all_that_are_free(rested: SlurmCluster, tmp_path: Path) -> None:
+def test_min_nodes_run_gets_all_free_nodes(rested: SlurmCluster, tmp_path: Path) -> None:
     profile = PROFILE + "min_nodes: 2\npartition: gpu\n"
     words = ["train", "max_duration=2ba", *TINY, "reproducible=elastic", "--on", f"slurm:{tmp_path}/profile.yaml"]
     (tmp_path / "profile.yaml").write_text(profile)
@@ -295,7 +295,7 @@ def test_launch_sb_takes_every_flag_and_trains(rested: SlurmCluster, tmp_path: P
 
 
 @pytest.mark.cluster
-def test_launch_sb_s_retry_is_the_same_job_without_the_failed_node(rested: SlurmCluster, tmp_path: Path) -> None:
+def test_launch_sb_retry_excludes_failed_node(rested: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "recipes").mkdir()
     (tmp_path / "slurm" / "launch.sb").write_text((REPOSITORY / "slurm/launch.sb").read_text())
@@ -327,7 +327,7 @@ def test_launch_sb_s_retry_is_the_same_job_without_the_failed_node(rested: Slurm
     first = rested.run(*words, cwd=tmp_path).strip()
     log = tmp_path / f"my job_{first}.out"
     rested.wait_state(first, {"FAILED", "COMPLETED"}, 60)
-    assert "goes on without them" in log.read_text()
+    assert "continues without them" in log.read_text()
     second = log.read_text().split("hardware failed on n2; job ")[1].split()[0]
     assert rested.wait_state(second, {"FAILED", "COMPLETED"}, 60)["JobState"] == "COMPLETED"
     before, after = rested.job(first), rested.job(second)
@@ -338,9 +338,7 @@ def test_launch_sb_s_retry_is_the_same_job_without_the_failed_node(rested: Slurm
 
 
 @pytest.mark.cluster
-def test_a_task_of_an_array_that_saved_is_requeued_and_leaves_the_others_alone(
-    rested: SlurmCluster, tmp_path: Path
-) -> None:
+def test_array_task_requeues_itself_only(rested: SlurmCluster, tmp_path: Path) -> None:
     program = tmp_path / "env" / "bin" / "keepstep"
     program.parent.mkdir(parents=True)
     # The task that has the array's own number saves once both run, as before a time limit; the other goes on.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.files import finished_in, is_vacant, write_atomic, write_once
+from tests.patience import PATIENCE_S
 
 
 def test_two_writers_with_one_process_id_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +22,7 @@ def test_two_writers_with_one_process_id_do_not_share_a_file(tmp_path: Path, mon
     def meet(handle: int) -> None:
         really(handle)
         if not os.path.isdir(f"/proc/self/fd/{handle}"):  # noqa: PTH112 - a link of the kernel's
-            both_have_written.wait(60)
+            both_have_written.wait(PATIENCE_S)
 
     monkeypatch.setattr(os, "fsync", meet)
     path = tmp_path / "plan.json"

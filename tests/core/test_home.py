@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.errors import UsageError
-from keepstep.core.home import home_folder
+from keepstep.core.files import home_folder
 from keepstep.launch.profiles import SlurmProfile, load_profile
-from keepstep.observe import cache
+from keepstep.observe.history import default_cache_dir
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def nobody_in_particular(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nobody_in_particular")
 def test_a_user_without_a_home_sees_runs_and_submits_them() -> None:
     assert home_folder() == Path("/")
-    assert cache.default_dir() == Path("/.cache/keepstep/runs")
+    assert default_cache_dir() == Path("/.cache/keepstep/runs")
     assert load_profile(SlurmProfile, "azure-h100")
     with pytest.raises(UsageError, match="there is no profile"):
         load_profile(SlurmProfile, "~/mine.yaml")

@@ -9,13 +9,14 @@ import threading
 import pytest
 
 from keepstep.core.threads import in_threads
+from tests.patience import PATIENCE_S
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
     meet = threading.Barrier(3)
 
     def act(number: int) -> int:
-        meet.wait(10)
+        meet.wait(PATIENCE_S)
         return number * number
 
     assert in_threads(act, range(6), 3) == [0, 1, 4, 9, 16, 25]
@@ -39,7 +40,7 @@ def test_an_interrupt_does_not_wait_for_the_work() -> None:
 
     def act(_: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        released.wait(30)
+        released.wait(PATIENCE_S)
 
     with pytest.raises(KeyboardInterrupt):
         in_threads(act, [0], 1)

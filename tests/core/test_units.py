@@ -76,3 +76,20 @@ def test_numbers_are_written_for_people() -> None:
     assert [format_bytes(size) for size in (0, 1023, 1536, 1.5 * 1024**3)] == ["0 B", "1023 B", "1.5 KiB", "1.5 GiB"]
     assert [format_seconds(s) for s in (0, 59.4, 192, 7500, 273600)] == ["0s", "59s", "3m12s", "2h05m", "3d04h"]
     assert [format_count(n) for n in (7, 12345, 1_235_000, 8.03e9)] == ["7", "12.3k", "1.24M", "8.03B"]
+
+
+def test_a_damaged_time_is_written_too() -> None:
+    assert format_seconds(float("inf")) == format_seconds(1e12) == "11574074d01h"
+
+
+@pytest.mark.parametrize(
+    ("share", "whole", "length"),
+    [
+        ("0.02dur", "1000ba", "20ba"),
+        ("0.1dur", "2ep", "0.2ep"),
+        ("0.5dur", "1e6tok", "500000tok"),
+        ("5ba", "9ba", "5ba"),
+    ],
+)
+def test_a_share_of_the_run_becomes_a_length(share: str, whole: str, length: str) -> None:
+    assert Duration.parse(share).share_of(Duration.parse(whole)) == Duration.parse(length)

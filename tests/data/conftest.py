@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.data import tokenize
+from keepstep.data import tokenization
 from keepstep.data.corpus import read_texts, standard_library_files
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenize.train_bpe(read_texts(standard_library_files()[:25]), 500, path)
+    tokenization.train_bpe(read_texts(standard_library_files()[:25]), 500, path)
     return path
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import ConfigError
-from keepstep.data.blend import Blend, greedy
 from keepstep.data.formats.megatron import MegatronWriter, token_dtype
 from keepstep.data.loader import build_loaders
+from keepstep.data.order import Blend, greedy
 
 weights = st.lists(st.floats(0.01, 100).map(lambda weight: round(weight, 2)), min_size=1, max_size=6)
 
 
 @given(weights=weights)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_shares_follow_weights_at_every_prefix(weights: list[float]) -> None:
     blend = Blend(weights)
     shares = np.array(weights) / sum(weights)
@@ -31,7 +31,7 @@ def test_shares_follow_weights_at_every_prefix(weights: list[float]) -> None:
 
 
 @given(weights=weights, first=st.integers(0, 10**10), count=st.integers(1, 200))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_choices_and_counts_agree_anywhere(weights: list[float], first: int, count: int) -> None:
     blend = Blend(weights)
     chosen = blend.chosen(first, count)

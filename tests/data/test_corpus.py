@@ -14,10 +14,10 @@ import pytest
 
 from keepstep.config.schema import DataConfig
 from keepstep.core.errors import DataError
-from keepstep.data import corpus, tokenize
+from keepstep.data import corpus, tokenization
+from keepstep.data.corpus import unigram_perplexity
 from keepstep.data.formats.megatron import MegatronReader
 from keepstep.data.loader import build_loaders
-from keepstep.data.stats import unigram_perplexity
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ def test_the_demo_is_prepared_once_and_decodes_to_source_text(
     assert np.array_equal(loaders.train.rows(0, 4).inputs, again.train.rows(0, 4).inputs)
     assert loaders.tokenizer is not None
     assert loaders.facts["unigram_perplexity"] > 10
-    text = tokenize.load(loaders.tokenizer).decode(MegatronReader(Path(loaders.facts["path"]) / "train").tokens[:500])
+    text = tokenization.load(loaders.tokenizer).decode(
+        MegatronReader(Path(loaders.facts["path"]) / "train").tokens[:500]
+    )
     assert text.startswith(corpus.standard_library_files()[0].read_text()[:200])
 
 
@@ -83,14 +85,14 @@ def test_two_processes_prepare_once(tmp_path: Path) -> None:
 
 def test_unigram_perplexity_of_uniform_tokens_is_their_number() -> None:
     tokens = np.tile(np.arange(50), 1000)
-    assert unigram_perplexity(tokens, tokens) == pytest.approx(50, rel=1e-3)
+    assert unigram_perplexity(tokens, tokens, 50) == pytest.approx(50, rel=1e-3)
 
 
 def test_a_prepared_folder_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    monkeypatch.setattr("keepstep.data.corpus.sync_file", lambda path: synced.append(path.name))
+    monkeypatch.setattr("keepstep.data.cache_folder.sync_file", lambda path: synced.append(path.name))
     really = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
@@ -130,7 +132,7 @@ def test_the_training_of_a_tokenizer_can_be_interrupted(tmp_path: Path, monkeypa
     monkeypatch.setattr("tokenizers.Tokenizer", _DeafTokenizer)
     try:
         with pytest.raises(KeyboardInterrupt):
-            tokenize.train_bpe(["some text"], 300, tmp_path / "tokenizer.json")
+            tokenization.train_bpe(["some text"], 300, tmp_path / "tokenizer.json")
     finally:
         _DeafTokenizer.released.set()
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**63)
 
 
 @given(samples=st.integers(1, 5000), seed=seeds, epoch=st.integers(0, 2**40))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_epoch_visits_every_sample_once(samples: int, seed: int, epoch: int) -> None:
     order = sample_order(samples * epoch, samples, samples, seed, shuffle=True)
     assert np.array_equal(np.sort(order), np.arange(samples))
@@ -23,7 +23,7 @@ def test_every_epoch_visits_every_sample_once(samples: int, seed: int, epoch: in
 @given(
     samples=st.integers(1, 500), seed=seeds, first=st.integers(0, 3000), cuts=st.lists(st.integers(1, 60), max_size=9)
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_way_of_asking_gives_the_same_order(samples: int, seed: int, first: int, cuts: list[int]) -> None:
     at_once = sample_order(first, sum(cuts), samples, seed, shuffle=True)
     pieces = [
@@ -57,7 +57,7 @@ def test_without_shuffling_the_order_on_disk_stays() -> None:
 
 
 @given(samples=st.integers(1, 3000), window=st.integers(1, 400), seed=seeds)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_windows_visit_every_sample_once_and_stay_together(samples: int, window: int, seed: int) -> None:
     order = sample_order(samples * 3, samples, samples, seed, shuffle=True, window=window)
     assert np.array_equal(np.sort(order), np.arange(samples))

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models.cache import KeyValueCache
+from keepstep.models.attention_context import KeyValueCache
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
 
@@ -30,7 +30,7 @@ class Letters:
 
 @pytest.fixture
 def adapter() -> tuple[Any, Transformer]:
-    from keepstep.evaluate.lm_eval import KeepstepLM
+    from keepstep.evaluate.lm_eval_tasks import KeepstepLM
 
     model = Transformer(CONFIG).eval()
     init_weights(model, 3)
@@ -39,7 +39,7 @@ def adapter() -> tuple[Any, Transformer]:
         cache = KeyValueCache(CONFIG.layers, capacity, padding_b if padding_b.any() else None)
         return lambda tokens_bt: model(tokens_bt, cache=cache)[:, -1]
 
-    return KeepstepLM(model, open_decoder, Letters(), ends=frozenset({0}), room=32, batch=2), model
+    return KeepstepLM(model, open_decoder, Letters(), stop_tokens=frozenset({0}), context_length=32, batch=2), model
 
 
 def request(*args: Any) -> Any:

@@ -30,9 +30,9 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     parts["lm_eval.api.model"].LM = object  # type: ignore[attr-defined]
     for name, part in parts.items():
         monkeypatch.setitem(sys.modules, name, part)
-    monkeypatch.delitem(sys.modules, "keepstep.evaluate.lm_eval", raising=False)
-    made = importlib.import_module("keepstep.evaluate.lm_eval")
-    monkeypatch.delitem(sys.modules, "keepstep.evaluate.lm_eval")
+    monkeypatch.delitem(sys.modules, "keepstep.evaluate.lm_eval_tasks", raising=False)
+    made = importlib.import_module("keepstep.evaluate.lm_eval_tasks")
+    monkeypatch.delitem(sys.modules, "keepstep.evaluate.lm_eval_tasks")
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Punctuation()]
@@ -45,7 +45,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert capacity <= ROOM, "prompt and answer fit the model together"
         return lambda tokens_bt: logits(tokens_bt)[:, -1]
 
-    return made.KeepstepLM(logits, open_decoder, tokenizer, ends=frozenset({0}), room=ROOM, batch=4)
+    return made.KeepstepLM(logits, open_decoder, tokenizer, stop_tokens=frozenset({0}), context_length=ROOM, batch=4)
 
 
 def test_a_space_at_the_end_of_the_context_belongs_to_the_continuation(adapter: Any) -> None:

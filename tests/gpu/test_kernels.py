@@ -11,28 +11,39 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models import products
-from keepstep.models.activated import activated_gradient, activated_product
-from keepstep.models.added import added_product
 from keepstep.models.attention import Attention
-from keepstep.models.causal import attend_fused, has_kernel
-from keepstep.models.documents import Bounds, attend_documents, document_bounds, flash_takes, longest_document
-from keepstep.models.fp8 import BACKWARD, FORWARD, Fp8Linear, fp8_gated, fp8_gradients, multiply, to_fp8
-from keepstep.models.gated import gated_gradient, gated_product
+from keepstep.models.attention_context import make_context
+from keepstep.models.block_plan import BlockPlan
 from keepstep.models.head import head_loss
-from keepstep.models.kernels import activated as activated_kernels
-from keepstep.models.kernels import choice
-from keepstep.models.kernels import gated as gated_kernels
-from keepstep.models.kernels import turned as turned_kernels
-from keepstep.models.masks import make_context
+from keepstep.models.kernels import cublaslt, gemm_tiles
+from keepstep.models.kernels.attention_backward import HEAD_SIZES
+from keepstep.models.linear import (
+    BACKWARD,
+    FORWARD,
+    Fp8Linear,
+    fp8_matmul_backward,
+    fp8_swiglu_mlp,
+    to_fp8,
+)
 from keepstep.models.mlp import make_mlp
-from keepstep.models.norm import RMSNorm
-from keepstep.models.positions import rotate
-from keepstep.models.residual import add_and_norm
-from keepstep.models.swiglu import activate, activate_backward, swiglu
-from keepstep.models.turn import project_and_turn, projected_and_turned, split_and_turn
-from keepstep.train.exact import repeatable_kernels
-from keepstep.train.master import bias_corrections, join, plain_update, split
+from keepstep.models.norm import RMSNorm, add_norm
+from keepstep.models.ops import matmul
+from keepstep.models.ops.backend import KernelBackend
+from keepstep.models.ops.fused_attention import fused_attention, has_kernel
+from keepstep.models.ops.fused_mlp import gelu_mlp_backward, gelu_mlp_forward, swiglu_mlp_backward, swiglu_mlp_forward
+from keepstep.models.ops.matmul import matmul_add_forward
+from keepstep.models.ops.rope import qkv_rope, qkv_rope_forward, split_apply_rope
+from keepstep.models.ops.swiglu import activate, activate_backward, swiglu
+from keepstep.models.ops.varlen_attention import (
+    VarlenSpans,
+    cu_seqlens_of,
+    flash_supports,
+    max_seqlen_of,
+    varlen_attention,
+)
+from keepstep.models.positions import apply_rope
+from keepstep.train.device import deterministic_kernels
+from keepstep.train.optim.master_weights import bias_corrections, join, plain_update, split
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="these kernels run on a GPU")
 CUDA = torch.device("cuda")
@@ -72,12 +83,12 @@ def test_swiglu_forward_backward_and_largest_magnitude(rows: int) -> None:
     fused = torch.randn(rows, 16384, device=CUDA, dtype=torch.bfloat16)
     dy = torch.randn(rows, 8192, device=CUDA, dtype=torch.bfloat16)
     gate, up = fused.float().unflatten(-1, (-1, 2, 1024)).unbind(-2)
-    product, largest = activate(fused, 1024, with_largest=True)
+    product, largest = activate(fused, 1024, with_amax=True)
     expected = (F.silu(gate) * up).flatten(-2)
     assert relative(product, expected) < 4e-3
     assert largest.item() == pytest.approx(expected.abs().max().item(), rel=1e-5)
     del gate, up, product, expected
-    gradient, largest = activate_backward(dy, fused, 1024, with_largest=True)
+    gradient, largest = activate_backward(dy, fused, 1024, with_amax=True)
     reference = activate_backward(dy[:64].cpu(), fused[:64].cpu(), 1024)[0]
     assert relative(gradient[:64].cpu(), reference) < 4e-3
     assert largest.item() == pytest.approx(gradient.abs().max().item(), rel=1e-2)
@@ -93,7 +104,7 @@ def test_the_gated_fp8_form_at_full_size() -> None:
     def gradients(output: torch.Tensor) -> list[torch.Tensor]:
         return [output.detach(), *torch.autograd.grad(output, [x, gate_up.weight, down.weight], dy)]
 
-    ours = gradients(fp8_gated(x, gate_up, down, 1024))
+    ours = gradients(fp8_swiglu_mlp(x, gate_up, down, 1024))
     apart = gradients(down(swiglu(gate_up(x), 1024)))
     dense = gradients(F.linear(swiglu(F.linear(x, gate_up.weight), 1024), down.weight))
     # Scales that differ in the last bit round differently: what counts is that neither form is further from the truth.
@@ -110,7 +121,7 @@ def test_adamw_on_split_weights() -> None:
     gradient, factor = torch.randn(size, device=CUDA, dtype=torch.bfloat16), torch.tensor(0.7, device=CUDA)
     corrections = bias_corrections(torch.tensor(3.0, device=CUDA), (0.9, 0.95))
     settings = {"lr": 0.1, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "corrections": corrections}
-    from keepstep.models.kernels.adamw import adamw_
+    from keepstep.models.kernels.optimizer import adamw_
 
     ours, theirs = ([part.clone() for part in start] for _ in range(2))
     adamw_((ours[0], ours[1]), gradient, (ours[2], ours[3]), factor, **settings)  # type: ignore[arg-type]
@@ -133,7 +144,7 @@ def test_residual_sum_and_norm_forward_and_backward(rows: int, width: int, with_
     parts = [torch.randn(1, rows, width, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
     x, added = parts[0].requires_grad_(), parts[1].requires_grad_() if with_added else None
     exact = [part.detach().double().requires_grad_() for part in (x, norm.weight, *([added] if with_added else []))]  # type: ignore[union-attr]
-    ours = add_and_norm(x, added, norm)
+    ours = add_norm(x, added, norm)
     stream = exact[0] + exact[2] if with_added else exact[0] * 1
     # The kernel normalises the sum as it was stored, in bf16.
     stream = stream + (ours[0].detach().double() - stream).detach()
@@ -153,8 +164,8 @@ def test_rotary_with_the_split_of_the_projection(groups: int, queries: int, size
     qkv = torch.randn(2, 700, groups * (queries + 2) * size, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     angle = torch.rand(tables, 700, size // 2, device=CUDA) * 6
     theirs_in = qkv.detach().cpu().requires_grad_()
-    ours = split_and_turn(qkv, angle.cos(), angle.sin(), queries, size)
-    theirs = split_and_turn(theirs_in, angle.cpu().cos(), angle.cpu().sin(), queries, size)
+    ours = split_apply_rope(qkv, angle.cos(), angle.sin(), queries, size)
+    theirs = split_apply_rope(theirs_in, angle.cpu().cos(), angle.cpu().sin(), queries, size)
     # Attention hands gradients back head by head: strides that are not those of the parts.
     gradients = [torch.randn_like(part.transpose(1, 2).contiguous()).transpose(1, 2) for part in ours]
     back = torch.autograd.grad(ours, qkv, gradients)[0]
@@ -166,19 +177,19 @@ def test_rotary_with_the_split_of_the_projection(groups: int, queries: int, size
 def test_fp8_with_its_scale_and_its_transpose() -> None:
     torch.manual_seed(7)
     x = torch.randn(1000, 600, device=CUDA, dtype=torch.bfloat16)
-    small, turned, undo = to_fp8(x, FORWARD)
+    small, transposed, undo = to_fp8(x, FORWARD)
     assert small.float().abs().max() == torch.finfo(FORWARD).max
-    assert torch.equal(turned.float(), small.float().t())
+    assert torch.equal(transposed.float(), small.float().t())
     assert relative(small.float() * undo, x) < 0.04
 
 
 def test_fp8_gradients_over_many_tokens_are_added_up_in_full() -> None:
     torch.manual_seed(8)
     x, dy = (torch.randn(32768, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    (_, x8_km, x_undo), (_, w8_kn, w_undo) = to_fp8(x, FORWARD), to_fp8(dy[:512], FORWARD)
-    _, d_weight = fp8_gradients(dy + x, x8_km, x_undo, w8_kn, w_undo)
-    dy8_nm, dy_undo = to_fp8(dy + x, BACKWARD)[1:]
-    exact = (dy8_nm.double() @ x8_km.double().t()) * (dy_undo.double() * x_undo.double())
+    (_, x8_km, x_inv_scale), (_, w8_kn, w_inv_scale) = to_fp8(x, FORWARD), to_fp8(dy[:512], FORWARD)
+    _, d_weight = fp8_matmul_backward(dy + x, x8_km, x_inv_scale, w8_kn, w_inv_scale)
+    dy8_nm, dy_inv_scale = to_fp8(dy + x, BACKWARD)[1:]
+    exact = (dy8_nm.double() @ x8_km.double().t()) * (dy_inv_scale.double() * x_inv_scale.double())
     # Fast sums would be 8% off.
     assert relative(d_weight, exact) < 5e-3
 
@@ -186,15 +197,19 @@ def test_fp8_gradients_over_many_tokens_are_added_up_in_full() -> None:
 @pytest.mark.parametrize("fast_sums", [True, False])
 def test_a_chosen_fp8_product_has_the_bits_of_torchs_own(fast_sums: bool) -> None:
     torch.manual_seed(9)
-    a8, _, a_undo = to_fp8(torch.randn(32768, 2048, device=CUDA, dtype=torch.bfloat16), FORWARD)
-    b8, _, b_undo = to_fp8(torch.randn(16384, 2048, device=CUDA, dtype=torch.bfloat16), FORWARD)
-    scales = {"scale_a": a_undo, "scale_b": b_undo}
+    a8, _, a_inv_scale = to_fp8(torch.randn(32768, 2048, device=CUDA, dtype=torch.bfloat16), FORWARD)
+    b8, _, b_inv_scale = to_fp8(torch.randn(16384, 2048, device=CUDA, dtype=torch.bfloat16), FORWARD)
+    scales = {"scale_a": a_inv_scale, "scale_b": b_inv_scale}
     expected = torch._scaled_mm(a8, b8.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast_sums)
     for _ in range(2):
-        assert torch.equal(multiply(a8, b8, a_undo, b_undo, torch.bfloat16, fast_sums=fast_sums), expected)
+        assert torch.equal(
+            matmul.scaled_gemm(a8, b8, a_inv_scale, b_inv_scale, torch.bfloat16, fast_sums=fast_sums), expected
+        )
     # Scales belong to the call, not to the choice.
-    assert torch.equal(multiply(a8, b8, a_undo * 2, b_undo, torch.bfloat16, fast_sums=fast_sums), expected * 2)
-    small = multiply(a8[:64], b8[:32], a_undo, b_undo, torch.bfloat16, fast_sums=fast_sums)
+    assert torch.equal(
+        matmul.scaled_gemm(a8, b8, a_inv_scale * 2, b_inv_scale, torch.bfloat16, fast_sums=fast_sums), expected * 2
+    )
+    small = matmul.scaled_gemm(a8[:64], b8[:32], a_inv_scale, b_inv_scale, torch.bfloat16, fast_sums=fast_sums)
     assert relative(small, expected[:64, :32]) < 1e-2
 
 
@@ -202,42 +217,43 @@ def test_a_chosen_fp8_product_has_the_bits_of_torchs_own(fast_sums: bool) -> Non
 def test_a_chosen_product_has_the_bits_of_torchs_own(
     by_columns: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(products, "_WORTH_A_CHOICE", 1 << 36)
-    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(matmul, "_WORTH_A_CHOICE", 1 << 36)
+    monkeypatch.setattr(cublaslt, "cache_folder", lambda: tmp_path)
     # Any other way than torch's own will do.
-    monkeypatch.setattr(choice, "_WORTH", 9.0)
+    monkeypatch.setattr(cublaslt, "_WORTH", 9.0)
     torch.manual_seed(15)
     shapes = [
-        shape[::-1] if turned else shape for shape, turned in zip(((6144, 3072), (3072, 4096)), by_columns, strict=True)
+        shape[::-1] if transposed else shape
+        for shape, transposed in zip(((6144, 3072), (3072, 4096)), by_columns, strict=True)
     ]
     a, b = (torch.randn(shape, device=CUDA).bfloat16() for shape in shapes)
-    a, b = (side.t() if turned else side for side, turned in zip((a, b), by_columns, strict=True))
+    a, b = (side.t() if transposed else side for side, transposed in zip((a, b), by_columns, strict=True))
     out = a.new_empty((6144, 4096))
     for _ in range(2):
-        assert torch.equal(products.multiply_into(out.zero_(), a, b), torch.mm(a, b))
+        assert torch.equal(matmul.matmul_into(out.zero_(), a, b), torch.mm(a, b))
         # The second time by what was kept.
-        assert all(kept is not None for kept in products._choices.values())
-        products._choices.clear()
+        assert all(kept is not None for kept in matmul._choices.values())
+        matmul._choices.clear()
     assert len(list(tmp_path.glob("choices/*"))) == 1
 
 
 def test_a_matrix_is_added_inside_its_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cublaslt, "cache_folder", lambda: tmp_path)
     torch.manual_seed(16)
     left, weight = torch.randn(32768, 1152, device=CUDA).bfloat16(), torch.randn(2048, 1152, device=CUDA).bfloat16()
     residual = torch.randn(32768, 2048, device=CUDA).bfloat16()
     before = residual.clone()
-    found = added_product(left, weight, residual)
-    assert any(key[5] is False and kept is not None for key, kept in products._choices.items())
+    found = matmul_add_forward(left, weight, residual)
+    assert any(key[5] is False and kept is not None for key, kept in matmul._choices.items())
     expected = residual.float() + left.float() @ weight.float().t()
     assert relative(found, expected) < 2e-3
     assert torch.equal(residual, before)
-    assert torch.equal(found, added_product(left, weight, residual))
+    assert torch.equal(found, matmul_add_forward(left, weight, residual))
 
 
-def bounds_of(documents: torch.Tensor) -> Bounds:
-    edges = document_bounds(documents.cpu().numpy())
-    return Bounds(torch.from_numpy(edges).to(CUDA), longest_document(edges, documents.shape[1]))
+def spans_of(documents: torch.Tensor) -> VarlenSpans:
+    cu_seqlens = cu_seqlens_of(documents.cpu().numpy())
+    return VarlenSpans(torch.from_numpy(cu_seqlens).to(CUDA), max_seqlen_of(cu_seqlens, documents.shape[1]))
 
 
 @pytest.mark.parametrize("window", [0, 100, 4096])
@@ -246,8 +262,8 @@ def bounds_of(documents: torch.Tensor) -> Bounds:
 def test_flash_attention_inside_documents(compiled: bool, window: int) -> None:
     torch.manual_seed(10)
     documents = torch.randint(0, 9, (4, 2048), device=CUDA).sort(dim=1).values
-    bounds = bounds_of(documents)
-    assert 128 <= bounds.longest < 2048
+    spans = spans_of(documents)
+    assert 128 <= spans.max_seqlen < 2048
     parts = [torch.randn(4, 2048, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (32, 8, 8)]
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
     if window:
@@ -258,8 +274,8 @@ def test_flash_attention_inside_documents(compiled: bool, window: int) -> None:
     ).transpose(1, 2)
     gradient = torch.randn_like(expected)
     ours = [part.clone().requires_grad_() for part in parts]
-    way = torch.compile(attend_documents) if compiled else attend_documents
-    found = way(*ours, bounds, window)
+    way = torch.compile(varlen_attention) if compiled else varlen_attention
+    found = way(*ours, spans, window)
     assert relative(found, expected) < 1e-2
     theirs = torch.autograd.grad(expected, exact, gradient)
     for one, other in zip(torch.autograd.grad(found, ours, gradient.bfloat16()), theirs, strict=True):
@@ -270,22 +286,22 @@ def test_documents_of_one_token_are_documents() -> None:
     torch.manual_seed(11)
     documents = torch.arange(200, device=CUDA).expand(3, -1)
     query, key, value = (torch.randn(3, 200, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2))
-    found = attend_documents(query, key, value, bounds_of(documents))
+    found = varlen_attention(query, key, value, spans_of(documents))
     assert torch.equal(found, value.repeat_interleave(4, dim=2))
 
 
 @pytest.mark.parametrize("window", [0, 100])
 def test_flash_attention_inside_documents_repeats_its_bits_where_they_must(window: int) -> None:
     torch.manual_seed(12)
-    bounds = bounds_of(torch.randint(0, 9, (4, 2048), device=CUDA).sort(dim=1).values)
+    spans = spans_of(torch.randint(0, 9, (4, 2048), device=CUDA).sort(dim=1).values)
     parts = [
         torch.randn(4, 2048, heads, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8, 8)
     ]
     gradient = torch.randn_like(parts[0])
     first: list[torch.Tensor] = []
-    with repeatable_kernels(True):
+    with deterministic_kernels():
         for _ in range(5):
-            found = attend_documents(*parts, bounds, window)
+            found = varlen_attention(*parts, spans, window)
             results = [found, *torch.autograd.grad(found, parts, gradient)]
             first = first or results
             assert all(torch.equal(one, other) for one, other in zip(results, first, strict=True))
@@ -303,9 +319,9 @@ def test_flash_attention_inside_documents_repeats_its_bits_where_they_must(windo
     ],
 )
 def test_what_the_flash_kernel_takes(dtype: torch.dtype, head_size: int, takes: bool) -> None:
-    assert flash_takes(CUDA, dtype, head_size) == takes
+    assert flash_supports(CUDA, dtype, head_size) == takes
     with sdpa_kernel(SDPBackend.MATH):
-        assert not flash_takes(CUDA, dtype, head_size)
+        assert not flash_supports(CUDA, dtype, head_size)
 
 
 hopper = pytest.mark.skipif(
@@ -321,13 +337,13 @@ def test_swiglu_inside_its_products(tokens: int, hidden: int, ffn: int, width: i
     x, d_out = (torch.randn(tokens, hidden, device=CUDA).bfloat16() for _ in range(2))
     gate_up = (torch.randn(2 * ffn, hidden, device=CUDA) * 0.05).bfloat16()
     down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
-    assert gated_kernels.joins(x, ffn, width)
-    product, slopes = gated_product(x, gate_up, width)
+    assert gemm_tiles.can_fuse_swiglu(x, ffn, width)
+    product, slopes = swiglu_mlp_forward(x, gate_up, width)
     fused = torch.mm(x, gate_up.t())
     assert relative(product, activate(fused, width)[0]) < 3e-3
-    d_fused = gated_gradient(d_out, down, slopes, width)
+    d_fused = swiglu_mlp_backward(d_out, down, slopes, width)
     assert relative(d_fused, activate_backward(torch.mm(d_out, down), fused, width)[0]) < 4e-3
-    assert torch.equal(d_fused, gated_gradient(d_out, down, slopes, width))
+    assert torch.equal(d_fused, swiglu_mlp_backward(d_out, down, slopes, width))
 
 
 @hopper
@@ -340,15 +356,15 @@ def test_gelu_inside_its_products(tokens: int, hidden: int, ffn: int, biased: bo
     down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
     # A bias that begins between two places where eight numbers could be read at once.
     bias = torch.randn(ffn + 1, device=CUDA).bfloat16()[1:] if biased else None
-    assert activated_kernels.joins(x, ffn)
+    assert gemm_tiles.can_fuse_gelu(x, ffn)
     by_tanh = approximate == "tanh"
-    activation, slopes = activated_product(x, up, bias, by_tanh)
+    activation, slopes = gelu_mlp_forward(x, up, bias, by_tanh)
     wide = F.linear(x, up, bias).float()
     assert relative(activation, F.gelu(wide, approximate=approximate)) < 4e-3
-    d_wide = activated_gradient(d_out, down, slopes, by_tanh)
+    d_wide = gelu_mlp_backward(d_out, down, slopes, by_tanh)
     expected = torch.ops.aten.gelu_backward(torch.mm(d_out, down).float(), wide, approximate=approximate)
     assert relative(d_wide, expected) < 5e-3
-    assert torch.equal(d_wide, activated_gradient(d_out, down, slopes, by_tanh))
+    assert torch.equal(d_wide, gelu_mlp_backward(d_out, down, slopes, by_tanh))
 
 
 @hopper
@@ -364,7 +380,7 @@ def test_gelu_of_every_number() -> None:
         value = numbers.double().requires_grad_()
         expected = F.gelu(value, approximate=approximate)
         (slope,) = torch.autograd.grad(expected.sum(), value)
-        ours = activated_product(x, up, None, by_tanh)
+        ours = gelu_mlp_forward(x, up, None, by_tanh)
         for part, truth in zip(ours, (expected.detach(), slope), strict=True):
             got = part[: numbers.numel(), 7].double()
             assert ((got - truth).abs() <= 0.005 * truth.abs() + 1e-6).all()
@@ -379,8 +395,8 @@ def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators(kind: Any) -> None:
     x = torch.randn(2, 256, 512, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x)
     outcomes = []
-    for spans in (True, False):
-        mlp.keeps_activation = spans
+    for fused in (True, False):
+        mlp.plan = BlockPlan(fused_matmuls=fused)
         for tensor in (x, *mlp.parameters()):
             tensor.grad = None
         output = mlp(x)
@@ -399,20 +415,21 @@ def test_positions_inside_the_projection(rows: int, tokens: int, tables: int, qu
     x = torch.randn(rows, tokens, hidden, device=CUDA).bfloat16()
     weight = (torch.randn(4 * (queries + 2) * 64, hidden, device=CUDA) * 0.05).bfloat16()
     angle = torch.rand(tables, tokens, 32, device=CUDA) * 100
-    assert turned_kernels.joins(x.flatten(0, 1), len(weight), 64)
-    ours = projected_and_turned(x, weight, angle.cos(), angle.sin(), queries, 64)
-    theirs = split_and_turn(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
+    assert gemm_tiles.can_fuse_rope(x.flatten(0, 1), len(weight), 64)
+    ours = qkv_rope_forward(x, weight, angle.cos(), angle.sin(), queries, 64)
+    theirs = split_apply_rope(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
     for one, other in zip(ours, theirs, strict=True):
         assert relative(one, other) < 3e-3
     x.requires_grad_(), weight.requires_grad_()
     seeds = [torch.randn_like(part) for part in ours]
-    joined = torch.autograd.grad(project_and_turn(x, weight, angle.cos(), angle.sin(), queries, 64), (x, weight), seeds)
-    apart = split_and_turn(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
+    joined = torch.autograd.grad(qkv_rope(x, weight, angle.cos(), angle.sin(), queries, 64), (x, weight), seeds)
+    apart = split_apply_rope(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
     for one, other in zip(joined, torch.autograd.grad(apart, (x, weight), seeds), strict=True):
         assert relative(one, other) < 3e-3
 
 
 @hopper
+@pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize(
     ("rows", "tokens", "groups", "queries", "table_rows"),
     [
@@ -424,21 +441,23 @@ def test_positions_inside_the_projection(rows: int, tokens: int, tables: int, qu
         (2, 4096, 8, 4, 1),
     ],
 )
-def test_what_attention_passes_back(rows: int, tokens: int, groups: int, queries: int, table_rows: int) -> None:
+def test_attention_backward_matches_fp32(
+    rows: int, tokens: int, groups: int, queries: int, table_rows: int, size: int
+) -> None:
     torch.manual_seed(13)
-    assert has_kernel(CUDA)
-    qkv = torch.randn(rows, tokens, groups * (queries + 2) * 64, device=CUDA).bfloat16().requires_grad_()
-    angle = torch.rand(table_rows, tokens, 32, device=CUDA) * 100
+    assert has_kernel(CUDA, size)
+    qkv = torch.randn(rows, tokens, groups * (queries + 2) * size, device=CUDA).bfloat16().requires_grad_()
+    angle = torch.rand(table_rows, tokens, size // 2, device=CUDA) * 100
     tables = (angle.cos(), angle.sin()) if table_rows else None
-    ours = attend_fused(qkv, tables, queries, 64)
+    ours = fused_attention(qkv, tables, queries, size)
     seed = torch.randn_like(ours)
     (gradient,) = torch.autograd.grad(ours, qkv, seed)
 
     exact = qkv.detach().float().requires_grad_()
-    grouped = exact.unflatten(-1, (groups, queries + 2, 64))
+    grouped = exact.unflatten(-1, (groups, queries + 2, size))
     sides = [grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]]
     if tables:
-        sides[:2] = [rotate(side, *tables) for side in sides[:2]]
+        sides[:2] = [apply_rope(side, *tables) for side in sides[:2]]
     sides[0] = sides[0].flatten(2, 3)
     with sdpa_kernel(SDPBackend.MATH):
         query, key, value = (side.transpose(1, 2) for side in sides)
@@ -450,40 +469,88 @@ def test_what_attention_passes_back(rows: int, tokens: int, groups: int, queries
     for place in (slice(0, -2), slice(-2, -1), slice(-1, None)):
         one, other = (part[..., place, :] for part in parts)
         assert relative(one, other) < 1e-2
-        # Not a token or a head is off by itself.
-        assert ((one - other).norm(dim=-1) < 0.1 * other.norm(dim=-1) + 0.02 * other.norm(dim=-1).mean()).all()
+        # No single token or head is off. Rounding attention's output to bf16 alone, with all else in fp32, is off by up
+        # to 0.016 of the mean with heads of 64 and 0.024 with heads of 128.
+        slack = {64: 0.02, 128: 0.03}[size]
+        assert ((one - other).norm(dim=-1) < 0.1 * other.norm(dim=-1) + slack * other.norm(dim=-1).mean()).all()
 
 
 @hopper
+@pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize(("rows", "tokens", "groups", "queries"), [(700, 128, 1, 1), (2, 2048, 4, 1), (8, 4096, 8, 4)])
-def test_what_keys_and_values_get_repeats_its_bits(rows: int, tokens: int, groups: int, queries: int) -> None:
+def test_attention_backward_repeats_its_bits(rows: int, tokens: int, groups: int, queries: int, size: int) -> None:
     torch.manual_seed(15)
-    qkv = torch.randn(rows, tokens, groups * (queries + 2) * 64, device=CUDA).bfloat16().requires_grad_()
-    mixed = attend_fused(qkv, None, queries, 64)
-    seed = torch.randn_like(mixed)
-    outcomes = [torch.autograd.grad(mixed, qkv, seed, retain_graph=True)[0] for _ in range(20)]
-    parts = [gradient.unflatten(-1, (groups, queries + 2, 64)) for gradient in outcomes]
-    assert all(part[..., -2:, :].equal(parts[0][..., -2:, :]) for part in parts)
-    # Queries' sums have no fixed order.
-    assert all(relative(part[..., :-2, :], parts[0][..., :-2, :]) < 1e-3 for part in parts)
+    qkv = torch.randn(rows, tokens, groups * (queries + 2) * size, device=CUDA).bfloat16().requires_grad_()
+    attn_out = fused_attention(qkv, None, queries, size)
+    seed = torch.randn_like(attn_out)
+    (first,) = torch.autograd.grad(attn_out, qkv, seed, retain_graph=True)
+    for _ in range(20):
+        assert torch.autograd.grad(attn_out, qkv, seed, retain_graph=True)[0].equal(first)
+
+
+@hopper
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_attention_backward_keeps_precision_with_outliers(size: int) -> None:
+    """The integer scale of queries' gradients comes from a bound: a few huge keys and values make it far too large."""
+    torch.manual_seed(16)
+    qkv = torch.randn(1, 1024, 4 * size, device=CUDA)
+    qkv[:, 5, 2 * size : 2 * size + 3] = 60.0
+    qkv[:, 7, 3 * size :] *= 50.0
+    qkv = qkv.bfloat16().requires_grad_()
+    seed = torch.randn(1, 1024, 2 * size, device=CUDA).bfloat16()
+    (gradient,) = torch.autograd.grad(fused_attention(qkv, None, 2, size), qkv, seed)
+    exact = qkv.detach().float().requires_grad_()
+    query, key, value = exact.unflatten(-1, (4, size)).transpose(1, 2).split([2, 1, 1], dim=1)
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    (expected,) = torch.autograd.grad(theirs.transpose(1, 2).flatten(2), exact, seed.float())
+    assert relative(gradient[..., : 2 * size], expected[..., : 2 * size]) < 1e-2
+
+
+@hopper
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_attention_backward_passes_numbers_on_that_are_not_finite(value: float) -> None:
+    qkv = torch.randn(1, 128, 3 * 64, device=CUDA).bfloat16().requires_grad_()
+    seed = torch.randn(1, 128, 64, device=CUDA).bfloat16()
+    seed[0, 100, 3] = value
+    (gradient,) = torch.autograd.grad(fused_attention(qkv, None, 1, 64), qkv, seed)
+    assert not gradient[0, 100, :64].isfinite().any()
 
 
 @hopper
 @pytest.mark.filterwarnings("default")
-def test_a_block_with_attention_at_once_learns_like_one_without() -> None:
-    config = ModelConfig(hidden=512, heads=8, kv_heads=2, seq_len=1024, positions="rotary", bias=False)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_fused_attention_trains_like_plain_attention(size: int) -> None:
+    heads = 512 // size
+    config = ModelConfig(hidden=512, heads=heads, kv_heads=heads // 4, seq_len=1024, positions="rotary", bias=False)
     torch.manual_seed(14)
     attention = Attention(config, 0).to(CUDA, torch.bfloat16)
     x = torch.randn(2, 1024, 512, device=CUDA).bfloat16().requires_grad_()
     context = make_context(config, x, torch.arange(1024, device=CUDA).expand(2, -1), None, None)
     seed, outcomes = torch.randn_like(x), []
-    for attention.at_once in (True, False):
+    for fused in (True, False):
+        attention.plan = BlockPlan(fused_attention=fused)
         output = torch.compile(attention)(x, context)
         outcomes.append([output, *torch.autograd.grad(output, [x, *attention.parameters()], seed)])
     for ours, theirs in zip(*outcomes, strict=True):
         assert relative(ours, theirs) < 1e-2
 
 
-def test_attention_at_once_is_not_for_runs_that_must_repeat() -> None:
-    with repeatable_kernels(True):
-        assert not has_kernel(CUDA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [True, False])
+def test_fixed_point_sums_have_the_bits_of_torchs_operators(dtype: torch.dtype, first: bool) -> None:
+    torch.manual_seed(17)
+    # From far below one step to numbers that are whole already, halves between two steps included.
+    gradient = (torch.randn(100_003, device=CUDA) * torch.logspace(-18, 2, 100_003, device=CUDA)).to(dtype)
+    gradient[:4] = torch.tensor([0.5, 1.5, -2.5, 3.5], device=CUDA) * 2.0**-50
+    start = torch.randint(-(2**60), 2**60, (100_003,), device=CUDA)
+    outcomes = []
+    for device in (CUDA, torch.device("cpu")):
+        total, largest = start.to(device).clone(), torch.zeros((), device=device)
+        KernelBackend().add_fixed_point_(total, gradient.to(device), largest, 2.0**50, first)
+        outcomes.append((total.cpu(), largest.cpu()))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*outcomes, strict=True))
+    gradient[5] = float("nan")
+    largest = torch.zeros((), device=CUDA)
+    KernelBackend().add_fixed_point_(start, gradient, largest, 2.0**50, first)
+    assert not largest.isfinite()

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-DOCUMENTS = ("coming-from", "kubernetes", "slurm", "infrastructure", "health")
+DOCUMENTS = ("coming-from", "kubernetes", "slurm", "engines", "infrastructure", "health")
 
 
 def commands(program: str) -> list[list[str]]:

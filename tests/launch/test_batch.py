@@ -1,26 +1,25 @@
-"""What a job's script does when the run ends, with Slurm's commands played by small scripts."""
+"""What a job's script does when the run ends, with Slurm's commands simulated by small scripts."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from manifests import REPOSITORY
 
-from keepstep.cli import doctor
 from keepstep.cli.main import main
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.launch import slurm
 from keepstep.launch.job import Job, JobRecord, Target
 from keepstep.launch.profiles import SlurmProfile
-from keepstep.launch.submit import submit
+from keepstep.launch.submit import ReportJob, run_report_job, submit
+from tests.launch.manifests import REPOSITORY
+from tests.patience import PATIENCE_S
 
 
-class Played:
+class SimulatedSlurm:
     """A job folder and a PATH on which Slurm's commands only write down how they were called."""
 
     def __init__(self, folder: Path, *, excluded: str = "(null)") -> None:
@@ -58,130 +57,130 @@ class Played:
         self.job_folder.mkdir(parents=True, exist_ok=True)
         script = self.job_folder / "job.sbatch"
         script.write_text(slurm.render(self.job, profile or SlurmProfile()))
-        return subprocess.run(["bash", str(script)], env=self.environment, timeout=60).returncode
+        return subprocess.run(["bash", str(script)], env=self.environment, timeout=PATIENCE_S).returncode
 
     def submitted(self) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith("sbatch")]
 
 
-def test_a_retry_without_failed_nodes_still_does_without_those_that_were_left_out_before(tmp_path: Path) -> None:
-    played = Played(tmp_path, excluded="n7,n9")
-    played.program("srun", f"echo n2 > {played.job_folder}/failed-nodes; exit 5")
-    assert played.run(SlurmProfile(exclude=("n7", "n9"))) == 5
-    assert [line.split()[2] for line in played.submitted()] == ["--exclude=n2,n7,n9"]
+def test_batch_retry_excludes_failed_and_previously_excluded_nodes(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path, excluded="n7,n9")
+    simulated.program("srun", f"echo n2 > {simulated.job_folder}/failed-nodes; exit 5")
+    assert simulated.run(SlurmProfile(exclude=("n7", "n9"))) == 5
+    assert [line.split()[2] for line in simulated.submitted()] == ["--exclude=n2,n7,n9"]
 
 
-def test_a_retry_names_only_the_failed_nodes_where_no_others_were_left_out(tmp_path: Path) -> None:
-    played = Played(tmp_path)
-    played.program("srun", f"echo n2 > {played.job_folder}/failed-nodes; exit 5")
-    assert played.run() == 5
-    assert [line.split()[2] for line in played.submitted()] == ["--exclude=n2"]
+def test_batch_retry_excludes_only_failed_nodes(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("srun", f"echo n2 > {simulated.job_folder}/failed-nodes; exit 5")
+    assert simulated.run() == 5
+    assert [line.split()[2] for line in simulated.submitted()] == ["--exclude=n2"]
 
 
-def test_a_run_that_somebody_stopped_is_not_submitted_again_when_its_hardware_fails(tmp_path: Path) -> None:
-    played = Played(tmp_path)
-    played.program("srun", f"touch {played.job_folder}/stop; echo n2 > {played.job_folder}/failed-nodes; exit 5")
-    assert played.run() == 5
-    assert not played.submitted()
+def test_batch_stopped_run_is_not_resubmitted_after_hardware_failure(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program(
+        "srun", f"touch {simulated.job_folder}/stop; echo n2 > {simulated.job_folder}/failed-nodes; exit 5"
+    )
+    assert simulated.run() == 5
+    assert not simulated.submitted()
 
 
-def test_a_stop_that_comes_before_the_nodes_have_started_counts(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+def test_batch_stop_before_nodes_start_counts(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
     # The step starts after the stop was asked for, so that the signal has nobody to reach.
     node = f"{sys.executable} -m keepstep launch node --nodes 1 -- doctor --probe"
-    played.program("srun", f"KEEPSTEP_JOB_FOLDER={played.job_folder} {node}")
-    played.job_folder.mkdir(parents=True)
-    (played.job_folder / "stop").touch()
-    assert played.run() == 75
-    assert "requeue" not in played.calls.read_text()
+    simulated.program("srun", f"KEEPSTEP_JOB_FOLDER={simulated.job_folder} {node}")
+    simulated.job_folder.mkdir(parents=True)
+    (simulated.job_folder / "stop").touch()
+    assert simulated.run() == 75
+    assert "requeue" not in simulated.calls.read_text()
 
 
 AWAY = 'echo "error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
 
 
-def fails_twice(played: Played, name: str) -> str:
+def fails_twice(simulated: SimulatedSlurm, name: str) -> str:
     """The start of a program that is of no use the first two times."""
-    return f'[ "$(grep -c "^{name}" {played.calls})" -gt 2 ] || {{ {AWAY}; }}'
+    return f'[ "$(grep -c "^{name}" {simulated.calls})" -gt 2 ] || {{ {AWAY}; }}'
 
 
-def test_a_saved_run_is_requeued_though_the_controller_is_away_for_a_while(tmp_path: Path) -> None:
-    played = Played(tmp_path)
-    played.program("srun", f"touch {played.job_folder}/saved")
-    played.program(
-        "squeue", f"{fails_twice(played, 'squeue')}; echo 'squeue: warning: old configuration' >&2; echo RUNNING"
+def test_batch_requeues_saved_run_when_controller_returns(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("srun", f"touch {simulated.job_folder}/saved")
+    simulated.program(
+        "squeue", f"{fails_twice(simulated, 'squeue')}; echo 'squeue: warning: old configuration' >&2; echo RUNNING"
     )
-    played.program(
-        "scontrol", f'case "$*" in *hostnames*) echo n1 ;; *) {fails_twice(played, "scontrol requeue")} ;; esac'
+    simulated.program(
+        "scontrol", f'case "$*" in *hostnames*) echo n1 ;; *) {fails_twice(simulated, "scontrol requeue")} ;; esac'
     )
-    assert played.run() == 75
-    asked = [line for line in played.calls.read_text().splitlines() if line.startswith(("squeue", "scontrol requeue"))]
+    assert simulated.run() == 75
+    asked = [
+        line for line in simulated.calls.read_text().splitlines() if line.startswith(("squeue", "scontrol requeue"))
+    ]
     assert asked == ["squeue -h -j 7 -o %T"] * 3 + ["scontrol requeue 7"] * 3
 
 
-def test_a_job_that_slurm_does_not_know_any_more_asks_once_and_ends(tmp_path: Path) -> None:
-    played = Played(tmp_path)
-    played.program("srun", f"touch {played.job_folder}/saved")
-    played.program("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
-    assert played.run() == 75
-    assert played.calls.read_text().count("squeue") == 1
-    assert "requeue" not in played.calls.read_text()
+def test_batch_forgotten_job_asks_once_and_ends(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("srun", f"touch {simulated.job_folder}/saved")
+    simulated.program("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert simulated.run() == 75
+    assert simulated.calls.read_text().count("squeue") == 1
+    assert "requeue" not in simulated.calls.read_text()
 
 
-def test_a_saved_run_that_is_not_requeued_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    played = Played(tmp_path)
-    played.program("srun", f"touch {played.job_folder}/saved")
-    assert played.run(SlurmProfile(max_requeues=0)) == 75
-    assert "not requeued, for the job has started again 0 times (max_requeues is 0)" in capfd.readouterr().out
+def test_batch_says_why_saved_run_is_not_requeued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("srun", f"touch {simulated.job_folder}/saved")
+    assert simulated.run(SlurmProfile(max_requeues=0)) == 75
+    assert "not requeued, because the job has restarted 0 times (max_requeues is 0)" in capfd.readouterr().out
 
 
-def test_resume_without_a_node_keeps_the_profile_s_own_nodes_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played = Played(tmp_path)
-    played.program("scontrol", "")
-    monkeypatch.setenv("PATH", played.environment["PATH"])
-    record = slurm.submit(played.job, SlurmProfile(exclude=("n7", "n[9-11]")), "p")
-    (played.job_folder / "stop").touch()
+def test_resume_keeps_nodes_excluded_by_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("scontrol", "")
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
+    record = slurm.submit(simulated.job, SlurmProfile(exclude=("n7", "n[9-11]")), "p")
+    (simulated.job_folder / "stop").touch()
     assert slurm.resume(record, ["n3"]) == "8"
-    assert played.submitted()[-1].split()[2] == "--exclude=n3,n7,n[9-11]"
-    assert not (played.job_folder / "stop").exists(), "a job that is submitted again is wanted again"
+    assert simulated.submitted()[-1].split()[2] == "--exclude=n3,n7,n[9-11]"
+    assert not (simulated.job_folder / "stop").exists(), "a job that is submitted again is wanted again"
     slurm.resume(record)
-    assert "--exclude" not in played.submitted()[-1], "the script itself names them"
+    assert "--exclude" not in simulated.submitted()[-1], "the script itself names them"
 
 
-def test_a_scheduler_that_does_not_answer_is_not_taken_for_one_that_has_forgotten_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played = Played(tmp_path)
-    monkeypatch.setenv("PATH", played.environment["PATH"])
-    record = JobRecord("run", "slurm", "p", "7", 2, 1.0, script=str(played.job_folder / "job.sbatch"))
-    record.save(played.job.folder)
-    played.program("scontrol", 'echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1')
+def test_state_unreachable_differs_from_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
+    record = JobRecord("run", "slurm", "p", "7", 2, 1.0, script=str(simulated.job_folder / "job.sbatch"))
+    record.save(simulated.job.folder)
+    simulated.program("scontrol", 'echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1')
     assert slurm.state(record) == "unreachable"
-    with pytest.raises(HardwareError, match="cannot be asked"):
+    with pytest.raises(HardwareError, match="does not answer"):
         slurm.resume(record)
-    with pytest.raises(HardwareError, match="cannot be asked"):
-        submit(played.job, SlurmProfile(), Target("slurm", "p"))
-    assert not [line for line in played.calls.read_text().splitlines() if line.startswith("sbatch")]
-    played.program("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    with pytest.raises(HardwareError, match="does not answer"):
+        submit(simulated.job, SlurmProfile(), Target("slurm", "p"))
+    assert not [line for line in simulated.calls.read_text().splitlines() if line.startswith("sbatch")]
+    simulated.program("scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
     assert slurm.state(record) == ""
 
 
-def test_stop_says_so_where_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(tmp_path)
-    monkeypatch.setenv("PATH", played.environment["PATH"])
-    played.job_folder.mkdir(parents=True)
-    record = JobRecord("run", "slurm", "p", "7", 2, 1.0, script=str(played.job_folder / "job.sbatch"))
-    played.program("scontrol", 'echo "JobId=7 JobState=COMPLETED ExitCode=0:0"')
-    with pytest.raises(UsageError, match="does not run: finished"):
-        slurm.stop(record, at_once=False)
-    assert not (played.job_folder / "stop").exists()
+def test_stop_reports_that_nothing_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
+    simulated.job_folder.mkdir(parents=True)
+    record = JobRecord("run", "slurm", "p", "7", 2, 1.0, script=str(simulated.job_folder / "job.sbatch"))
+    simulated.program("scontrol", 'echo "JobId=7 JobState=COMPLETED ExitCode=0:0"')
+    with pytest.raises(UsageError, match="is not running: finished"):
+        slurm.stop(record, immediately=False)
+    assert not (simulated.job_folder / "stop").exists()
 
 
-def test_a_job_runs_in_its_own_image_whatever_was_staged_on_the_node_before(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+def test_staged_image_is_the_jobs_own(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
     # Copies as asked to, and shows which image the container would have been made from.
-    played.program(
+    simulated.program(
         "srun",
         '[ "$2" != bash ] || { shift; exec "$@"; }\n'
         f'for word in "$@"; do case $word in --container-image=*) cat "${{word#*=}}" > {tmp_path}/ran ;; esac; done',
@@ -189,7 +188,7 @@ def test_a_job_runs_in_its_own_image_whatever_was_staged_on_the_node_before(tmp_
     disk = tmp_path / "a disk"
 
     def ran(image: Path) -> str:
-        assert played.run(SlurmProfile(image=str(image), stage_image=str(disk))) == 0
+        assert simulated.run(SlurmProfile(image=str(image), stage_image=str(disk))) == 0
         return (tmp_path / "ran").read_text()
 
     def write(name: str, text: str, at: int) -> Path:
@@ -222,98 +221,153 @@ def test_a_job_runs_in_its_own_image_whatever_was_staged_on_the_node_before(tmp_
     [("STOPPED", "waiting"), ("SIGNALING", "running"), ("RESIZING", "running"), ("SPECIAL_EXIT", "waiting"),
      ("REQUEUE_HOLD", "waiting"), ("STAGE_OUT", "ending")],
 )  # fmt: skip
-def test_a_job_that_is_held_or_stopped_for_a_while_is_not_taken_for_one_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str
-) -> None:
-    played = Played(tmp_path)
-    monkeypatch.setenv("PATH", played.environment["PATH"])
-    record = slurm.submit(played.job, SlurmProfile(), "p")
-    played.program("scontrol", f'echo "JobId=7 JobState={name} ExitCode=0:0"')
+def test_state_held_job_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
+    record = slurm.submit(simulated.job, SlurmProfile(), "p")
+    simulated.program("scontrol", f'echo "JobId=7 JobState={name} ExitCode=0:0"')
     assert slurm.state(record) == word
     with pytest.raises(UsageError, match=f"is {word} as job"):
         slurm.resume(record)
     with pytest.raises(UsageError, match=f"is {word} as"):
-        submit(played.job, SlurmProfile(), Target("slurm", "p"))
-    assert len(played.submitted()) == 1
+        submit(simulated.job, SlurmProfile(), Target("slurm", "p"))
+    assert len(simulated.submitted()) == 1
 
 
-def test_nodes_are_left_out_in_any_form_that_slurm_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(tmp_path)
-    played.program("scontrol", 'case "$*" in *hostnames*) printf "n1\\nn2\\nn3\\n" ;; esac')
-    played.program("sinfo", 'printf "n1 gpu*\\nn2 gpu*\\nn3 gpu*\\nn4 gpu*\\n"')
-    monkeypatch.setenv("PATH", played.environment["PATH"])
+def test_exclude_accepts_every_slurm_node_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("scontrol", 'case "$*" in *hostnames*) printf "n1\\nn2\\nn3\\n" ;; esac')
+    simulated.program("sinfo", 'printf "n1 gpu*\\nn2 gpu*\\nn3 gpu*\\nn4 gpu*\\n"')
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
     monkeypatch.chdir(tmp_path)
-    slurm.submit(played.job, SlurmProfile(), "p")
+    slurm.submit(simulated.job, SlurmProfile(), "p")
     assert main(["resume", "run", "--exclude", "n[1-3,7],m[1-3,7],k1"]) == 0
-    assert played.submitted()[-1].split()[2] == "--exclude=n[1-3,7],m[1-3,7],k1"
+    assert simulated.submitted()[-1].split()[2] == "--exclude=n[1-3,7],m[1-3,7],k1"
     assert slurm.idle_nodes(SlurmProfile(exclude=("n[1-3]",))) == ["n4"]
 
 
-def test_a_report_that_is_still_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(tmp_path)
-    log = slurm.log_path(played.job.folder)
-    played.program("sbatch", f"printf 'measuring\\nkeepstep-report [{{\"node\": ' > {log}; echo 8")
+def test_report_job_waits_for_complete_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    log = slurm.log_path(simulated.job.folder)
+    simulated.program("sbatch", f"printf 'measuring\\nkeepstep-report [{{\"node\": ' > {log}; echo 8")
     # Asked how the job stands for the second time, the rest has been written.
-    rest = f"""[ "$(grep -c "show job" {played.calls})" -ne 2 ] || printf '"n1"}}]\\n' >> {log}"""
-    played.program("scontrol", f'{rest}; echo "JobId=8 JobState=RUNNING ExitCode=0:0"')
-    monkeypatch.setenv("PATH", played.environment["PATH"])
-    arguments = argparse.Namespace(on="slurm", timeout_s=60)
-    assert doctor._measure_there(arguments, played.job, SlurmProfile(), ["n1"]) == ([{"node": "n1"}], ["n1"])
+    rest = f"""[ "$(grep -c "show job" {simulated.calls})" -ne 2 ] || printf '"n1"}}]\\n' >> {log}"""
+    simulated.program("scontrol", f'{rest}; echo "JobId=8 JobState=RUNNING ExitCode=0:0"')
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
+    assert run_report_job(ReportJob(simulated.job, SlurmProfile(), Target("slurm")), 600) == [{"node": "n1"}]
 
 
 @pytest.mark.parametrize("program", ["squeue", "scancel"])
-def test_a_stop_that_could_not_be_sent_does_not_end_the_run_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
-    played = Played(tmp_path)
-    monkeypatch.setenv("PATH", played.environment["PATH"])
-    record = slurm.submit(played.job, SlurmProfile(), "p")
-    played.program("scontrol", 'echo "JobId=7 JobState=RUNNING ExitCode=0:0"')
-    played.program("scancel", "")
-    played.program(program, AWAY)
+def test_stop_that_failed_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
+    record = slurm.submit(simulated.job, SlurmProfile(), "p")
+    simulated.program("scontrol", 'echo "JobId=7 JobState=RUNNING ExitCode=0:0"')
+    simulated.program("scancel", "")
+    simulated.program(program, AWAY)
     with pytest.raises(HardwareError, match="Unable to contact"):
-        slurm.stop(record, at_once=False)
-    assert not (played.job_folder / "stop").exists()
+        slurm.stop(record, immediately=False)
+    assert not (simulated.job_folder / "stop").exists()
 
 
-def test_a_saved_run_goes_on_though_its_node_could_leave_no_word(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+def test_record_exit_survives_unwritable_folder(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
     # What a disk that is full or read-only does to the mark, for one user who may do everything as well.
     away = tmp_path / "away"
     program = (
-        f"from pathlib import Path; from keepstep.cli.launch import _leave_word; exit(_leave_word(Path('{away}'), 75))"
+        "from pathlib import Path; from keepstep.launch.slurm import record_exit; "
+        f"exit(record_exit(Path('{away}'), 75))"
     )
-    played.program("srun", f'{sys.executable} -c "{program}"')
-    assert played.run() == 75
-    assert "scontrol requeue 7" in played.calls.read_text()
+    simulated.program("srun", f'{sys.executable} -c "{program}"')
+    assert simulated.run() == 75
+    assert "scontrol requeue 7" in simulated.calls.read_text()
 
 
-def test_a_measurement_that_nobody_waits_for_any_more_does_not_stay_in_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played = Played(tmp_path)
+def test_report_job_interrupted_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
     # Waiting, and somebody loses patience.
-    first = f'[ "$(grep -c "show job" {played.calls})" -gt 1 ] || kill -INT {os.getpid()}'
-    played.program("scontrol", f'{first}; echo "JobId=8 JobState=PENDING ExitCode=0:0"')
-    played.program("squeue", "echo PENDING")
-    played.program("scancel", "")
-    monkeypatch.setenv("PATH", played.environment["PATH"])
+    first = f'[ "$(grep -c "show job" {simulated.calls})" -gt 1 ] || kill -INT {os.getpid()}'
+    simulated.program("scontrol", f'{first}; echo "JobId=8 JobState=PENDING ExitCode=0:0"')
+    simulated.program("squeue", "echo PENDING")
+    simulated.program("scancel", "")
+    monkeypatch.setenv("PATH", simulated.environment["PATH"])
     with pytest.raises(KeyboardInterrupt):
-        doctor._measure_there(argparse.Namespace(on="slurm", timeout_s=60), played.job, SlurmProfile(), [])
-    assert "scancel 8" in played.calls.read_text().splitlines()
+        run_report_job(ReportJob(simulated.job, SlurmProfile(), Target("slurm")), 600)
+    assert "scancel 8" in simulated.calls.read_text().splitlines()
 
 
-def test_an_image_on_lustre_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+def test_squash_replaces_image_only_when_complete(tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
     image = tmp_path / "keepstep.sqsh"
     image.write_text("old")
-    played.program("stat", "echo lustre")
-    played.program("lfs", 'touch "${!#}"')
+    simulated.program("stat", "echo lustre")
+    simulated.program("lfs", 'touch "${!#}"')
     command = ["bash", str(REPOSITORY / "slurm/squash"), "keepstep:0.1.0", str(image)]
-    played.program("enroot", 'echo half > "$3"; exit 1')
-    assert subprocess.run(command, env=played.environment, capture_output=True, timeout=60).returncode == 1
+    simulated.program("enroot", 'echo half > "$3"; exit 1')
+    assert subprocess.run(command, env=simulated.environment, capture_output=True, timeout=PATIENCE_S).returncode == 1
     assert image.read_text() == "old"
-    played.program("enroot", f'[ ! -e "$3" ] && [ "$(cat {image})" = old ] && echo new > "$3"')
-    subprocess.run(command, env=played.environment, capture_output=True, timeout=60, check=True)
+    simulated.program("enroot", f'[ ! -e "$3" ] && [ "$(cat {image})" = old ] && echo new > "$3"')
+    subprocess.run(command, env=simulated.environment, capture_output=True, timeout=PATIENCE_S, check=True)
     assert image.read_text() == "new\n"
     assert [path.name for path in tmp_path.glob("keepstep.sqsh*")] == ["keepstep.sqsh"]
+
+
+def mounts_of(simulated: SimulatedSlurm) -> str:
+    (line,) = [line for line in simulated.calls.read_text().splitlines() if line.startswith("srun")]
+    return next(word for word in line.split() if word.startswith("--container-mounts="))
+
+
+@pytest.mark.parametrize("has_parts", [True, False])
+def test_container_gets_the_nodes_topology_and_sharp(
+    has_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("srun", f'echo "$LD_LIBRARY_PATH" > {tmp_path}/libraries')
+    topology, plugin, library = (tmp_path / name for name in ("topo.xml", "plugin", "library"))
+    if has_parts:
+        topology.touch()
+        plugin.mkdir()
+        library.mkdir()
+    monkeypatch.setenv("KEEPSTEP_SHARP_PLUGIN", str(plugin))
+    monkeypatch.setenv("KEEPSTEP_SHARP_LIBRARY", str(library))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
+    variables = {"NCCL_TOPO_FILE": str(topology)}
+    profile = SlurmProfile(image="/a.sqsh", mounts=("/data:/data",), sharp=True, variables=variables)
+    assert simulated.run(profile) == 0
+    added = f",{topology}:{topology},{plugin}:/usr/local/nccl-rdma-sharp-plugins,{library}:/opt/mellanox/sharp"
+    mounts = mounts_of(simulated)
+    assert mounts.startswith("--container-mounts=/data:/data,")
+    assert mounts.endswith(added) == has_parts
+    assert (str(plugin) in mounts) == has_parts
+    assert (tmp_path / "libraries").read_text() == f"{plugin}/lib:{library}/lib:/site/lib\n"
+
+
+def test_container_gets_no_sharp_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("srun", f'echo "${{LD_LIBRARY_PATH-none}}" > {tmp_path}/libraries')
+    monkeypatch.setenv("KEEPSTEP_SHARP_PLUGIN", str(tmp_path))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert simulated.run(SlurmProfile(image="/a.sqsh")) == 0
+    assert "nccl-rdma-sharp-plugins" not in mounts_of(simulated)
+    assert (tmp_path / "libraries").read_text() == "none\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "called"),
+    [
+        ([], 0, ["-pm 1", "-lgc 1980", "-ac 2619,1980"]),
+        (["1830", "3201"], 0, ["-pm 1", "-lgc 1830", "-ac 3201,1830"]),
+        (["1980", "1"], 2, ["-pm 1", "-lgc 1980", "-ac 1,1980"]),
+        (["reset"], 0, ["-rgc", "-rac"]),
+        (["fast"], 2, []),
+    ],
+)
+def test_pin_clocks_sets_gpu_and_memory(words: list[str], code: int, called: list[str], tmp_path: Path) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.program("nvidia-smi", '[ "$2" != 1,1980 ]')
+    simulated.calls.touch()
+    command = ["bash", str(REPOSITORY / "slurm/pin-clocks"), *words]
+    done = subprocess.run(command, env=simulated.environment, capture_output=True, text=True)
+    assert done.returncode == code
+    assert simulated.calls.read_text().splitlines() == [f"nvidia-smi {call}" for call in called]
+    assert ("hint: pin-clocks" in done.stderr) == (code == 2)

@@ -8,21 +8,27 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from documents import commands
-from manifests import CHARTS, containers, helm, kubelet_expand, template, training_container
 
-from keepstep.config.check import accumulation_steps
-from keepstep.config.layout import resolve_layout
+import keepstep
+from keepstep.config.layout import accumulation_steps, resolve_layout
 from keepstep.config.load import load_config
+from keepstep.config.presets import ALIASES, PRESETS
+from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError
 from keepstep.launch.foundry import translate
+from tests.launch.documents import commands
+from tests.launch.manifests import CHARTS, containers, helm, kubelet_expand, template, training_container
 
 KINDS = ("trainjob", "pytorchjob", "jobset")
 INSTALLS = [words for words in commands("helm") if words[1] == "install"]
 TRAININGS = [words for words in INSTALLS if words[3] == "charts/training"]
+
+
+LUSTRE = ["amlfs.skuName=AMLFS-Durable-Premium-125", "amlfs.storageCapacityTiB=16"]
 
 
 def name_of(words: list[str]) -> str:
@@ -33,7 +39,7 @@ def chart_of(words: list[str]) -> str:
     return Path(words[3]).name
 
 
-def test_the_documents_hold_every_helm_line_of_the_systems_people_come_from() -> None:
+def test_documents_contain_every_known_helm_line() -> None:
     assert len(TRAININGS) >= 6
     assert {chart_of(words) for words in INSTALLS} == {path.name for path in CHARTS.iterdir()}
     # Every value name those systems' users have in their scripts.
@@ -66,7 +72,7 @@ def test_documented_install_renders_lints_and_validates(words: list[str]) -> Non
 
 
 @pytest.mark.parametrize("words", TRAININGS, ids=name_of)
-def test_what_a_documented_install_trains_is_a_sound_configuration(words: list[str], tmp_path: Path) -> None:
+def test_documented_install_trains_a_valid_configuration(words: list[str], tmp_path: Path) -> None:
     manifests = template(words[2], "training", *words[4:])
     container = training_container(manifests)
     arguments = [kubelet_expand(word, {}) for word in container["args"]]
@@ -103,7 +109,8 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
         "--set", "training.nodes=3", "--set", "training.minNodes=2", "--set", "training.gpusPerNode=4",
         "--set", "resources.rdmaResource=rdma/shared_ib", "--set", "resources.rdmaCount=1",
         "--set", "resources.shmSize=8Gi",
-        "--set", "kueue.queueName=team", "--set", "terminationGracePeriodSeconds=900", "--set", "training.useSharp=1",
+        "--set", "kueue.queueName=team", "--set", "kueue.requiredTopology=example.com/block",
+        "--set", "terminationGracePeriodSeconds=900", "--set", "training.useSharp=1",
         "--set", "metrics.scrape=true", "--set", "metrics.tokenSecret=metrics", "--set", "metrics.podMonitor=true",
         "--set-json", 'secrets=[{"name":"HF_TOKEN","secretName":"hub","secretKey":"token"}]',
     )  # fmt: skip
@@ -120,6 +127,10 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert "observe.metrics_port=9464" in container["args"]
     text = yaml.safe_dump_all(manifests)
     assert "kueue.x-k8s.io/queue-name: team" in text
+    # On the template of every pod of the job, where Kueue reads it; not on TensorBoard's, which is another workload.
+    assert text.count("kueue.x-k8s.io/podset-required-topology: example.com/block") == (
+        2 if kind == "pytorchjob" else 1
+    )
     assert "terminationGracePeriodSeconds: 900" in text
     assert "sizeLimit: 8Gi" in text
     kinds = [manifest["kind"] for manifest in manifests]
@@ -129,14 +140,14 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("grace_s", "limit_s"), [(3600, 3540), (120, 108), (30, 27)])
-def test_a_save_may_take_almost_all_of_the_grace_period(grace_s: int, limit_s: int) -> None:
+def test_chart_save_may_take_the_grace_period(grace_s: int, limit_s: int) -> None:
     container = training_container(template("run", "training", "--set", f"terminationGracePeriodSeconds={grace_s}"))
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == str(limit_s)
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
-def test_what_trying_again_cannot_help_is_not_tried_again(kind: str) -> None:
+def test_chart_does_not_retry_permanent_failures(kind: str) -> None:
     for manifest in template("run", "training", "--set", f"jobKind={kind}"):
         match manifest["kind"]:
             case "TrainingRuntime":
@@ -163,31 +174,49 @@ def test_what_trying_again_cannot_help_is_not_tried_again(kind: str) -> None:
         ("training", ["model.size=176b"], "model.size must be one of"),
         ("training", ["model.size=custom"], "model.custom.numLayers: Invalid type"),
         ("training", ["jobKind=mpijob"], "jobKind must be one of"),
+        ("training", ["kueue.requiredTopology=a b"], "kueue.requiredTopology: Does not match pattern"),
+        ("training", ["kueue.requiredTopology=a", "kueue.preferredTopology=b"], "exclude each other"),
         ("training", ["training.useSharp=2"], "training.useSharp must be one of"),
         ("training", ["environment.variables.HF_TOKEN=abc"], "HF_TOKEN"),
         ("training", ["metrics.scrape=true"], "metrics.tokenSecret: String length must be greater than or equal to 1"),
         ("training", ["model.config=mpt-7b", "model.size=375m"], "model: Must not validate the schema (not)"),
         (
+            "training",
+            ["model.config=mpt-99b"],
+            "model.config is mpt-99b, which is neither a preset nor a recipe; known",
+        ),
+        ("training", ["model.config=llama-8b"], "the run names no data set: set storage.datasetPath"),
+        ("training", ["config=model: mpt-125m"], "the run names no data set: set storage.datasetPath"),
+        (
             "shared-storage",
             ["amlfs.skuName=AMLFS-Durable-Premium-125", "amlfs.storageCapacityTiB=20"],
             "multiple of 16",
         ),
+        (
+            "shared-storage",
+            [*LUSTRE, "storage.mountOptions={-o allow_other}"],
+            "storage.mountOptions has -o allow_other, an option of blobfuse, but amlfs selects Lustre",
+        ),
+        ("shared-storage", [*LUSTRE, "amlfs.mgsAddress=10.0.0.4"], "set only one of them"),
+        ("shared-storage", [*LUSTRE, "amlfs.zones={1,2}"], "Array must have at most 1 items"),
+        ("training", ["localDisk.kind=storageClass"], "localDisk.storageClassName: String length must be greater"),
+        ("training", ["extraVolumes[0].name=shared"], "extraVolumes.0.name: Must not validate the schema (not)"),
+        ("dataset-download", ["dataset.rate=50MB"], "dataset.rate limits the download of slimpajama; c4 is read while"),
+        ("dataset-preprocessing", ["jobKind=job"], "set tasks=1, or install one stage after the other"),
         ("shared-storage", ["storage.skuName=Standard_LSR"], "storage.skuName must be one of"),
         ("dataset-download", ["dataset.kind=hub"], "dataset.name: String length must be greater than or equal to 1"),
         ("dataset-download", ["dataset.outputpath=x"], "Additional property outputpath is not allowed"),
         ("dataset-preprocessing", ["stages={extract,tokenize}"], "stages.1 must be one of"),
     ],
 )
-def test_an_unknown_or_mistyped_value_fails_with_the_schemas_message(
-    chart: str, flags: list[str], message: str
-) -> None:
+def test_chart_schema_refuses_wrong_values(chart: str, flags: list[str], message: str) -> None:
     done = helm("template", "x", str(CHARTS / chart), *(word for flag in flags for word in ("--set", flag)))
     assert done.returncode != 0
     assert message in done.stderr
 
 
 @pytest.mark.parametrize("chart", sorted(path.name for path in CHARTS.iterdir()))
-def test_every_property_of_a_schema_stands_in_the_values_and_the_reverse(chart: str) -> None:
+def test_chart_schema_and_values_have_the_same_keys(chart: str) -> None:
     schema = json.loads((CHARTS / chart / "values.schema.json").read_text())
     values = yaml.safe_load((CHARTS / chart / "values.yaml").read_text())
 
@@ -201,7 +230,7 @@ def test_every_property_of_a_schema_stands_in_the_values_and_the_reverse(chart: 
     compare(schema["properties"], values, chart)
 
 
-def test_stages_follow_one_another_and_only_those_wanted_run() -> None:
+def test_data_chart_runs_chosen_stages_in_order() -> None:
     jobs = template("x", "dataset-preprocessing")[0]["spec"]["replicatedJobs"]
     assert [(job["name"], job.get("dependsOn")) for job in jobs] == [
         ("extract", None),
@@ -212,11 +241,40 @@ def test_stages_follow_one_another_and_only_those_wanted_run() -> None:
     assert [job["name"] for job in only] == ["concatenate"]
 
 
+def test_data_chart_without_jobset_runs_stages_in_one_pod() -> None:
+    (job,) = template("x", "dataset-preprocessing", "--set", "jobKind=job,tasks=1")
+    assert (job["kind"], job["spec"]["completions"]) == ("Job", 1)
+    pod = job["spec"]["template"]["spec"]
+    # Init containers run one after the other, the container after them.
+    order = [container["name"] for container in (*pod["initContainers"], *pod["containers"])]
+    assert order == ["extract", "concatenate", "tokenizer", "preprocess"]
+    (job,) = template("dataset-extract", "dataset-preprocessing", "--set", "jobKind=job,stages={extract},tasks=8")
+    assert (job["metadata"]["name"], job["spec"]["completions"]) == ("dataset-extract-extract", 8)
+
+
+@pytest.mark.parametrize(
+    ("chart", "kind", "needed"),
+    [
+        ("dataset-preprocessing", "jobset", "jobset.x-k8s.io/v1alpha2"),
+        ("training", "trainjob", "trainer.kubeflow.org/v1alpha1/TrainJob"),
+        ("training", "pytorchjob", "kubeflow.org/v1/PyTorchJob"),
+        ("training", "jobset", "jobset.x-k8s.io/v1alpha2/JobSet"),
+    ],
+)
+def test_chart_says_which_operator_the_cluster_lacks(chart: str, kind: str, needed: str) -> None:
+    # A group that every API server has, and `helm template` without a cluster does not know.
+    cluster = ["--set", f"jobKind={kind}", "--api-versions", "apiregistration.k8s.io/v1"]
+    done = helm("template", "x", str(CHARTS / chart), *cluster)
+    assert done.returncode != 0
+    assert "this cluster has no" in done.stderr
+    assert template("x", chart, *cluster, "--api-versions", needed)
+
+
 HOSTILE = """a "b" 'c' $(touch /tmp/x) $$ `id` {{ .Values }} \\ \n# next: line"""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hostile_values_arrive_as_they_are_and_as_one_argument(kind: str, tmp_path: Path) -> None:
+def test_chart_passes_hostile_values_as_one_argument(kind: str, tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(
         yaml.safe_dump(
@@ -242,18 +300,76 @@ def test_hostile_values_arrive_as_they_are_and_as_one_argument(kind: str, tmp_pa
     assert yaml.safe_load(config["data"]["run.yaml"])["name"] == HOSTILE
 
 
-def test_environment_profiles_are_the_same_in_the_chart_and_in_the_package() -> None:
+def test_chart_environments_equal_the_packages() -> None:
     package = Path(__file__).parents[2] / "src/keepstep/launch/environments.yaml"
     assert (CHARTS / "training/environments.yaml").read_bytes() == package.read_bytes()
 
 
-def test_the_chart_carries_the_recipes_and_a_preset_with_a_recipe_uses_it() -> None:
+def test_chart_contains_recipes_and_uses_them() -> None:
     recipes = Path(__file__).parents[2] / "recipes"
     ours = {path.name: path.read_text() for path in recipes.glob("*.yaml")}
     assert {path.name: path.read_text() for path in (CHARTS / "training/recipes").glob("*.yaml")} == ours
     manifests = template("x", "training", "--set", "model.config=mpt-30b")
     config = next(manifest for manifest in manifests if manifest["kind"] == "ConfigMap")
     assert config["data"]["run.yaml"] == ours["mpt-30b.yaml"]
+
+
+def trained(folder: Path, *flags: str) -> RunConfig:
+    """The configuration that the pods of the training chart load."""
+    manifests = template("run", "training", *flags)
+    arguments = [kubelet_expand(word, {}) for word in training_container(manifests)["args"]]
+    file = folder / "run.yaml"
+    file.write_text(next(manifest["data"]["run.yaml"] for manifest in manifests if manifest["kind"] == "ConfigMap"))
+    return load_config(file, arguments[arguments.index("--") + 3 :]).config
+
+
+def default_values(chart: str) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((CHARTS / chart / "values.yaml").read_text())
+    return values
+
+
+def test_chart_refusal_lists_every_known_model() -> None:
+    done = helm("template", "x", str(CHARTS / "training"), "--set", "model.config=mpt-99b")
+    known = done.stderr.partition("; known are ")[2].split("\n")[0].split(", ")
+    recipes = {path.stem for path in (CHARTS / "training/recipes").glob("*.yaml")}
+    assert set(known) == {*PRESETS, *ALIASES, *recipes}
+
+
+# The number of tokens of the public tokenizers that the charts use by default.
+VOCABULARIES = {"openai-community/gpt2": 50257, "EleutherAI/gpt-neox-20b": 50277}
+
+
+@pytest.mark.parametrize("size", ["175b", "375m"])
+def test_gpt_chart_trains_on_what_preprocessing_wrote(size: str, tmp_path: Path) -> None:
+    dataset = default_values("dataset-preprocessing")["dataset"]
+    config = trained(tmp_path, "--set", f"model.size={size}", "--set", "training.useSharp=1")
+    assert config.data.path == f"/data/{dataset['outputPath']}"
+    assert VOCABULARIES[dataset["tokenizer"]] <= config.model.vocab
+
+
+@pytest.mark.parametrize("flags", [[], ["--set", "model.config=mpt-30b"], ["--set", "model.config=mpt-tiny"]])
+def test_mpt_chart_trains_on_what_download_wrote(flags: list[str], tmp_path: Path) -> None:
+    dataset = default_values("dataset-download")["dataset"]
+    config = trained(tmp_path, *flags)
+    assert [config.data.path, config.data.valid_path] == [
+        f"/data/{dataset['outputPath']}/{split}" for split in dataset["splits"]
+    ]
+    assert VOCABULARIES[dataset["tokenizer"]] <= config.model.vocab
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        (["model.size=125m", "overrides={data=demo}"], "demo"),
+        (["model.config=llama-8b", "overrides={variables.data=/data/mine}"], "/data/mine"),
+        (["model.config=mpt-7b", "storage.datasetPath=mine"], "/data/mine"),
+        (["model.config=toolcalls-demo"], "toolcalls"),
+        (["model.size=125m", "config=data: {path: /data/mine}"], "/data/mine"),
+        (["config=data: demo"], "demo"),
+    ],
+)
+def test_chart_keeps_the_named_data_set(flags: list[str], path: str, tmp_path: Path) -> None:
+    assert trained(tmp_path, *(word for flag in flags for word in ("--set", flag))).data.path == path
 
 
 def test_unsound_overrides_would_be_noticed() -> None:
@@ -265,8 +381,8 @@ DATA_INSTALLS = [words for words in INSTALLS if chart_of(words).startswith("data
 
 
 @pytest.mark.parametrize("words", DATA_INSTALLS, ids=name_of)
-def test_what_a_data_chart_runs_is_a_command_of_ours(words: list[str]) -> None:
-    from keepstep.cli import data
+def test_data_chart_runs_known_commands(words: list[str]) -> None:
+    from keepstep.cli.data import data
 
     parser = argparse.ArgumentParser()
     data.add_arguments(parser)
@@ -278,6 +394,36 @@ def test_what_a_data_chart_runs_is_a_command_of_ours(words: list[str]) -> None:
         parsed = parser.parse_args([kubelet_expand(word, {"JOB_COMPLETION_INDEX": "0"}) for word in container["args"]])
         assert parsed.task.startswith("0/")
         assert str(parsed.out).startswith("/data/")
+
+
+def test_data_chart_limits_the_download_rate() -> None:
+    flags = ["--set", "dataset.fullDataset=true", "--set", "dataset.rate=50MB"]
+    (container,) = containers(template("data", "dataset-download", *flags))
+    arguments = container["args"]
+    assert arguments[arguments.index("--rate") + 1] == "50MB"
+    assert "--rate" not in containers(template("data", "dataset-download", *flags[:2]))[0]["args"]
+
+
+def notes(release: str, chart: str, folder: Path, *flags: str) -> str:
+    """What helm prints after an install, rendered as a value by a copy of the chart: `helm template` leaves it out."""
+    copy = folder / chart
+    shutil.copytree(CHARTS / chart, copy)
+    shutil.copy(copy / "templates/NOTES.txt", copy)
+    (copy / "templates/notes.yaml").write_text('{{ dict "notes" (tpl (.Files.Get "NOTES.txt") .) | toYaml }}\n')
+    done = helm("template", release, str(copy), "--show-only", "templates/notes.yaml", *flags)
+    assert done.returncode == 0, done.stderr
+    text: str = yaml.safe_load(done.stdout)["notes"]
+    return text
+
+
+def test_data_chart_notes_name_the_folder_of_each_stage(tmp_path: Path) -> None:
+    from keepstep.data.prepare.stage_files import folder_name
+
+    flags = ["--set", "dataset.fullDataset=false", "--set", "dataset.outputPath=slimpajama"]
+    text = notes("data", "dataset-download", tmp_path, *flags)
+    assert f"/data/slimpajama/{folder_name('download')}/*.zst" in text
+    (following,) = [line.split()[1:] for line in text.splitlines() if line.startswith("Next")]
+    assert template(following[2], chart_of(following), *following[4:])
 
 
 def data_sources(*flags: str) -> list[str]:
@@ -298,13 +444,13 @@ def data_sources(*flags: str) -> list[str]:
         ("dataset.name=owner/copy,dataset.fullDataset=true", ["hf://datasets/owner/copy/*train*"]),
     ],
 )
-def test_a_data_set_given_by_name_is_the_one_that_is_read(flags: str, sources: list[str]) -> None:
+def test_data_chart_reads_the_named_data_set(flags: str, sources: list[str]) -> None:
     assert data_sources("--set", flags) == sources
 
 
 @pytest.mark.parametrize("subset", ["", "en", "en.noblocklist", "en.noclean", "realnewslike"])
-def test_the_product_knows_every_split_that_the_chart_asks_of_c4(subset: str) -> None:
-    from keepstep.data.stages import C4_SPLITS, c4_split
+def test_data_chart_c4_splits_are_known(subset: str) -> None:
+    from keepstep.data.prepare.stages import C4_SPLITS, c4_split
 
     splits = ",".join(C4_SPLITS)
     for source, split in zip(
@@ -316,9 +462,7 @@ def test_the_product_knows_every_split_that_the_chart_asks_of_c4(subset: str) ->
 
 
 @pytest.mark.parametrize(("faulty", "code"), [(False, 0), (True, 1)])
-def test_the_volume_check_fails_where_the_volume_gives_back_other_bytes(
-    faulty: bool, code: int, tmp_path: Path
-) -> None:
+def test_volume_check_fails_for_wrong_bytes(faulty: bool, code: int, tmp_path: Path) -> None:
     (container,) = containers([m for m in template("s", "shared-storage") if m["kind"] == "Pod"])
     volume, programs = tmp_path / "volume", tmp_path / "bin"
     volume.mkdir()
@@ -333,3 +477,40 @@ def test_the_volume_check_fails_where_the_volume_gives_back_other_bytes(
     assert done.returncode == code, done.stderr
     assert ("other bytes than were written" in done.stderr) is faulty
     assert not list(volume.iterdir())
+
+
+def test_volume_check_explains_a_volume_of_root(tmp_path: Path) -> None:
+    (container,) = containers([m for m in template("s", "shared-storage") if m["kind"] == "Pod"])
+    (tmp_path / "touch").write_text("#!/bin/sh\necho 'touch: Permission denied' >&2\nexit 1\n")
+    (tmp_path / "touch").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOSTNAME": "pod"}
+    done = subprocess.run(
+        [*container["command"], container["args"][0]], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "cannot write to the volume" in done.stderr
+    assert "storage.setOwner=true" in done.stderr
+
+
+@pytest.mark.parametrize("chart", sorted(path.name for path in CHARTS.iterdir()))
+def test_chart_defaults_use_only_our_image(chart: str) -> None:
+    done = helm("template", "x", str(CHARTS / chart))
+    images = {container["image"] for container in containers(list(yaml.safe_load_all(done.stdout)))}
+    assert images == {f"keepstep:{keepstep.__version__}"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_of_several_nodes_share_a_random_secret(kind: str) -> None:
+    def secrets_of(nodes: int) -> list[str]:
+        manifests = template("run", "training", "--set", f"jobKind={kind}", "--set", f"training.nodes={nodes}")
+        found = [manifest for manifest in manifests if manifest["kind"] == "Secret"]
+        entries = [entry for entry in training_container(manifests)["env"] if "RENDEZVOUS" in entry["name"]]
+        wanted = {"name": "run-rendezvous", "key": "secret"}
+        assert [entry["valueFrom"]["secretKeyRef"] for entry in entries] == [wanted] * len(found)
+        assert [manifest["metadata"]["name"] for manifest in found] == ["run-rendezvous"] * len(found)
+        return [manifest["data"]["secret"] for manifest in found]
+
+    assert secrets_of(1) == []
+    first, second = secrets_of(2), secrets_of(2)
+    assert [len(secret) for secret in first] == [64]
+    assert first != second

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documents import commands
-from manifests import REPOSITORY
 
-from keepstep.cli import data
+from keepstep.cli.data import data
 from keepstep.cli.main import main
 from keepstep.config.load import load_config
 from keepstep.resilience import agent
 from keepstep.resilience.workers import Task
+from tests.launch.documents import commands
+from tests.launch.manifests import REPOSITORY
 
 SBATCH = commands("sbatch")
 
@@ -88,6 +88,7 @@ def test_sbatch_lines_start_a_run_that_is_sound(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEEPSTEP_HEAD", "node1")
     monkeypatch.setenv("KEEPSTEP_PORT", "20007")
+    monkeypatch.setenv("KEEPSTEP_RENDEZVOUS_SECRET", "made by the batch shell for srun")
     monkeypatch.setenv("SLURM_NODEID", "0")
     assert main(command[command.index("launch") :]) == 0
     (((verb, name, file, *overrides), processes),) = started
@@ -101,7 +102,7 @@ def test_sbatch_lines_start_a_run_that_is_sound(
         assert str(getattr(config, pair.partition("=")[0])) == pair.partition("=")[2]
 
 
-def test_the_seeds_slurm_lines_are_all_there() -> None:
+def test_documents_contain_every_slurm_line() -> None:
     flags = {word for words in SBATCH for word in words if word.startswith("-")}
     assert {"-c", "-i", "-d", "-s", "-I", "-N", "-F", "-S", "-m", "-y", "--reservation=paul"} <= flags
 

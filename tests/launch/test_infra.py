@@ -11,20 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifests import REPOSITORY
 
-INFRA = REPOSITORY / "infra"
-MODULES = ("nebius", "aks")
-
-
-def terraform(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    program = shutil.which("terraform")
-    if program is None:
-        pytest.skip("terraform is not installed: rules are only parsed")
-    # A user's own CLI configuration must not decide a test.
-    environment = {**os.environ, "TF_CLI_CONFIG_FILE": os.devnull, "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1"}
-    environment |= {f"TF_VAR_{name}": value for name, value in variables.items()}
-    return subprocess.run([program, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+from tests.launch.manifests import REPOSITORY
+from tests.launch.terraform import INFRA, MODULES, plan_flags, terraform
 
 
 def parsed(module: str) -> dict[str, list[Any]]:
@@ -70,18 +59,22 @@ def test_every_variable_is_described_checked_and_used(module: str) -> None:
     assert given <= declared
 
 
-NEBIUS = {
-    "region": "eu-north1", "iam_project_id": "project-e00a", "iam_tenant_id": "tenant-e00b", "iam_token": "t0ken",
-    "vpc_subnet_id": "vpcsubnet-e00c",
-    "slurm_login_ssh_root_public_keys": '["ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA you@example.com"]',
-    "soperator_charts": '{repository = "oci://registry.example/soperator", version = "1.22.1"}',
-}  # fmt: skip
-
-
 def workers(platform: str = "gpu-h200-sxm", preset: str = "8gpu-128vcpu-1600gb", size: int = 4, disk: int = 512) -> str:
     resource = {"platform": platform, "preset": preset}
     boot = {"type": "NETWORK_SSD", "size_gibibytes": disk, "block_size_kibibytes": 4}
     return json.dumps([{"size": size, "resource": resource, "boot_disk": boot}])
+
+
+def two_presets() -> str:
+    return json.dumps(json.loads(workers()) + json.loads(workers(preset="1gpu-16vcpu-200gb")))
+
+
+def local_disk(
+    size: int = 186, disk: str = "NETWORK_SSD_NON_REPLICATED", filesystem: str = "ext4", path: str = "/mnt/scratch",
+    name: str = "scratch",
+) -> str:  # fmt: skip
+    mount = {"name": name, "mount_path": path, "size_gibibytes": size, "disk_type": disk, "filesystem_type": filesystem}
+    return json.dumps([mount])
 
 
 def plan(module: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -90,8 +83,7 @@ def plan(module: str, folder: Path, **variables: str) -> subprocess.CompletedPro
     sample = (INFRA / module / "terraform.tfvars.sample").read_text()
     (folder / "sample.tfvars").write_text(sample)
     assert terraform("init", "-input=false", cwd=folder).returncode == 0
-    given = dict(NEBIUS) if module == "nebius" else {}
-    flags = [f"-var={name}={value}" for name, value in {**given, **variables}.items()]
+    flags = plan_flags(module, **variables)
     return terraform("plan", "-input=false", "-no-color", "-var-file=sample.tfvars", *flags, cwd=folder)
 
 
@@ -104,7 +96,7 @@ def test_the_sample_values_obey_every_rule(module: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "value", "message"),
     [
-        ("nebius", "company_name", "Your Company", "small letters"),
+        ("nebius", "company_name", "Your Company", "lower-case letters"),
         ("nebius", "region", "north", "must look like eu-north1"),
         ("nebius", "iam_project_id", "tenant-e00a", "must start with project-"),
         ("nebius", "iam_tenant_id", "project-e00a", "must start with tenant-"),
@@ -115,14 +107,22 @@ def test_the_sample_values_obey_every_rule(module: str, tmp_path: Path) -> None:
         ("nebius", "slurm_nodeset_workers", workers(disk=256), "at least 512"),
         ("nebius", "slurm_nodeset_workers", workers(size=0), "whole number from 1"),
         ("nebius", "slurm_nodeset_workers", "[]", "at least one node set"),
+        ("nebius", "slurm_nodeset_workers", two_presets(), "same platform and preset"),
+        ("nebius", "node_local_jail_submounts", local_disk(size=100), "multiple of 93"),
+        ("nebius", "node_local_jail_submounts", local_disk(disk="NVME"), "disk_type must be"),
+        ("nebius", "node_local_jail_submounts", local_disk(filesystem="btrfs"), "filesystem_type must be ext4 or xfs"),
+        ("nebius", "node_local_jail_submounts", local_disk(path="scratch"), "must be an absolute path"),
+        ("nebius", "node_local_jail_submounts", local_disk(name="My Disk"), "lower-case letters"),
         ("nebius", "slurm_login_ssh_root_public_keys", '["my key"]', "at least one public key"),
         ("nebius", "k8s_version", "latest", "must look like 1.32"),
         ("nebius", "soperator_charts", '{repository="https://x", version="1.2.3"}', "oci:// repository"),
         ("aks", "subscription_id", "mine", "must be a GUID"),
-        ("aks", "name", "A", "3 to 20 small letters"),
+        ("aks", "name", "A", "3 to 20 lower-case letters"),
         ("aks", "gpu_vm_size", "Standard_NC6", "must be an ND"),
         ("aks", "gpu_nodes", "-1", "whole number from 0"),
         ("aks", "lustre", '{sku_name="AMLFS-Durable-Premium-125", size_tib=20, zone="1"}', "multiple of"),
+        ("aks", "lustre_driver_version", "main", "must look like v0.4.0"),
+        ("aks", "lustre_from_claims", "maybe", "a bool is required"),
         ("aks", "lustre", '{sku_name="AMLFS-Premium", size_tib=16, zone="1"}', "lustre.sku_name must be"),
     ],
 )
@@ -244,8 +244,8 @@ def test_the_build_script_tags_and_pushes(tmp_path: Path) -> None:
     )
     for wrong, message in (
         (["--tag"], "needs a value"),
-        (["--tag", "a b"], "but a tag holds"),
-        (["now"], "unknown word"),
+        (["--tag", "a b"], "but it must consist of"),
+        (["now"], "unknown argument"),
     ):
         refused = build(*wrong)
         assert refused.returncode == 2
@@ -253,7 +253,16 @@ def test_the_build_script_tags_and_pushes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["slurm/launch.sb", "slurm/prepare_c4.sb", "slurm/squash", "slurm/pin-clocks", "docker/build"]
+    "script",
+    [
+        "infra/aks/install-lustre-driver",
+        "infra/cyclecloud/deploy",
+        "slurm/launch.sb",
+        "slurm/prepare_c4.sb",
+        "slurm/squash",
+        "slurm/pin-clocks",
+        "docker/build",
+    ],
 )
 def test_scripts_parse_and_can_be_run(script: str) -> None:
     path = REPOSITORY / script

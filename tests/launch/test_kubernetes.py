@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from keepstep.cli import doctor
 from keepstep.cli.main import main
 from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes
-from keepstep.launch.job import Job, load_record
+from keepstep.launch.job import Job, Target, load_record
 from keepstep.launch.profiles import KubernetesProfile
+from keepstep.launch.submit import ReportJob, run_report_job
 
 PROGRAM = """#!/bin/sh
 printf '%s' "$(basename "$0")" >> "$LOG"; printf ' %s' "$@" >> "$LOG"; echo >> "$LOG"
@@ -61,6 +60,7 @@ def submitted(folder: Path) -> None:
         "train",
         "name=my-run",
         "model=mpt-tiny",
+        "data=synthetic",
         "global_batch=16",
         "--on",
         f"k8s:{folder}/profile.yaml",
@@ -113,6 +113,7 @@ def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.C
         "train",
         "name=my-run",
         "model=mpt-tiny",
+        "data=synthetic",
         "global_batch=16",
         "--on",
         f"k8s:{programs}/profile.yaml",
@@ -123,7 +124,7 @@ def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.C
     assert "run my-run is running" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_only_when_the_pods_before_are_gone(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_waits_until_old_pods_are_gone(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submitted(programs)
     asked(programs)
     assert main(["resume", "my-run"]) == 2
@@ -131,7 +132,7 @@ def test_a_run_goes_on_only_when_the_pods_before_are_gone(programs: Path, capsys
     # Stopped: the release is gone at once, its pods have minutes for their last save.
     (programs / "log.stopped").touch()
     assert main(["resume", "my-run", "--exclude", "gpu-7"]) == 2
-    assert "pods of run my-run still save" in capsys.readouterr().err
+    assert "pods of run my-run are still saving" in capsys.readouterr().err
     assert kubernetes.state(load_record(Path("runs"), "my-run")) == "ending"
     assert not [line for line in asked(programs) if "install" in line]
     phases(programs)
@@ -139,14 +140,20 @@ def test_a_run_goes_on_only_when_the_pods_before_are_gone(programs: Path, capsys
     assert asked(programs)[-1].startswith("helm install my-run ")
 
 
-def test_a_second_run_of_a_namespace_is_told_how_to_do_without_the_first_one_s_tensorboard(
-    programs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_explains_taken_tensorboard_service(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = 'Error: INSTALLATION FAILED: Unable to continue with install: Service "tensorboard" in namespace "team" '
     taken += "exists and cannot be imported into the current release: invalid ownership metadata"
     (programs / "bin" / "helm").write_text(f"#!/bin/sh\n[ $1 != install ] || {{ echo '{taken}' >&2; exit 1; }}\n")
     (programs / "profile.yaml").write_text("namespace: team\ngpus_per_node: 1\n")
-    words = ["train", "name=second", "model=mpt-tiny", "global_batch=16", "--on", f"k8s:{programs}/profile.yaml"]
+    words = [
+        "train",
+        "name=second",
+        "model=mpt-tiny",
+        "data=synthetic",
+        "global_batch=16",
+        "--on",
+        f"k8s:{programs}/profile.yaml",
+    ]
     assert main(words) == 2
     assert "hint: tensorboard: false, or another tensorboard_service" in capsys.readouterr().err
 
@@ -165,7 +172,7 @@ def test_an_image_without_a_tag_is_refused() -> None:
             kubernetes.chart_values(job, KubernetesProfile(image=image))
 
 
-def test_a_run_whose_drained_pods_were_replaced_has_not_failed(programs: Path) -> None:
+def test_state_ignores_replaced_pods(programs: Path) -> None:
     submitted(programs)
 
     def pod(node: int, name: str, minute: int, phase: str) -> dict[str, object]:
@@ -182,11 +189,10 @@ def test_a_run_whose_drained_pods_were_replaced_has_not_failed(programs: Path) -
     assert kubernetes.state(load_record(Path("runs"), "my-run")) == "failed"
 
 
-def test_a_measurement_leaves_nothing_installed(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_job_uninstalls_its_release(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases(programs)
     monkeypatch.setattr(kubernetes, "log_text", lambda record: 'keepstep-report [{"node": "a"}]\n')
     job = Job("doctor-1", ("doctor", "--probe"), programs / "runs" / ".doctor" / "doctor-1", 2)
     profile = KubernetesProfile(namespace="team")
-    arguments = argparse.Namespace(on="k8s", timeout_s=60)
-    assert doctor._measure_there(arguments, job, profile, []) == ([{"node": "a"}], [])
+    assert run_report_job(ReportJob(job, profile, Target("k8s")), 60) == [{"node": "a"}]
     assert asked(programs)[-1] == "helm uninstall doctor-1 --namespace team"

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from manifests import REPOSITORY, check, kubelet_expand, template, training_container
 
-from keepstep.observe.folder import read_from
+from keepstep.launch.environments import all_environments
+from keepstep.observe.run_folder import read_from
+from tests.launch.manifests import REPOSITORY, check, kubelet_expand, template, training_container
+from tests.patience import PATIENCE_S
 
 RUN = """\
 model: {preset: mpt-tiny, vocab: 512, seq_len: 32}
@@ -96,6 +98,10 @@ def test_the_pods_command_trains_in_two_processes(kind: str, tmp_path: Path) -> 
         values = {entry["name"]: entry.get("value", "") for entry in container["env"]} | operator_environment(
             kind, rank, port
         )
+        # The kubelet reads it from the Secret.
+        assert values["KEEPSTEP_RENDEZVOUS_SECRET"] == ""
+        values["KEEPSTEP_RENDEZVOUS_SECRET"] = "hunter2-hunter2-hunter2"
+        values |= {"NCCL_DEBUG": "WARN", "NCCL_AUTH_KEY": "hunter2", "HF_TOKEN": "hunter2"}
         arguments = [kubelet_expand(word, values) for word in container["args"]]
         # The volumes of the pod: its configuration lies here.
         arguments = [word.replace("/etc/keepstep", str(tmp_path)) for word in arguments]
@@ -105,9 +111,13 @@ def test_the_pods_command_trains_in_two_processes(kind: str, tmp_path: Path) -> 
                 command, cwd=tmp_path, env={**ENVIRONMENT, **values}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )
-    said = [pod.communicate(timeout=600)[0].decode() for pod in pods]
+    said = [pod.communicate(timeout=PATIENCE_S)[0].decode() for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
     steps, _ = read_from(tmp_path / "data" / "runs" / "my-run" / "metrics.jsonl")
     assert [line["step"] for line in steps if "loss" in line] == [1, 2, 3, 4]
     facts = yaml.safe_load((tmp_path / "data" / "runs" / "my-run" / "facts.json").read_text())
     assert facts["world_size"] == 2
+    recorded = facts["variables"]
+    assert recorded.items() >= {**all_environments()["elastic"], "NCCL_DEBUG": "WARN"}.items()
+    assert not any("hunter2" in value for value in recorded.values())
+    assert not any("hunter2" in text for text in said)

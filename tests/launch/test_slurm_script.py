@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from manifests import REPOSITORY
 
 from keepstep.cli.main import main
 from keepstep.core.errors import ConfigError, UsageError
@@ -21,6 +21,7 @@ from keepstep.launch.job import Job, JobRecord, load_record, read_target
 from keepstep.launch.profiles import KubernetesProfile, SlurmProfile, commented, load_profile
 from keepstep.launch.quoting import sbatch_value, shell_word, slug
 from keepstep.launch.slurm import render
+from tests.launch.manifests import REPOSITORY
 
 BODY = (REPOSITORY / "src/keepstep/launch/batch.sh").read_text()
 GOLDEN = Path(__file__).parent / "golden"
@@ -69,7 +70,7 @@ def test_the_script_is_the_one_on_record(name: str) -> None:
 
 
 @given(name=TEXT, word=TEXT, folder=TEXT, note=TEXT, image=TEXT)
-def test_any_text_arrives_as_it_is_and_runs_nothing(name: str, word: str, folder: str, note: str, image: str) -> None:
+def test_script_quotes_any_text(name: str, word: str, folder: str, note: str, image: str) -> None:
     profile = SlurmProfile(variables={"NOTE": note}, image=image, mounts=(f"/a:{note}",))
     where = Path("/shared") / re.sub(r"[\x00-\x1f\x7f\\]", "", folder.replace("/", "-"))
     script = render(job(name=name, words=("train", word), folder=where), profile)
@@ -117,12 +118,19 @@ def test_a_secret_is_read_on_the_node_and_printed_nowhere(tmp_path: Path) -> Non
     above = script.removesuffix(BODY)
     done = subprocess.run(["bash", "-c", f'{above}\necho "got=$HF_TOKEN"'], capture_output=True, text=True, check=True)
     assert done.stdout == "got=hunter2\n"
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "db_password"):
-        path = tmp_path / "profile.yaml"
-        path.write_text(f"variables: {{{name}: x}}\n")
-        for kind in (SlurmProfile, KubernetesProfile):
-            with pytest.raises(ConfigError, match="looks like a credential"):
-                load_profile(kind, str(path))
+
+
+@pytest.mark.parametrize("kind", [SlurmProfile, KubernetesProfile])
+def test_profile_refuses_credentials_and_nothing_else(tmp_path: Path, kind: type) -> None:
+    path = tmp_path / "profile.yaml"
+    secret = ("HF_TOKEN", "WANDB_API_KEY", "WANDB_KEY", "db_password", "DB_PASS", "MY_AUTH", "AWS_SECRET_ACCESS_KEY")
+    for variable in (*(f"{name}: x" for name in secret), "HTTPS_PROXY: http://me:hunter2@proxy:3128"):
+        path.write_text(f"variables: {{{variable}}}\n")
+        with pytest.raises(ConfigError, match="looks like a credential"):
+            load_profile(kind, str(path))
+    plain = {"TOKENIZERS_PARALLELISM": "false", "HTTPS_PROXY": "http://proxy:3128", "KEYBOARD": "x", "NCCL_NET": "AWS"}
+    path.write_text(yaml.safe_dump({"variables": plain}))
+    assert dict(load_profile(kind, str(path)).variables) == plain
 
 
 def test_a_save_may_take_all_the_time_that_is_left_for_it() -> None:
@@ -130,7 +138,7 @@ def test_a_save_may_take_all_the_time_that_is_left_for_it() -> None:
     assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540\n" in render(job(), SlurmProfile())
 
 
-def test_a_profile_reports_all_its_mistakes_at_once(tmp_path: Path) -> None:
+def test_profile_reports_all_mistakes_together(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("partitoin: gpu\nnodes: two\nexclusive: 1\n")
     with pytest.raises(ConfigError) as caught:
@@ -157,7 +165,7 @@ def test_a_time_limit_leaves_time_before_its_warning(limit: str, sound: bool, tm
         load_profile(SlurmProfile, str(path))
 
 
-def test_texts_of_a_profile_are_taken_as_they_are_written(tmp_path: Path) -> None:
+def test_profile_keeps_text_as_written(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "time_limit: 12:00:00\naccount: 0123\npartition: no\nexclude: [n1, 007]\nnodes: 0x10\nexclusive: no\n"
@@ -219,7 +227,14 @@ def test_a_wrong_target_is_refused(text: str) -> None:
         read_target(text)
 
 
-def test_launch_sb_has_the_same_body_and_the_same_environments_as_the_product() -> None:
+@pytest.mark.parametrize(
+    "script", [(REPOSITORY / "slurm/launch.sb").read_text(), render(job(), SlurmProfile())], ids=["launch.sb", "ours"]
+)
+def test_scripts_start_when_all_nodes_are_ready(script: str) -> None:
+    assert "#SBATCH --wait-all-nodes=1" in script.partition("\n\n")[0].splitlines()
+
+
+def test_launch_sb_body_and_environments_equal_the_packages() -> None:
     script = (REPOSITORY / "slurm/launch.sb").read_text()
     assert script.endswith(BODY)
     for name, variables in all_environments().items():
@@ -261,23 +276,29 @@ def test_quoting_refuses_what_no_command_can_take() -> None:
 
 
 @pytest.mark.parametrize("where", ["slurm:azure-h100", "k8s:aks-h100"])
-@pytest.mark.parametrize(("flags", "told"), [(["--procs", "3"], "--procs 3 counts"), (["--ui"], "--ui shows a run of")])
-def test_a_flag_for_this_machine_is_refused_for_a_cluster(
+@pytest.mark.parametrize(("flags", "told"), [(["--procs", "3"], "--procs 3 is for this machine"), (["--ui"], "--ui")])
+def test_submit_refuses_options_for_this_machine(
     flags: list[str], told: str, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "model=mpt-tiny", *flags, "--on", where, "--dry-run"]) == 2
+    assert main(["train", "model=mpt-tiny", "data=synthetic", *flags, "--on", where, "--dry-run"]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_a_number_of_nodes_between_the_fewest_and_all_is_checked_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_checks_every_allowed_number_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that starts again on what is left of its nodes must not end there as wrongly configured."""
     (tmp_path / "profile.yaml").write_text("nodes: 4\nmin_nodes: 2\ngpus_per_node: 8\n")
-    words = ["train", "model=mpt-tiny", "microbatch=1", "--on", f"slurm:{tmp_path}/profile.yaml", "--dry-run"]
+    words = [
+        "train",
+        "model=mpt-tiny",
+        "data=synthetic",
+        "microbatch=1",
+        "--on",
+        f"slurm:{tmp_path}/profile.yaml",
+        "--dry-run",
+    ]
     assert main([*words, "global_batch=64"]) == 2
     error = capsys.readouterr().err
-    assert "may have to do with 3 of 4 nodes, where global_batch is 64" in error
+    assert "may continue on 3 of 4 nodes, where global_batch is 64" in error
     assert "reproducible=elastic" in error
     assert main([*words, "global_batch=96"]) == 0
     assert main([*words, "global_batch=64", "reproducible=elastic"]) == 0

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from model_variants import VARIANTS
 
 from keepstep.config.schema import ModelConfig
+from tests.models.model_variants import VARIANTS
 
 
 @pytest.fixture(params=list(VARIANTS))

@@ -8,6 +8,7 @@ import torch
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.init import init_weights
+from keepstep.models.ops.backend import KernelBackend
 from keepstep.models.transformer import Transformer
 
 TINY: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 24}
@@ -41,3 +42,13 @@ def build(config: ModelConfig, seed: int = 17) -> Transformer:
 def random_tokens(config: ModelConfig, rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, config.vocab, (rows, tokens), generator=generator)
+
+
+class FusedOnCpu(KernelBackend):
+    """Runs fused operators in the form that every device can compute."""
+
+    def has_kernels(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def fuses_matmuls(self, tensor: torch.Tensor) -> bool:
+        return True

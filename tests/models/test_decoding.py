@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_variants import VARIANTS, build, random_tokens
 
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import UsageError
-from keepstep.models.cache import KeyValueCache
+from keepstep.models.attention_context import KeyValueCache
 from keepstep.models.positions import document_positions
+from tests.models.model_variants import VARIANTS, build, random_tokens
 
 
 @torch.no_grad()
@@ -21,17 +21,6 @@ def test_incremental_decoding_equals_the_full_forward(variant: ModelConfig, step
     pieces = [model(piece_bt, cache=cache) for piece_bt in tokens_bt.split(steps, dim=1)]
     assert cache.length == 20
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens_bt), atol=2e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_a_cache_can_be_used_again() -> None:
-    model = build(VARIANTS["grouped rotary"])
-    cache = KeyValueCache(2, capacity=8)
-    first = model(random_tokens(model.config, 1, 8, seed=4), cache=cache)
-    cache.reset()
-    model(random_tokens(model.config, 1, 8, seed=5), cache=cache)
-    cache.reset()
-    assert torch.equal(model(random_tokens(model.config, 1, 8, seed=4), cache=cache), first)
 
 
 def test_more_tokens_than_there_is_room_for_is_an_error() -> None:

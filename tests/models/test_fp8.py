@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
-from keepstep.models.fp8 import FORWARD, Fp8Linear, fp8_gated, to_fp8
+from keepstep.models.linear import FORWARD, Fp8Linear, fp8_swiglu_mlp, to_fp8
 from keepstep.models.mlp import GatedMLP
-from keepstep.models.swiglu import swiglu
+from keepstep.models.ops.swiglu import swiglu
 
 
 def near(ours: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
@@ -55,7 +55,7 @@ def test_the_gated_form_is_two_products_with_swiglu_between() -> None:
     torch.manual_seed(3)
     gate_up, down = Fp8Linear(32, 128, False), Fp8Linear(64, 32, False)
     x = torch.randn(4, 8, 32, requires_grad=True)
-    fused = fp8_gated(x, gate_up, down, 16)
+    fused = fp8_swiglu_mlp(x, gate_up, down, 16)
     fused.square().sum().backward()
     gradient, x.grad = x.grad, None
     apart = down(swiglu(gate_up(x), 16))

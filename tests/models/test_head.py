@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_variants import VARIANTS, build, random_tokens
 from torch import Tensor
 from torch.nn import functional as F
 
 from keepstep.models.head import default_chunks, head_logits, head_loss
+from tests.models.model_variants import VARIANTS, build, random_tokens
 
 VOCAB, ROWS = 61, 64
 

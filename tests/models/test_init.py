@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from model_variants import VARIANTS, build
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.init import init_weights, parameter_seed
 from keepstep.models.transformer import Transformer
+from tests.models.model_variants import VARIANTS, build
 
 SHARDED = {
     # 3 heads of 5 channels and a vocabulary of 61: rows that two processes cannot share evenly.

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_variants import VARIANTS, build
 from torch import Tensor, nn
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.attention import Attention, pack_qkv, unpack_qkv
-from keepstep.models.masks import make_context
+from keepstep.models.attention_context import make_context
+from keepstep.models.block_plan import BlockPlan
 from keepstep.models.mlp import gate_blocks, make_mlp, pack_gate_up, unpack_gate_up
+from tests.models.model_variants import VARIANTS, build
 
 
 def slice_linear(linear: nn.Linear, dim: int, part: int, parts: int) -> None:
@@ -40,7 +41,7 @@ def test_attention_is_the_sum_of_its_slices(name: str) -> None:
         attention.load_state_dict(whole.state_dict())
         slice_linear(attention.qkv, 0, part, 2)
         slice_linear(attention.out, 1, part, 2)
-        attention.first_head = part * config.heads // 2
+        attention.plan = BlockPlan(first_head=part * config.heads // 2)
         total += attention(x_btd, context)
     torch.testing.assert_close(total, whole(x_btd, context), atol=1e-6, rtol=1e-5)
 

@@ -1,31 +1,34 @@
-"""What docs/models.md shows, works."""
+"""docs/models.md: its Python and its commands run."""
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keepstep.cli.main import main
+from tests.doc_blocks import blocks, commands
+from tests.interop.test_hf_config import LLAMA_1B
 
-PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+PAGE = "docs/models.md"
 
 
-def test_the_python_on_the_page_runs_in_order() -> None:
+def test_models_page_python_runs_in_order() -> None:
     names: dict[str, Any] = {}
-    for code in blocks("python"):
+    for code in blocks(PAGE, "python"):
         exec(code, names)
     assert names["logits"].shape == (2, 1, 1024)
     assert names["parameters"] == sum(parameter.numel() for parameter in names["model"].parameters())
 
 
-@pytest.mark.parametrize("command", [line for block in blocks("sh") for line in block.splitlines()])
-def test_the_commands_on_the_page_end_well(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", commands(PAGE))
+def test_models_page_commands_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(LLAMA_1B))
     assert main(command.split()[1:]) == 0
     assert capsys.readouterr().out

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from model_variants import VARIANTS, build, random_tokens
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.transformer import Transformer
+from tests.models.model_variants import VARIANTS, build, random_tokens
 
 
 @pytest.fixture

@@ -6,19 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from model_variants import random_tokens
 from torch.nn import functional as F
 
+from keepstep.config.hf_config import hf_family, model_config_from_hf
 from keepstep.config.schema import ModelConfig
-from keepstep.models.hf_config import hf_family, model_config_from_hf
-from keepstep.models.hf_names import from_hf, to_hf
+from keepstep.interop.hf_names import export_parameters, import_parameters
 from keepstep.models.transformer import Transformer
+from tests.models.model_variants import random_tokens
 
 transformers = pytest.importorskip("transformers")
 
 LLAMA3_SCALING = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN_SCALING = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 4.0, "beta_slow": 0.5,
 }  # fmt: skip
 SHAPE = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -35,6 +39,11 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", {**SHAPE, "tie_word_embeddings": True}),
     "llama with llama3 scaling": ("Llama", {**SHAPE, "rope_parameters": LLAMA3_SCALING}),
     "llama with linear scaling": ("Llama", {**SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2 with yarn": ("Qwen2", {**SHAPE, "rope_parameters": YARN_SCALING}),
+    "llama with exact yarn": (
+        "Llama",
+        {**SHAPE, "rope_parameters": {**YARN_SCALING, "truncate": False, "mscale": 1.2, "mscale_all_dim": 0.7}},
+    ),
     "qwen2": ("Qwen2", SHAPE),
     "qwen3": ("Qwen3", {**SHAPE, "head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**SHAPE, "sliding_window": 6}),
@@ -61,7 +70,7 @@ def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]
     config = ModelConfig(**{**model_config_from_hf(described), **changes})
     family = hf_family(described)
     ours = Transformer(config)
-    ours.load_state_dict(from_hf(model.state_dict(), config, family))
+    ours.load_state_dict(dict(import_parameters(model.state_dict(), config, family)))
     return ours, config, family
 
 
@@ -79,7 +88,7 @@ def test_logits_and_gradients_equal_the_reference(name: str) -> None:
     torch.testing.assert_close(our_loss, loss, atol=1e-4, rtol=1e-6)
     (loss / 40).backward()
     (our_loss / 40).backward()
-    gradients = to_hf({key: value.grad for key, value in ours.named_parameters()}, config, family)
+    gradients = dict(export_parameters({key: value.grad for key, value in ours.named_parameters()}, config, family))
     expected = {key: value.grad for key, value in theirs.named_parameters()}
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
@@ -91,7 +100,7 @@ def test_logits_and_gradients_equal_the_reference(name: str) -> None:
 def test_weights_survive_import_and_export_bit_by_bit(name: str) -> None:
     theirs = reference(name)
     ours, config, family = imported(theirs, vocab_multiple=16)
-    exported = to_hf(ours.state_dict(), config, family)
+    exported = dict(export_parameters(ours.state_dict(), config, family))
     expected = dict(theirs.named_parameters())
     assert exported.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in exported.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_variants import VARIANTS
 
 from keepstep.config.presets import PRESETS
 from keepstep.config.schema import ModelConfig
@@ -17,6 +16,7 @@ from keepstep.models.size import (
     peak_flops,
 )
 from keepstep.models.transformer import Transformer
+from tests.models.model_variants import VARIANTS
 
 PUBLISHED = {
     "mpt-125m": 125_311_488,

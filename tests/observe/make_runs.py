@@ -9,8 +9,9 @@ from pathlib import Path
 from random import Random
 
 from keepstep.core.files import write_json
-from keepstep.observe.folder import JsonLines, Record, RunFolder
-from keepstep.observe.sinks import JsonlSink
+from keepstep.core.step_folders import MARKER, folder_name
+from keepstep.observe.run_folder import JsonLines, Record, RunFolder
+from keepstep.observe.sinks.metric_sinks import JsonlSink
 
 CONFIG = """name: {name}
 seed: {seed}
@@ -44,7 +45,7 @@ class Writer:
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root).create()
         self.random = Random(self.seed)
-        self.step = 0
+        self.step = self.saves = 0
         self.metrics, self.events = JsonLines(self.folder.metrics), JsonLines(self.folder.events)
         self.rank_lines, self.samples = JsonLines(self.folder.ranks), JsonLines(self.folder.samples)
         text = CONFIG.format(name=self.root.name, seed=self.seed, steps=self.steps, lr=self.lr)
@@ -124,7 +125,15 @@ class Writer:
 
     def save(self) -> None:
         self.event("checkpoint_started")
+        folder = self.folder.checkpoints / folder_name(self.step)
+        folder.mkdir(exist_ok=True)
+        self.saves += 1
+        write_json(folder / MARKER, {"step": self.step, "sequence": self.saves, "time": self.now})
         self.event("checkpoint_committed", seconds=4.8, blocked_s=0.12, bytes=14_800_000_000)
+
+    def fail_to_save(self) -> None:
+        message = f"checkpoint of step {self.step} failed: No space left on device"
+        self.event("warning", reason="checkpoint_failed", message=message)
 
     def _validate(self) -> None:
         loss = 2.15 + 2.2 / (1 + self.step / 400)

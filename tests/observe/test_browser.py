@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_runs import Writer, write_long
 
-from keepstep.resilience.chaos import Fault, to_environment
+from keepstep.resilience.fault_injection import Fault, to_environment
+from tests.observe.make_runs import Writer, write_long
+from tests.patience import PATIENCE_S
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
@@ -113,7 +114,7 @@ def example_runs(root: Path) -> Path:
     return root
 
 
-def test_a_run_in_progress_moves_loses_a_worker_and_comes_back(browser: Any, tmp_path: Path) -> None:
+def test_page_follows_a_run_through_a_lost_worker(browser: Any, tmp_path: Path) -> None:
     """A real run of two processes, one of which is killed: the page shows the loss move, the fault, the way back."""
     marks, verdict, wait = tmp_path / "marks", "#verdict[data-state={}]", {"timeout": 120_000}
     marks.mkdir()
@@ -136,19 +137,39 @@ def test_a_run_in_progress_moves_loses_a_worker_and_comes_back(browser: Any, tmp
             assert path.get_attribute("d") != drawn, "the curve moved"
             assert page.locator(".tick.fault").count() == 0
             page.wait_for_selector(verdict.format("recovering"), **wait)
-            assert "rank 1 was ended by SIGKILL" in page.locator("#verdict").inner_text()
+            assert "rank 1 was killed by SIGKILL" in page.locator("#verdict").inner_text()
             assert page.locator(".tick.fault").count() == 1
             page.wait_for_selector(verdict.format("healthy"), **wait)
             assert page.locator(".tick.restart").count() == 1
             assert "1 restart" in page.locator("#figures").inner_text()
             page.wait_for_selector(verdict.format("finished"), **wait)
-        assert run.wait(60) == 0
+        assert run.wait(PATIENCE_S) == 0
     finally:
         run.terminate()
         run.wait()
 
 
-def test_light_dark_phone_and_paper(browser: Any, tmp_path: Path) -> None:
+def test_page_shows_the_step_on_disk_and_no_unknown_mfu(browser: Any, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "runs" / "full", steps=40, save_every=10, now=time.time() - 60)
+    with_mfu = writer.line
+    writer.line = lambda: {name: value for name, value in with_mfu().items() if name != "mfu"}  # type: ignore[method-assign]
+    writer.start()
+    writer.take(10)
+    writer.save_every = 1000
+    writer.take(30)
+    writer.fail_to_save()
+    writer.finish()
+    with served(tmp_path / "runs") as address, opened(browser, address) as page:
+        assert page.locator("#verdict").get_attribute("data-state") == "failed"
+        assert "only step 10 is on disk" in page.locator("#verdict").inner_text()
+        assert page.locator("[data-figure='on disk']").inner_text() == "step 10"
+        assert "1 save skipped" in page.locator("#figures").inner_text()
+        assert page.locator("#runs .about").inner_text() == "failed, step 10 of 40 on disk"
+        assert page.locator("[data-figure=MFU]").count() == 0
+        assert page.locator("[data-chart=mfu]").is_hidden()
+
+
+def test_page_fits_themes_phones_and_paper(browser: Any, tmp_path: Path) -> None:
     with served(example_runs(tmp_path / "runs")) as address:
         address += "#run=llama-1b"
         with opened(browser, address) as page:
@@ -169,7 +190,7 @@ def test_light_dark_phone_and_paper(browser: Any, tmp_path: Path) -> None:
             keep_picture(page, "page-phone.png")
 
 
-def test_everything_is_reached_by_keyboard(browser: Any, tmp_path: Path) -> None:
+def test_page_works_by_keyboard_alone(browser: Any, tmp_path: Path) -> None:
     with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b") as page:
         page.keyboard.press("l")
         assert page.get_attribute("#log", "aria-pressed") == "true"
@@ -192,7 +213,62 @@ def test_everything_is_reached_by_keyboard(browser: Any, tmp_path: Path) -> None
         assert not page.locator("dialog#keys").is_visible()
 
 
-def test_dragging_zooms_and_a_double_click_shows_all_again(browser: Any, tmp_path: Path) -> None:
+def drawn_value(page: Any, chart: str, at: float) -> dict[str, str]:
+    """Labels and numbers of a chart's tooltip, with the pointer at the share `at` of the chart's width."""
+    plot = page.locator(f"[data-chart={chart}] .plot")
+    page.mouse.move(0, 0)
+    plot.hover(position={"x": 52 + (plot.bounding_box()["width"] - 62) * at, "y": 60}, force=True)
+    tip = page.locator(f"[data-chart={chart}] .tip")
+    if tip.is_hidden():
+        return {}
+    step, *rows = tip.locator("> div").all()
+    cells = [row.locator("> *").all_text_contents() for row in rows]
+    return {"step": step.inner_text().removeprefix("step ").replace(",", ""), **dict(cells)}
+
+
+def test_page_tooltips_show_raw_values_and_label_smoothed_ones(browser: Any, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "runs" / "jumping", steps=100, save_every=40, now=time.time() - 600)
+    made = writer.line
+    writer.line = lambda: {  # type: ignore[method-assign]
+        **made(), "loss": 1.0 + writer.step % 2, "lr": writer.step / 1000, "memory_gib": 60.0 + writer.step % 3,
+    }  # fmt: skip
+    writer.start()
+    writer.take(100)
+    writer.finish()
+    with served(tmp_path / "runs") as address, opened(browser, address + "#smooth=0.98") as page:
+        for at in (0.2, 0.5, 0.9):
+            loss = drawn_value(page, "loss", at)
+            step = int(loss["step"])
+            assert abs(step - (1 + 99 * at)) < 3
+            assert float(loss["training"]) == 1 + step % 2, "the raw value"
+            assert 1.2 < float(loss["smoothed"]) < 1.9
+            lr = drawn_value(page, "lr", at)
+            assert float(lr["training"]) == pytest.approx(int(lr["step"]) / 1000)
+            memory = drawn_value(page, "memory_gib", at)
+            assert float(memory["training"]) == 60 + int(memory["step"]) % 3
+            assert "smoothed" not in lr | memory
+        valid = 2.15 + 2.2 / (1 + 40 / 400)
+        shown = [text for name, text in drawn_value(page, "loss", 0.42).items() if name.startswith("validation")]
+        assert float(shown[0]) == pytest.approx(valid, abs=0.001)
+
+
+def test_page_has_no_value_beyond_the_end_of_a_run(browser: Any, tmp_path: Path) -> None:
+    for name, steps in (("long", 200), ("short", 90)):
+        writer = Writer(tmp_path / "runs" / name, steps=steps, save_every=1000, now=time.time() - 600)
+        writer.start()
+        writer.take(steps)
+        writer.finish()
+    with served(tmp_path / "runs") as address:
+        with opened(browser, address + "#run=long&over=short") as page:
+            assert {"long", "short"} <= {name.partition(",")[0] for name in drawn_value(page, "loss", 0.3)}
+            assert not [name for name in drawn_value(page, "loss", 0.7) if name.startswith("short")]
+            assert "long" in drawn_value(page, "loss", 0.7)
+        with opened(browser, address + "#run=short&range=0~180") as page:
+            assert drawn_value(page, "loss", 0.3)
+            assert drawn_value(page, "loss", 0.8) == {}
+
+
+def test_page_zooms_by_dragging_and_resets_by_double_click(browser: Any, tmp_path: Path) -> None:
     with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b") as page:
         box = page.locator("[data-chart=loss] .plot").bounding_box()
         page.mouse.move(box["x"] + 300, box["y"] + 80)
@@ -207,7 +283,7 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(browser: Any, tmp_pat
         becomes_true(page, "!location.hash.includes('range=')")
 
 
-def test_text_from_a_run_is_never_executed(browser: Any, tmp_path: Path) -> None:
+def test_page_never_executes_text_of_a_run(browser: Any, tmp_path: Path) -> None:
     bad = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
     writer = Writer(tmp_path / "<b>bold<b>", ranks=2)
     writer.start()
@@ -228,7 +304,32 @@ def test_text_from_a_run_is_never_executed(browser: Any, tmp_path: Path) -> None
         assert bad in page.locator("#events").inner_text()
 
 
-def test_when_the_server_goes_away_the_page_says_so(browser: Any, tmp_path: Path) -> None:
+def test_page_policy_blocks_inline_script(browser: Any, tmp_path: Path) -> None:
+    """Even if a text of a run became part of the page as HTML, the policy would not let it run."""
+    writer = Writer(tmp_path / "run", ranks=2)
+    writer.start()
+    writer.take(10)
+    with served(tmp_path) as address, opened_without_errors(browser) as page:
+        called: list[str] = []
+        page.expose_function("marker", lambda what: called.append(what))
+        page.goto(address)
+        page.wait_for_selector("body[data-ready]", timeout=60_000)
+        page.evaluate("""() => {
+            window.blocked = 0;
+            document.addEventListener("securitypolicyviolation", () => { window.blocked += 1; });
+            const place = document.createElement("div");
+            place.innerHTML = "<img src=x onerror='marker(1)'><a href='javascript:marker(2)'>link</a>";
+            document.body.append(place);
+            const script = document.createElement("script");
+            script.textContent = "marker('script')";
+            document.body.append(script);
+            place.querySelector("a").click();
+        }""")
+        becomes_true(page, "window.blocked >= 3", 60)
+        assert called == []
+
+
+def test_page_reports_a_lost_server(browser: Any, tmp_path: Path) -> None:
     example_runs(tmp_path / "runs")
     with opened_without_errors(browser) as page:
         with served(tmp_path / "runs") as address:
@@ -251,7 +352,7 @@ def opened_without_errors(browser: Any) -> Iterator[Any]:
     context.close()
 
 
-def test_the_skip_link_keeps_the_run(browser: Any, tmp_path: Path) -> None:
+def test_page_skip_link_keeps_the_run(browser: Any, tmp_path: Path) -> None:
     with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b-warm") as page:
         page.focus("a.skip")
         page.keyboard.press("Enter")
@@ -261,19 +362,19 @@ def test_the_skip_link_keeps_the_run(browser: Any, tmp_path: Path) -> None:
         assert "run=llama-1b-warm" in page.evaluate("location.hash")
 
 
-def test_the_keyboard_keeps_its_place_while_the_list_of_runs_is_drawn_again(browser: Any, tmp_path: Path) -> None:
+def test_page_keeps_the_focus_while_the_list_is_redrawn(browser: Any, tmp_path: Path) -> None:
     focused = "document.activeElement.getAttribute('aria-label') || document.activeElement.innerText"
     with served(example_runs(tmp_path / "runs")) as address, opened(browser, address + "#run=llama-1b") as page:
-        page.focus("[aria-label='lay llama-1b-warm over']")
+        page.focus("[aria-label='compare with llama-1b-warm']")
         page.keyboard.press("Space")
         becomes_true(page, "document.querySelectorAll('[data-chart=loss] path.line').length === 2")
-        assert page.evaluate(focused) == "lay llama-1b-warm over"
+        assert page.evaluate(focused) == "compare with llama-1b-warm"
         page.focus("#runs li.current button")
         look_twice(page)
         assert "llama-1b" in page.evaluate(focused)
 
 
-def test_a_key_pressed_while_an_answer_is_on_its_way_counts(browser: Any, tmp_path: Path) -> None:
+def test_page_honours_a_key_pressed_during_a_request(browser: Any, tmp_path: Path) -> None:
     """The run is finished, so that no new data draws the charts again by chance."""
     example_runs(tmp_path / "runs")
     with served(tmp_path / "runs") as address, opened(browser, address + "#run=llama-1b-warm") as page:
@@ -287,7 +388,7 @@ def test_a_key_pressed_while_an_answer_is_on_its_way_counts(browser: Any, tmp_pa
         becomes_true(page, f"{axis} !== {linear!r}")
 
 
-def test_a_server_that_hangs_is_told_of_and_the_page_goes_on_when_it_wakes(browser: Any, tmp_path: Path) -> None:
+def test_page_reports_a_hanging_server_and_continues_later(browser: Any, tmp_path: Path) -> None:
     with (
         opened_without_errors(browser) as page,
         serving("ui", str(example_runs(tmp_path / "runs")), "--port", "0", "--no-cache") as (server, address),
@@ -302,7 +403,7 @@ def test_a_server_that_hangs_is_told_of_and_the_page_goes_on_when_it_wakes(brows
         page.wait_for_selector("#offline", state="hidden", timeout=30_000)
 
 
-def test_logs_are_those_of_the_run_that_is_shown(browser: Any, tmp_path: Path) -> None:
+def test_page_shows_the_logs_of_the_current_run(browser: Any, tmp_path: Path) -> None:
     runs = example_runs(tmp_path / "runs")
     for name in ("llama-1b", "llama-1b-warm"):
         line = {"time": 1, "level": "info", "role": "trainer", "rank": 0, "text": f"words of {name}."}
@@ -314,7 +415,7 @@ def test_logs_are_those_of_the_run_that_is_shown(browser: Any, tmp_path: Path) -
         becomes_true(page, "document.querySelector('#logs').innerText.includes('words of llama-1b-warm.')")
 
 
-def test_a_run_that_is_deleted_gives_way_to_another_with_its_own_curves(browser: Any, tmp_path: Path) -> None:
+def test_page_replaces_a_deleted_run_with_another(browser: Any, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for name, steps in (("first", 300), ("second", 200)):
         writer = Writer(runs / name, steps=steps, ranks=2)
@@ -332,7 +433,7 @@ def test_a_run_that_is_deleted_gives_way_to_another_with_its_own_curves(browser:
         assert "250" not in page.evaluate(axis)
 
 
-def test_a_server_that_refuses_is_not_called_silent(browser: Any, tmp_path: Path) -> None:
+def test_page_reports_the_error_of_the_server(browser: Any, tmp_path: Path) -> None:
     """`--token auto` makes a new token each time: a page left open must say what to do, for it never goes on."""
     words = ["ui", str(example_runs(tmp_path / "runs")), "--port", str(free_port()), "--token", "auto", "--no-cache"]
     with opened_without_errors(browser) as page:
@@ -361,7 +462,7 @@ def cpu_seconds() -> float:
     return sum(seconds for process, seconds in spent.items() if ours(process))
 
 
-def test_five_runs_of_100_000_steps_open_in_time_and_keep_their_spike(browser: Any, tmp_path: Path) -> None:
+def test_page_opens_five_long_runs_in_time(browser: Any, tmp_path: Path) -> None:
     first = write_long(tmp_path / "run-0", 100_000, 1)
     for number in range(1, 5):
         shutil.copytree(first.root, tmp_path / f"run-{number}")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.observe.columns import Columns, smooth, thin
+from keepstep.observe.columns import Columns, downsample, smooth
 
 
 def test_columns_that_come_late_or_never_are_gaps() -> None:
@@ -21,10 +21,10 @@ def test_columns_that_come_late_or_never_are_gaps() -> None:
     assert math.isnan(Columns().last("step"))
 
 
-def test_a_rewind_forgets_later_rows_and_hands_them_back() -> None:
+def test_roll_back_removes_and_returns_later_rows() -> None:
     table = Columns()
     table.append([{"step": step, "step_s": 0.5} for step in range(1, 11)])
-    gone, count = table.rewind(7, ("step", "step_s"))
+    gone, count = table.roll_back(7, ("step", "step_s"))
     assert count == 4
     assert gone["step"].tolist() == [7, 8, 9, 10]
     assert gone["step_s"].sum() == 2.0
@@ -34,7 +34,7 @@ def test_a_rewind_forgets_later_rows_and_hands_them_back() -> None:
 
 
 @given(st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), max_size=700), st.floats(0.0, 0.99))
-def test_smoothing_in_blocks_is_the_plain_moving_average(values: list[float], weight: float) -> None:
+def test_smooth_equals_the_plain_moving_average(values: list[float], weight: float) -> None:
     average, mass, expected = 0.0, 0.0, []
     for value in values:
         if math.isfinite(value):
@@ -45,15 +45,15 @@ def test_smoothing_in_blocks_is_the_plain_moving_average(values: list[float], we
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
-def test_thinning_never_loses_an_extreme(values: list[float], pieces: int) -> None:
+def test_downsample_keeps_every_extreme(values: list[float], pieces: int) -> None:
     array = np.asarray(values)
-    thinned = thin(np.arange(len(array), dtype=np.float64), array, array, pieces)
+    thinned = downsample(np.arange(len(array), dtype=np.float64), array, array, pieces)
     assert len(thinned.steps) <= pieces
     assert min(thinned.low) == pytest.approx(array.min(), rel=1e-6)
     assert max(thinned.high) == pytest.approx(array.max(), rel=1e-6)
     assert thinned.steps[-1] == len(array) - 1
 
 
-def test_thinning_nothing_gives_nothing() -> None:
+def test_downsample_of_gaps_is_empty() -> None:
     gaps = np.full(5, np.nan)
-    assert thin(np.arange(5.0), gaps, gaps, 10).steps == []
+    assert downsample(np.arange(5.0), gaps, gaps, 10).steps == []

@@ -1,19 +1,19 @@
 from pathlib import Path
 
 import pytest
-from make_runs import Writer
 
 from keepstep.observe.goodput import account
 from keepstep.observe.history import open_history
+from tests.observe.make_runs import Writer
 
 
-def test_every_second_of_an_undisturbed_run_is_under_one_cause(tmp_path: Path) -> None:
+def test_goodput_assigns_every_second_to_one_cause(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0)
     writer.start()
     writer.take(400)
     writer.finish()
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=1e9)
+    goodput = account(seen, now=1e9)
     assert goodput.wall_s == pytest.approx(writer.now - 1000)
     assert goodput.seconds["startup"] == pytest.approx(12, abs=0.1)
     assert goodput.seconds["checkpoint"] == pytest.approx(0.24)
@@ -22,7 +22,7 @@ def test_every_second_of_an_undisturbed_run_is_under_one_cause(tmp_path: Path) -
     assert goodput.share == pytest.approx(197.4 / 218.2, abs=0.005)
 
 
-def test_a_fault_costs_lost_work_down_time_and_a_new_start(tmp_path: Path) -> None:
+def test_goodput_counts_lost_work_down_time_and_startup(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
@@ -30,7 +30,7 @@ def test_a_fault_costs_lost_work_down_time_and_a_new_start(tmp_path: Path) -> No
     writer.recover(lost=40, down_s=30)
     writer.take(60)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["lost"] == pytest.approx(20, abs=0.6)
     assert goodput.seconds["down"] == pytest.approx(30, abs=0.1)
     assert goodput.seconds["startup"] == pytest.approx(21, abs=0.2)
@@ -45,7 +45,7 @@ def test_a_fault_costs_lost_work_down_time_and_a_new_start(tmp_path: Path) -> No
     ]
 
 
-def test_a_start_and_the_resume_that_follows_it_are_one_attempt(tmp_path: Path) -> None:
+def test_goodput_joins_a_start_with_its_resume(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0)
     writer.start()
     writer.take(10)
@@ -57,18 +57,18 @@ def test_a_start_and_the_resume_that_follows_it_are_one_attempt(tmp_path: Path) 
     writer.now += 5
     writer.take(10)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["down"] == pytest.approx(100)
     assert goodput.seconds["startup"] == pytest.approx(22, abs=0.1)
     assert goodput.seconds["lost"] == pytest.approx(0, abs=0.01)
 
 
-def test_a_run_killed_without_a_word_is_down_from_its_last_sign(tmp_path: Path) -> None:
+def test_goodput_counts_silence_as_down(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
     seen = open_history(writer.folder)
-    silent = account(seen.events, seen.train, seen.undone, now=writer.now + 500)
+    silent = account(seen, now=writer.now + 500)
     assert silent.seconds["down"] == pytest.approx(500)
     writer.now += 700
     writer.event("start", ranks=8)
@@ -76,27 +76,27 @@ def test_a_run_killed_without_a_word_is_down_from_its_last_sign(tmp_path: Path) 
     writer.now += 10
     writer.take(20)
     seen.refresh()
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["down"] == pytest.approx(700)
     assert goodput.wall_s == pytest.approx(writer.now - 1000)
 
 
-def test_an_attempt_that_never_stepped_is_all_startup(tmp_path: Path) -> None:
+def test_goodput_of_an_attempt_without_steps_is_startup(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0)
     writer.start()
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=1030.0)
+    goodput = account(seen, now=1030.0)
     assert goodput.seconds["startup"] == pytest.approx(30)
     assert goodput.share == 0
 
 
-def test_a_run_that_has_not_started_has_no_wall_clock(tmp_path: Path) -> None:
+def test_goodput_is_zero_before_the_start(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
     seen = open_history(writer.folder)
-    assert account(seen.events, seen.train, seen.undone, now=1.0).share == 0
+    assert account(seen, now=1.0).share == 0
 
 
-def test_steps_of_a_run_killed_without_a_word_are_lost_and_not_down(tmp_path: Path) -> None:
+def test_goodput_counts_steps_of_a_killed_run_as_lost(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
@@ -106,7 +106,7 @@ def test_steps_of_a_run_killed_without_a_word_are_lost_and_not_down(tmp_path: Pa
     writer.now += 10
     seen = open_history(writer.folder)
     for _ in range(2):  # before the next attempt's first step, and after it
-        goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+        goodput = account(seen, now=writer.now)
         assert goodput.seconds["lost"] == pytest.approx(20, abs=0.6)
         assert goodput.seconds["down"] == pytest.approx(700, abs=0.1)
         assert goodput.wall_s == pytest.approx(writer.now - 1000)
@@ -114,7 +114,7 @@ def test_steps_of_a_run_killed_without_a_word_are_lost_and_not_down(tmp_path: Pa
         seen.refresh()
 
 
-def test_a_run_that_begins_anew_has_lost_every_step_it_did(tmp_path: Path) -> None:
+def test_goodput_of_a_run_from_step_0_loses_all_before(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
@@ -122,13 +122,13 @@ def test_a_run_that_begins_anew_has_lost_every_step_it_did(tmp_path: Path) -> No
     writer.start()
     writer.take(10)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["startup"] == pytest.approx(24, abs=0.2)
     assert goodput.seconds["lost"] == pytest.approx(50, abs=0.6)
     assert goodput.seconds["down"] == pytest.approx(300, abs=0.1)
 
 
-def test_steps_that_a_run_goes_back_from_by_itself_are_lost(tmp_path: Path) -> None:
+def test_goodput_counts_rolled_back_steps_as_lost(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
@@ -137,12 +137,12 @@ def test_steps_that_a_run_goes_back_from_by_itself_are_lost(tmp_path: Path) -> N
     writer.take(80)
     writer.finish()
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["lost"] == pytest.approx(30, abs=0.1)
     assert [segment.cause for segment in goodput.segments] == ["startup", "training", "lost", "training"]
 
 
-def test_going_back_beyond_the_attempt_before_loses_steps_of_both(tmp_path: Path) -> None:
+def test_goodput_counts_losses_across_two_attempts(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
@@ -153,13 +153,13 @@ def test_going_back_beyond_the_attempt_before_loses_steps_of_both(tmp_path: Path
     writer.recover(lost=60, down_s=30)
     writer.take(10)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["lost"] == pytest.approx((100 - 60 + 40) * 0.5, abs=1)
     assert goodput.seconds["down"] == pytest.approx(60, abs=0.1)
     assert goodput.wall_s == pytest.approx(writer.now - 1000)
 
 
-def test_until_a_new_attempt_tells_where_it_goes_on_nothing_counts_as_lost(tmp_path: Path) -> None:
+def test_goodput_loses_nothing_until_the_resume_step_is_known(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0)
     writer.start()
     writer.take(100)
@@ -167,12 +167,12 @@ def test_until_a_new_attempt_tells_where_it_goes_on_nothing_counts_as_lost(tmp_p
     writer.now += 5
     writer.event("start", ranks=8)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now + 20)
+    goodput = account(seen, now=writer.now + 20)
     assert goodput.seconds["lost"] == 0
     assert goodput.seconds["productive"] > 40
 
 
-def test_the_save_on_request_before_a_stop_is_not_lost(tmp_path: Path) -> None:
+def test_goodput_counts_the_save_before_a_stop(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
@@ -183,19 +183,19 @@ def test_the_save_on_request_before_a_stop_is_not_lost(tmp_path: Path) -> None:
     writer.event("resume", ranks=8)
     writer.take(10)
     seen = open_history(writer.folder)
-    goodput = account(seen.events, seen.train, seen.undone, now=writer.now)
+    goodput = account(seen, now=writer.now)
     assert goodput.seconds["checkpoint"] == pytest.approx(7)
     assert goodput.seconds["lost"] == 0
 
 
-def test_lost_steps_are_known_from_kept_columns_too(tmp_path: Path) -> None:
+def test_goodput_is_the_same_from_stored_columns(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", now=1000.0, save_every=1000)
     writer.start()
     writer.take(100)
     writer.step = 40
     writer.take(80)
     seen = open_history(writer.folder)
-    seen.keep_columns()
+    seen.store_columns()
     again = open_history(writer.folder)
-    assert again.undone.column("time").tolist() == seen.undone.column("time").tolist()
-    assert len(again.undone) == 60
+    assert again.rolled_back.column("time").tolist() == seen.rolled_back.column("time").tolist()
+    assert len(again.rolled_back) == 60

@@ -3,15 +3,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_runs import Writer, write_long
 
-from keepstep.observe import cache, history, report, sinks, view
-from keepstep.observe.folder import JsonLines, Record, RunFolder, read_from
-from keepstep.observe.history import History, glance, open_history
-from keepstep.observe.terminal import screen
+from keepstep.observe import history, report, view
+from keepstep.observe.history import History, open_history, open_recent
+from keepstep.observe.run_folder import JsonLines, Record, RunFolder, read_from
+from keepstep.observe.screen import screen
+from keepstep.observe.sinks import metric_sinks
+from tests.observe.make_runs import Writer, write_long
 
 
-def test_a_history_follows_a_growing_run_and_reads_only_what_is_new(tmp_path: Path) -> None:
+def test_history_reads_only_what_is_new(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
     writer.start()
     writer.take(5)
@@ -24,7 +25,7 @@ def test_a_history_follows_a_growing_run_and_reads_only_what_is_new(tmp_path: Pa
     assert seen.events[0]["kind"] == "start"
 
 
-def test_after_a_resume_the_undone_steps_are_gone_and_counted(tmp_path: Path) -> None:
+def test_history_moves_repeated_steps_to_rolled_back(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
     writer.start()
     writer.take(50)
@@ -36,18 +37,18 @@ def test_after_a_resume_the_undone_steps_are_gone_and_counted(tmp_path: Path) ->
     fresh = open_history(writer.folder)
     for told in (seen, fresh):
         assert told.train.column("step").tolist() == list(range(1, 36))
-        assert told.undone.column("step").tolist() == list(range(31, 51))
-        assert told.undone.column("step_s").sum() == pytest.approx(10, rel=0.1)
+        assert told.rolled_back.column("step").tolist() == list(range(31, 51))
+        assert told.rolled_back.column("step_s").sum() == pytest.approx(10, rel=0.1)
 
 
-def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_reads_long_files_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path / "run")
     writer.take(300)
     monkeypatch.setattr(history, "_PIECE_BYTES", 5000)
     assert open_history(writer.folder).train.column("step").tolist() == list(range(1, 301))
 
 
-def test_a_replaced_run_is_a_new_history(tmp_path: Path) -> None:
+def test_history_starts_over_for_a_replaced_run(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     JsonLines(path).append({"step": 9, "loss": 1.0})
     seen = open_history(RunFolder(tmp_path / "run"))
@@ -57,7 +58,7 @@ def test_a_replaced_run_is_a_new_history(tmp_path: Path) -> None:
     assert seen.train.column("loss").tolist() == [7.0]
 
 
-def test_a_run_made_anew_is_a_new_history_before_its_first_step_and_in_a_file_of_the_same_number(
+def test_history_starts_over_despite_a_reused_inode(
     tmp_path: Path,
 ) -> None:
     history = History(RunFolder(tmp_path))
@@ -77,10 +78,8 @@ def test_a_run_made_anew_is_a_new_history_before_its_first_step_and_in_a_file_of
     assert history.train.column("loss").tolist() == [4.0, 4.0, 4.0]
 
 
-def test_the_cache_gives_the_same_history_and_then_follows_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 100)
+def test_column_cache_gives_the_same_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MIN_BYTES", 100)
     writer = Writer(tmp_path / "run")
     writer.take(400)
     plain = open_history(writer.folder, tmp_path / "cache")
@@ -97,10 +96,10 @@ def test_the_cache_gives_the_same_history_and_then_follows_the_file(
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b'{"format": "other"}\n'])
-def test_a_damaged_cache_or_a_changed_file_is_read_afresh(
+def test_column_cache_is_ignored_when_damaged_or_outdated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
 ) -> None:
-    monkeypatch.setattr(cache, "WORTH_BYTES", 100)
+    monkeypatch.setattr(history, "MIN_BYTES", 100)
     writer = Writer(tmp_path / "run")
     writer.take(50)
     open_history(writer.folder, tmp_path / "cache")
@@ -112,30 +111,28 @@ def test_a_damaged_cache_or_a_changed_file_is_read_afresh(
     assert open_history(writer.folder, tmp_path / "cache").train.last("loss") == 1.0
 
 
-def test_a_long_run_leaves_its_columns_and_a_viewer_needs_no_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sinks, "COLUMNS_EVERY", 500)
+def test_long_run_stores_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_sinks, "COLUMNS_EVERY", 500)
     folder = write_long(tmp_path / "run", 1740, 1)
     assert folder.columns.is_file()
     taken: list[int] = []
-    original = History._take
-    monkeypatch.setattr(History, "_take", lambda self, lines: taken.append(len(lines)) or original(self, lines))
+    original = History._add
+    monkeypatch.setattr(History, "_add", lambda self, lines: taken.append(len(lines)) or original(self, lines))
     seen = open_history(folder)
     assert sum(taken) < 500
     assert seen.train.column("step").tolist() == list(range(1, 1741))
     assert seen.train.column("loss").max() == 99
 
 
-def test_a_glance_reads_the_end_only_but_all_events(tmp_path: Path) -> None:
+def test_open_recent_reads_all_events_but_few_metrics(tmp_path: Path) -> None:
     folder = write_long(tmp_path / "run", 3000, 1)
-    seen = glance(folder, limit_bytes=20_000)
+    seen = open_recent(folder, limit_bytes=20_000)
     assert 10 < len(seen.train) < 200
     assert seen.train.last("step") == 3000
     assert seen.events[0]["kind"] == "start"
 
 
-def test_an_empty_folder_is_an_empty_history(tmp_path: Path) -> None:
+def test_history_of_an_empty_folder_is_empty(tmp_path: Path) -> None:
     seen = History(RunFolder(tmp_path))
     assert not seen.refresh()
     assert seen.newest_ranks() == {}
@@ -156,7 +153,7 @@ def test_an_empty_folder_is_an_empty_history(tmp_path: Path) -> None:
         ("ranks", b'{"step": 51, "step_s": 7}'),
     ],
 )
-def test_a_damaged_line_that_is_still_json_ends_no_view(tmp_path: Path, file: str, line: bytes) -> None:
+def test_views_survive_damaged_lines_that_are_valid_json(tmp_path: Path, file: str, line: bytes) -> None:
     writer = Writer(tmp_path / "run")
     writer.start()
     writer.take(50)
@@ -169,11 +166,11 @@ def test_a_damaged_line_that_is_still_json_ends_no_view(tmp_path: Path, file: st
     assert report.markdown(seen, writer.now)
     assert screen(seen, writer.now, 100, 40)
     assert view.overview(seen, writer.now)["verdict"]["step"] == 51
-    assert view.summary(glance(writer.folder), writer.now)["total_steps"] == 1000
+    assert view.summary(open_recent(writer.folder), writer.now)["total_steps"] == 1000
 
 
 @pytest.mark.parametrize("piece_bytes", [2**21, 700], ids=["at once", "in pieces"])
-def test_validations_of_an_abandoned_attempt_do_not_count(
+def test_history_drops_validations_of_an_abandoned_attempt(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "_PIECE_BYTES", piece_bytes)
@@ -195,10 +192,10 @@ def test_validations_of_an_abandoned_attempt_do_not_count(
         assert told.valid.column("step").tolist() == [100, 200]
         assert told.valid.last("valid_loss") == 9.0
         assert told.train.column("step").tolist() == list(range(1, 261))
-        assert len(told.undone) == 200
+        assert len(told.rolled_back) == 200
 
 
-def test_lines_behind_a_hole_in_the_file_are_read(tmp_path: Path) -> None:
+def test_history_reads_lines_behind_a_hole(tmp_path: Path) -> None:
     """A power cut may leave megabytes of zeros where lines were under way: the run went on behind them."""
     writer = Writer(tmp_path / "run")
     writer.take(10)
@@ -213,9 +210,7 @@ def test_lines_behind_a_hole_in_the_file_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 4000, 60_000])
-def test_the_newest_look_at_the_ranks_costs_its_own_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_newest_ranks_reads_one_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """A list of thirty runs of 512 ranks took four seconds of processor time, and the page asks every four."""
     folder = RunFolder(tmp_path / "run").create()
     line = json.dumps({"step_s": [0.123456789] * ranks}).encode() + b"\n"

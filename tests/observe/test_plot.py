@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keepstep.observe.plot import Curve, png_plot, text_plot
+from keepstep.observe.plot import Curve, draw_figure, png_plot, text_plot
 
 
 def falling(name: str = "run", count: int = 500) -> Curve:
@@ -12,7 +12,7 @@ def falling(name: str = "run", count: int = 500) -> Curve:
 
 
 @pytest.mark.parametrize("width", [30, 80, 200])
-def test_the_text_plot_fits_its_width_and_labels_its_axes(width: int) -> None:
+def test_text_plot_fits_its_width_and_labels_its_axes(width: int) -> None:
     text = text_plot([falling()], width, 10)
     lines = text.splitlines()
     assert len(lines) == 13
@@ -22,7 +22,7 @@ def test_the_text_plot_fits_its_width_and_labels_its_axes(width: int) -> None:
     assert "step 500" in lines[-1]
 
 
-def test_the_first_dot_is_high_and_the_last_is_low() -> None:
+def test_text_plot_draws_a_falling_curve() -> None:
     field = [
         line.partition("┤")[2] or line.partition("│")[2] for line in text_plot([falling()], 60, 8).splitlines()[1:9]
     ]
@@ -31,29 +31,47 @@ def test_the_first_dot_is_high_and_the_last_is_low() -> None:
     assert len(field[-1].rstrip()) > len(field[0].rstrip())
 
 
-def test_a_single_spike_among_many_steps_is_drawn() -> None:
+def test_text_plot_keeps_a_single_spike() -> None:
     values = [1.0] * 100_000
     values[54_321] = 50.0
     text = text_plot([Curve("", list(range(100_000)), values)], 80, 10)
     assert text.splitlines()[1].partition("┤")[2].strip()
 
 
-def test_gaps_constants_and_nothing_are_all_fine() -> None:
-    assert text_plot([Curve("a", [], [])]) == "loss: nothing to plot yet"
-    assert text_plot([Curve("a", [1, 2, 3], [float("nan")] * 3)]) == "loss: nothing to plot yet"
+def test_text_plot_accepts_gaps_constants_and_nothing() -> None:
+    assert text_plot([Curve("a", [], [])]) == "loss: no values yet"
+    assert text_plot([Curve("a", [1, 2, 3], [float("nan")] * 3)]) == "loss: no values yet"
     assert "┤" in text_plot([Curve("a", [1], [0.0])])
     assert "┤" in text_plot([Curve("a", [1, 2, 3], [1.0, float("nan"), float("inf")])])
 
 
-def test_several_runs_are_named_and_coloured_only_when_asked() -> None:
+def test_text_plot_names_and_colours_several_runs() -> None:
     plain = text_plot([falling("a"), falling("b", 90)])
     assert plain.splitlines()[0] == "loss: a, b"
     assert "\x1b" not in plain
     assert "\x1b[36ma" in text_plot([falling("a"), falling("b", 90)], colour=True)
 
 
-def test_the_png_is_a_picture(tmp_path: Path) -> None:
+def test_png_plot_writes_an_image(tmp_path: Path) -> None:
     path = tmp_path / "plots" / "loss.png"
     png_plot([falling("a", 10_000), falling("b")], path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_figure_draws_raw_values_and_labels_smoothed_ones() -> None:
+    steps, jumping = list(range(1, 41)), [1.0, 3.0] * 20
+    curves = [Curve("training", steps, jumping, smooth_weight=0.9), Curve("validation", [20, 40], [2.5, 1.5])]
+    raw, smoothed, validation = draw_figure(curves).axes[0].get_lines()
+    assert list(raw.get_ydata()) == jumping
+    assert smoothed.get_label() == "training, smoothed 0.9"
+    assert 1.8 < smoothed.get_ydata()[-1] < 2.2
+    assert (validation.get_label(), validation.get_marker()) == ("validation", ".")
+    assert (list(validation.get_xdata()), list(validation.get_ydata())) == ([20, 40], [2.5, 1.5])
+
+
+def test_figure_keeps_raw_values_of_a_curve_that_is_not_smoothed() -> None:
+    lr = [step * 1e-5 for step in range(1, 101)]
+    (line,) = draw_figure([Curve("", list(range(1, 101)), lr)]).axes[0].get_lines()
+    assert list(line.get_ydata()) == pytest.approx(lr)
+    assert line.get_xdata()[-1] == 100, "nothing beyond the last step"

@@ -2,9 +2,9 @@ import io
 
 import pytest
 
-from keepstep.observe.progress import Progress, Snapshot, progress_line
+from keepstep.observe.screen import Progress, StepMetrics, progress_line
 
-FULL = Snapshot(120, 2.3456, 0.81, 45_500.0, 0.418, 61.2, 32.0)
+FULL = StepMetrics(120, 2.3456, 0.81, 45_500.0, 0.418, 61.2, 32.0)
 
 
 class Terminal(io.StringIO):
@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_wide_line_tells_everything() -> None:
+def test_progress_line_shows_everything_when_wide() -> None:
     line = progress_line(FULL, 1000, 3700, 160)
     for part in (
         "step 120/1000",
@@ -29,19 +29,19 @@ def test_a_wide_line_tells_everything() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 10, 20, 40, 60, 80, 120])
-def test_a_narrow_terminal_gets_a_line_that_fits_with_the_most_important_first(width: int) -> None:
+def test_progress_line_fits_narrow_terminals(width: int) -> None:
     line = progress_line(FULL, 1000, 3700, width)
     assert len(line) <= width
     if width >= 40:
         assert "loss 2.3456" in line
 
 
-def test_without_a_terminal_lines_are_plain_and_rare() -> None:
+def test_progress_prints_few_plain_lines_without_a_terminal() -> None:
     stream = io.StringIO()
     progress = Progress(1000, 4096, stream)
     for step in range(1, 101):
-        progress.update(Snapshot(step, 2.0))
-    progress.update(Snapshot(1000, 1.0))
+        progress.update(StepMetrics(step, 2.0))
+    progress.update(StepMetrics(1000, 1.0))
     progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
@@ -50,15 +50,15 @@ def test_without_a_terminal_lines_are_plain_and_rare() -> None:
     assert lines[-1].startswith("step 1000/1000")
 
 
-def test_a_terminal_gets_one_line_redrawn_and_notes_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_redraws_one_line_below_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
     progress = Progress(10, 100, stream)
-    progress.update(Snapshot(1, 2.0, tokens_per_s=50.0))
+    progress.update(StepMetrics(1, 2.0, tokens_per_s=50.0))
     progress.note("checkpoint committed")
     assert progress.eta_s() == pytest.approx(18)
-    progress.update(Snapshot(10, float("nan")))
+    progress.update(StepMetrics(10, float("nan")))
     progress.close()
     text = stream.getvalue()
     assert text.count("\n") == 2
@@ -66,11 +66,11 @@ def test_a_terminal_gets_one_line_redrawn_and_notes_above_it(monkeypatch: pytest
     assert "\x1b[31mloss nan" in text
 
 
-def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_respects_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
     progress = Progress(10, 100, stream)
-    progress.update(Snapshot(10, 2.0))
-    progress.update(Snapshot(10, 1.0))
+    progress.update(StepMetrics(10, 2.0))
+    progress.update(StepMetrics(10, 1.0))
     progress.close()
     assert "\x1b" not in stream.getvalue()

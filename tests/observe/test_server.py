@@ -10,13 +10,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from make_runs import Writer, write_long
 
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.observe.access import Access, new_token
 from keepstep.observe.columns import Columns, FloatArray
-from keepstep.observe.folder import JsonLines, RunFolder
-from keepstep.observe.server import PageServer
+from keepstep.observe.page.server import PageServer
+from keepstep.observe.run_folder import JsonLines, RunFolder
+from tests.observe.make_runs import Writer, write_long
+from tests.patience import PATIENCE_S
 
 TOKEN = "a-token-for-the-test-of-tokens"
 
@@ -42,7 +43,7 @@ def server(runs: Path) -> Iterator[PageServer]:
 
 
 def get(server: PageServer, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=PATIENCE_S)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()
@@ -56,7 +57,7 @@ def ask(server: PageServer, path: str) -> dict:
     return json.loads(body, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
 
 
-def test_the_page_is_one_document_that_runs_only_its_own_script(server: PageServer) -> None:
+def test_server_page_allows_only_its_own_script(server: PageServer) -> None:
     status, headers, body = get(server, "/")
     text = body.decode()
     assert status == 200
@@ -70,13 +71,13 @@ def test_the_page_is_one_document_that_runs_only_its_own_script(server: PageServ
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
 
 
-def test_runs_are_listed_with_state_and_loss(server: PageServer) -> None:
+def test_server_lists_runs_with_state_and_loss(server: PageServer) -> None:
     rows = ask(server, "/api/runs")["runs"]
     assert {row["name"] for row in rows} == {"one", "two"}
     assert all(row["step"] == 300 and row["loss"] > 1 for row in rows)
 
 
-def test_a_view_holds_all_that_the_page_shows(server: PageServer) -> None:
+def test_server_view_holds_all_panels(server: PageServer) -> None:
     answer = ask(server, "/api/view?run=one&overlay=two&points=50")
     assert set(answer["series"]) == {"one", "two"}
     loss = answer["series"]["one"]["loss"]
@@ -93,7 +94,7 @@ def test_a_view_holds_all_that_the_page_shows(server: PageServer) -> None:
     assert sum(run["goodput"]["seconds"].values()) == pytest.approx(run["goodput"]["wall_s"])
 
 
-def test_curves_are_sent_again_only_when_something_changed(server: PageServer, runs: Path) -> None:
+def test_server_sends_curves_only_after_a_change(server: PageServer, runs: Path) -> None:
     first = ask(server, "/api/view?run=one")
     version = first["version"].replace(" ", "%20")
     assert ask(server, f"/api/view?run=one&version={version}")["series"] is None
@@ -102,13 +103,13 @@ def test_curves_are_sent_again_only_when_something_changed(server: PageServer, r
     assert again["series"]["one"]["loss"]["steps"][-1] == 301
 
 
-def test_a_window_has_its_own_detail(server: PageServer) -> None:
+def test_server_sends_more_detail_for_a_window(server: PageServer) -> None:
     loss = ask(server, "/api/view?run=one&points=1000&from=100&to=120")["series"]["one"]["loss"]
     assert loss["steps"][0] == 99
     assert loss["steps"][-1] == 121
 
 
-def test_a_spike_survives_thinning(tmp_path: Path) -> None:
+def test_server_curves_keep_a_spike(tmp_path: Path) -> None:
     write_long(tmp_path / "runs" / "long", 20_000, 3)
     made = PageServer(tmp_path / "runs", Access())
     made.start()
@@ -118,7 +119,7 @@ def test_a_spike_survives_thinning(tmp_path: Path) -> None:
     assert max(loss["high"]) == 99
 
 
-def test_config_and_its_difference_to_another_run(server: PageServer) -> None:
+def test_server_compares_the_configs_of_two_runs(server: PageServer) -> None:
     answer = ask(server, "/api/config?run=two&against=one")
     assert {"key": "optimizer.lr", "left": 0.001, "right": 0.002} in answer["difference"]
     assert "llama-1b" in answer["text"]
@@ -145,23 +146,23 @@ def test_config_and_its_difference_to_another_run(server: PageServer) -> None:
         "/runs/one/config.yaml",
     ],
 )
-def test_nothing_outside_the_run_folders_is_served(server: PageServer, path: str) -> None:
+def test_server_serves_nothing_outside_the_run_folders(server: PageServer, path: str) -> None:
     status, _, body = get(server, path)
     assert status == 404
     assert b"not yours" not in body
     assert b"root:" not in body
 
 
-def test_overlaid_names_from_elsewhere_are_ignored(server: PageServer) -> None:
+def test_server_ignores_unknown_overlay_names(server: PageServer) -> None:
     assert set(ask(server, "/api/view?run=one&overlay=../two/link/..")["series"]) == {"one", "two"} - {"link"}
 
 
-def test_nonsense_numbers_get_the_defaults(server: PageServer) -> None:
+def test_server_replaces_invalid_numbers_with_defaults(server: PageServer) -> None:
     assert ask(server, "/api/view?run=one&points=nan&smooth=x&from=y&to=inf")["series"]["one"]["loss"]["steps"]
 
 
-def test_only_reading_is_possible(server: PageServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+def test_server_allows_reading_only(server: PageServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=PATIENCE_S)
     for method in ("POST", "PUT", "DELETE"):
         connection.request(method, "/api/runs")
         answer = connection.getresponse()
@@ -170,13 +171,13 @@ def test_only_reading_is_possible(server: PageServer) -> None:
         connection.close()
 
 
-def test_another_sites_name_for_this_machine_is_refused(server: PageServer) -> None:
+def test_server_refuses_a_foreign_host_name(server: PageServer) -> None:
     port = server.server_address[1]
     assert get(server, "/api/runs", Host=f"evil.example:{port}")[0] == 403
     assert get(server, "/api/runs", Host=f"localhost:{port}")[0] == 200
 
 
-def test_an_open_address_without_a_token_is_refused() -> None:
+def test_access_needs_a_token_beyond_loopback() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "trainer.example"):
         with pytest.raises(UsageError, match="there is no token"):
             Access(host)
@@ -185,7 +186,7 @@ def test_an_open_address_without_a_token_is_refused() -> None:
     assert Access("0.0.0.0", token=new_token())
 
 
-def test_with_a_token_only_those_who_know_it_get_in(runs: Path) -> None:
+def test_access_admits_only_the_right_token(runs: Path) -> None:
     made = PageServer(runs, Access(token=TOKEN))
     made.start()
     try:
@@ -204,7 +205,7 @@ def test_with_a_token_only_those_who_know_it_get_in(runs: Path) -> None:
         made.server_close()
 
 
-def test_pages_of_one_host_do_not_take_each_others_token(runs: Path) -> None:
+def test_access_cookies_differ_by_token(runs: Path) -> None:
     """Browsers keep cookies by host, whatever the port: what the second page sets must leave the first one's."""
     pages = [PageServer(runs, Access(token=token)) for token in (TOKEN, new_token())]
     jar: dict[str, str] = {}
@@ -223,7 +224,7 @@ def test_pages_of_one_host_do_not_take_each_others_token(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["k3+Yt/0u9Q==base64 of openssl", 'semi;colon, "quote" & köln%41'])
-def test_the_printed_link_and_its_cookie_carry_any_token(runs: Path, token: str) -> None:
+def test_access_link_and_cookie_carry_any_token(runs: Path, token: str) -> None:
     made = PageServer(runs, Access(token=token))
     made.start()
     try:
@@ -236,7 +237,7 @@ def test_the_printed_link_and_its_cookie_carry_any_token(runs: Path, token: str)
         made.server_close()
 
 
-def test_a_run_that_cannot_be_read_does_not_hide_the_others(server: PageServer, runs: Path) -> None:
+def test_server_skips_an_unreadable_run(server: PageServer, runs: Path) -> None:
     broken = RunFolder(runs / "broken").create()
     broken.config.write_text("")
     broken.metrics.mkdir()
@@ -245,13 +246,13 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(server: PageServer, 
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_does_not_exist_is_a_mistake_and_no_crash(port: int) -> None:
+def test_access_refuses_an_invalid_port(port: int) -> None:
     with pytest.raises(UsageError, match="must be 0 to 65535"):
         Access(port=port)
 
 
 @pytest.mark.parametrize("token", ["", TOKEN], ids=["loopback", "token"])
-def test_a_link_cannot_write_headers_or_a_page_of_its_own(runs: Path, token: str) -> None:
+def test_access_link_cannot_inject_headers(runs: Path, token: str) -> None:
     made = PageServer(runs, Access(token=token))
     made.start()
     try:
@@ -266,7 +267,7 @@ def test_a_link_cannot_write_headers_or_a_page_of_its_own(runs: Path, token: str
         made.server_close()
 
 
-def test_visitors_of_a_run_that_grows_do_not_disturb_each_other(
+def test_server_handles_parallel_requests_for_a_growing_run(
     server: PageServer, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     column = Columns.column
@@ -287,19 +288,19 @@ def test_visitors_of_a_run_that_grows_do_not_disturb_each_other(
     assert ask(server, "/api/view?run=one")["series"]["one"]["loss"]["steps"][-1] == 301
 
 
-def test_a_taken_port_is_told_in_two_lines(server: PageServer, runs: Path) -> None:
+def test_server_reports_a_taken_port(server: PageServer, runs: Path) -> None:
     with pytest.raises(HardwareError, match="cannot listen") as caught:
         PageServer(runs, Access(port=server.server_address[1]))
     assert "--port" in str(caught.value.hint)
 
 
-def test_long_answers_are_compressed_for_those_who_can_read_it(server: PageServer) -> None:
+def test_server_compresses_long_answers(server: PageServer) -> None:
     _, headers, body = get(server, "/api/view?run=one", **{"Accept-Encoding": "gzip"})
     assert headers["Content-Encoding"] == "gzip"
     assert json.loads(gzip.decompress(body))["run"]["name"] == "one"
 
 
-def test_a_damaged_run_is_an_error_for_itself_only(server: PageServer, runs: Path) -> None:
+def test_server_survives_a_damaged_run(server: PageServer, runs: Path) -> None:
     (runs / "bad").mkdir()
     (runs / "bad" / "metrics.jsonl").write_bytes(b'{"step": "x"}\n{"step": 1, "time": null, "loss": []}\n\xff\n')
     (runs / "bad" / "events.jsonl").write_text('{"kind": 7, "time": "never"}\n')

@@ -1,6 +1,8 @@
 """One process of a world that trains tiny models in many layouts, one after the other.
 
-Run by `worlds.py` with the variables torchrun would set: `python equality_worker.py CASES.json RESULTS.json`.
+`worlds.py` starts it with the variables that torchrun sets:
+
+    python -m tests.parallel.equality_worker CASES.json RESULTS.json
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.config.check import check_layout
+from keepstep.config.layout import check_layout
 from keepstep.config.load import load_config
 from keepstep.config.schema import CheckpointConfig, RunConfig
 from keepstep.core.ranks import from_environment
-from keepstep.data.loader import Batch
-from keepstep.parallel.mesh import Grid, build_grid
+from keepstep.data.batch import Batch
+from keepstep.parallel.mesh import ParallelMesh, build_mesh
 from keepstep.parallel.world import joined_world
 from keepstep.train.build import Learner, build_learner
 
 STEPS = 10
 
 
-def micro_batches(config: RunConfig, grid: Grid, step: int, packed: bool) -> list[Batch]:
+def micro_batches(config: RunConfig, mesh: ParallelMesh, step: int, packed: bool) -> list[Batch]:
     """This process's rows of one step; some targets carry no loss, unevenly over rows, so that wrong weights show."""
     random = np.random.default_rng([config.seed, step])
     shape = (config.global_batch, config.model.seq_len)
@@ -41,7 +43,7 @@ def micro_batches(config: RunConfig, grid: Grid, step: int, packed: bool) -> lis
     targets[random.random(shape) < np.linspace(0.0, 0.5, shape[0])[:, None]] = -100
     documents = np.cumsum(random.random(shape) < 0.1, axis=1) if packed else None
     batches = []
-    for number in range(grid.data_rank, config.global_batch // config.microbatch, grid.layout.data_ranks):
+    for number in range(mesh.data_rank, config.global_batch // config.microbatch, mesh.layout.data_ranks):
         rows = slice(number * config.microbatch, (number + 1) * config.microbatch)
         documents_of = None if documents is None else documents[rows]
         batches.append(Batch(tokens[rows, :-1].copy(), targets[rows], None, documents_of, rows.start))
@@ -80,10 +82,10 @@ def embedding_noise(built: Learner, batch: Batch) -> float:
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     config = load_config(None, case["words"]).config
-    grid = build_grid(check_layout(config, dist.get_world_size()), "cpu")
+    mesh = build_mesh(check_layout(config, dist.get_world_size()), "cpu")
     # A CPU never chooses bounds of documents by itself.
-    with mock.patch("keepstep.train.build.attends_by_bounds", return_value=case.get("by_bounds", False)):
-        built = build_learner(config, grid, torch.device("cpu"))
+    with mock.patch("keepstep.train.build.uses_varlen_attention", return_value=case.get("use_varlen", False)):
+        built = build_learner(config, mesh, torch.device("cpu"))
     packed = case.get("packed", False)
     weights = dict(built.model.named_parameters())
     state = {"model": weights, "optimizer": built.optimizers.state()}
@@ -92,7 +94,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         assert loaded is not None
     result: dict[str, Any] = {"started": fingerprints(weights) if case.get("fingerprints") else None}
     result["numbers"] = [
-        built.step.run(micro_batches(config, grid, step, packed), lr_share=1.0)[:2].tolist()
+        built.step.run(micro_batches(config, mesh, step, packed), lr_share=1.0)[:2].tolist()
         for step in range(case.get("steps", STEPS))
     ]
     if case.get("fingerprints"):
@@ -101,11 +103,11 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("save"):
         Checkpointer(case["save"], CheckpointConfig()).save(1, state, {})
     if config.finetune.neftune:
-        result["noise"] = embedding_noise(built, micro_batches(config, grid, STEPS, packed)[0])
+        result["noise"] = embedding_noise(built, micro_batches(config, mesh, STEPS, packed)[0])
     built.model.eval()
     totals = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
-        for batch in micro_batches(config, grid, STEPS, packed):
+        for batch in micro_batches(config, mesh, STEPS, packed):
             loss_sum, targets = built.step.evaluate(batch)
             totals += torch.tensor([float(loss_sum), float(targets)], dtype=torch.float64)
     dist.all_reduce(totals)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import run_world
+
+from tests.parallel.worlds import run_world
 
 TOLERANCE = 1e-4
 
@@ -83,7 +84,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
 def case(layout: str, settings: str, model: str) -> dict[str, Any]:
     words = [word if word.startswith(("compute.", "microbatch")) else f"parallel.{word}" for word in settings.split()]
     name, _, packed = model.partition("+")
-    told = {"packed": bool(packed), "by_bounds": layout.endswith("bounds")}
+    told = {"packed": bool(packed), "use_varlen": layout.endswith("bounds")}
     return {"name": f"{layout}: {model}", "words": [*TINY, *MODELS[name], *words], **told}
 
 

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).with_name("equality_worker.py")
-TIMEOUT_S = 300
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_world(processes: int, cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def run_world(processes: int, cases: list[dict[str, Any]], folder: Path) -> dict
         port = probe.getsockname()[1]
     workers = [_start(rank, processes, port, cases_file, results_file) for rank in range(processes)]
     try:
-        outputs = [worker.communicate(timeout=TIMEOUT_S)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=PATIENCE_S)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -45,5 +46,8 @@ def _start(rank: int, processes: int, port: int, cases: Path, results: Path) -> 
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "ignore::FutureWarning", str(WORKER), str(cases), str(results)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "tests.parallel.equality_worker"]
+    command += [str(cases), str(results)]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )

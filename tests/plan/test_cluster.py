@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.cli.main import main
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.plan.cluster import find_cluster, read_profiles
 
@@ -62,3 +63,39 @@ def test_an_unknown_name_gets_a_suggestion() -> None:
     assert caught.value.hint == "did you mean azure-nd-h100-v5?"
     with pytest.raises(UsageError):
         find_cluster("h100:many", read_profiles())
+
+
+@pytest.mark.parametrize(
+    "name", ["rtx-3090", "rtx-4090", "rtx-5090", "aws-p5", "aws-p5en", "gcp-a3-ultra", "gcp-a4", "nebius-h200"]
+)
+def test_consumer_gpus_and_clouds_are_known(name: str) -> None:
+    cluster = find_cluster(f"{name}:1", read_profiles())
+    assert cluster.gpu.flops("bf16") > 0
+    assert cluster.gpu.memory_gib > 10
+
+
+def test_an_unknown_price_is_null_and_plans_no_cost(tmp_path: Path) -> None:
+    assert find_cluster("aws-p5:2", read_profiles()).price_per_node_hour == 0
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("clusters: {aws-p5: {gpu: h100, price_per_node_hour: 31.5}}")
+    assert find_cluster("aws-p5:2", read_profiles(mine)).price_per_node_hour == 31.5
+
+
+def test_a_geforce_is_found_by_its_whole_name() -> None:
+    gpu = read_profiles().gpus["rtx-4090"]
+    assert gpu.is_named("NVIDIA GeForce RTX 4090")
+    assert not gpu.is_named("NVIDIA GeForce RTX 4090 Laptop GPU")
+
+
+@pytest.mark.parametrize("name", [name for name in read_profiles().gpus if name.startswith(("rtx-", "apple-"))])
+def test_plan_answers_for_consumer_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=mpt-125m", "--cluster", f"{name}:1"]) == 0
+    text = capsys.readouterr().out
+    assert "verdict: fits" in text
+    assert ("trains on the CPU of a Mac" in text) == name.startswith("apple-")
+
+
+def test_gpu_of_this_machine_is_found_among_similar_names() -> None:
+    gpus = read_profiles().gpus.values()
+    for device, name in (("NVIDIA GeForce RTX 4070", "rtx-4070"), ("NVIDIA GeForce RTX 4070 Ti", "rtx-4070-ti")):
+        assert [gpu.name for gpu in gpus if gpu.is_named(device)] == [name]

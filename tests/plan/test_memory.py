@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.cli.plan import _spread_step
 from keepstep.config.load import load_config
-from keepstep.plan.dryrun import dry_run
 from keepstep.plan.memory import plan_memory
 from keepstep.plan.workload import Workload, workload_of
+from keepstep.train.dryrun.dryrun import dry_run
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200_BYTES = int(139.8 * 2**30)
@@ -40,9 +39,9 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} model.vocab=128256 microbatch=1 global_batch=8 reproducible=elastic", 2),
     ],
 )
-def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) -> None:
+def test_memory_formula_agrees_with_trace(words: str, processes: int) -> None:
     config = load_config(None, [*([] if "precision" in words else ["precision=bf16"]), *words.split()]).config
-    traced = dry_run(config, workload_of(config, processes), _spread_step)
+    traced = dry_run(config, workload_of(config, processes))
     for stage in traced.stages:
         assert abs(stage.memory_error) < 0.05, list(traced.lines())
         assert stage.traffic_error is None or abs(stage.traffic_error) < 0.05, list(traced.lines())
@@ -50,19 +49,19 @@ def test_formula_and_trace_of_the_real_step_agree(words: str, processes: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_weights_of_many_stages_are_gathered_once_a_step(schedule: str) -> None:
+def test_pipeline_gathers_weights_once_per_step(schedule: str) -> None:
     words = f"{LLAMA} model.layers=8 microbatch=1 global_batch=16 parallel.pipeline=2 parallel.stages=4"
     config = load_config(None, [*words.split(), f"parallel.schedule={schedule}", "precision=bf16"]).config
-    for stage in dry_run(config, workload_of(config, 4), _spread_step).stages:
+    for stage in dry_run(config, workload_of(config, 4)).stages:
         assert stage.traced_traffic.all_gather == stage.predicted_traffic.all_gather
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_schedules_hold_what_their_trace_holds(schedule: str) -> None:
+def test_schedule_memory_agrees_with_trace(schedule: str) -> None:
     words = f"{LLAMA} model.layers=8 microbatch=4 global_batch=16 parallel.pipeline=2 parallel.schedule={schedule}"
     config = load_config(None, [*words.split(), "precision=bf16"]).config
-    traced = dry_run(config, workload_of(config, 2), _spread_step)
+    traced = dry_run(config, workload_of(config, 2))
     for stage in traced.stages:
         assert -0.05 < stage.memory_error < 0.15, list(traced.lines())
         assert stage.traffic_error is not None
@@ -70,12 +69,12 @@ def test_schedules_hold_what_their_trace_holds(schedule: str) -> None:
 
 
 @pytest.mark.slow
-def test_175b_s_blocks_on_512_processes_are_within_5_percent_of_their_trace() -> None:
+def test_memory_of_175b_on_512_processes_agrees_with_trace() -> None:
     # Two blocks a stage; benchmarks/plan_dryrun.py plays all 96.
     words = "model=gpt3-175b model.layers=32 microbatch=1 global_batch=64 compute.recompute=full precision=bf16"
     axes = "parallel.tensor=8 parallel.pipeline=16 parallel.shard=4"
     config = load_config(None, f"{words} {axes}".split()).config
-    traced = dry_run(config, workload_of(config, 512), _spread_step)
+    traced = dry_run(config, workload_of(config, 512))
     assert [stage.stage for stage in traced.stages] == [0, 1, 15]
     for stage in traced.stages:
         assert abs(stage.memory_error) < 0.05, list(traced.lines())
@@ -83,7 +82,7 @@ def test_175b_s_blocks_on_512_processes_are_within_5_percent_of_their_trace() ->
         assert abs(stage.traffic_error) < 0.05, list(traced.lines())
 
 
-def test_adapters_and_fp8_take_what_an_h200_measured() -> None:
+def test_memory_of_lora_and_fp8_agrees_with_h200() -> None:
     lora = json.loads((RESULTS / "lora_h200.json").read_text())
     words = f"model={lora['model']} model.seq_len={lora['seq_len']} lora.rank={lora['rank']} precision=bf16"
     work = workload(f"{words} microbatch=2 global_batch=4 compute.recompute=none parallel.keep_gathered=true", 1)
@@ -118,7 +117,7 @@ def test_offloaded_state_is_not_on_the_device() -> None:
     assert parts.activations > 0
 
 
-def test_each_mode_of_recomputation_keeps_less_than_the_one_before() -> None:
+def test_recompute_modes_need_less_in_order() -> None:
     words = f"{LLAMA} microbatch=8 global_batch=64"
     none, selective, full = (
         plan_memory(workload(f"{words} compute.recompute={mode}", 8)).allocated

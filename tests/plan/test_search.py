@@ -1,4 +1,4 @@
-"""All sound layouts, fast; the front is a front; remedies fit."""
+"""Search finds all valid layouts fast; the Pareto front is a front; remedies fit."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 
 from keepstep.config.load import load_config
-from keepstep.plan.cluster import find_cluster, read_profiles
-from keepstep.plan.fit import fits, remedies
+from keepstep.plan.cluster import Cluster, find_cluster, read_profiles
 from keepstep.plan.memory import plan_memory
-from keepstep.plan.search import pareto, pareto_picture, precisions, search
-from keepstep.plan.sound import sound
+from keepstep.plan.search import pareto, pareto_picture, precisions, remedies, search
 from keepstep.plan.speed import Factors
-from keepstep.plan.workload import Workload, workload_of
+from keepstep.plan.workload import Workload, is_valid, workload_of
 
 CLUSTER = find_cluster("azure-nd-h100-v5:16", read_profiles())
 
 
 def workload(words: str, processes: int) -> Workload:
     return workload_of(load_config(None, words.split()).config, processes)
+
+
+def fits(work: Workload, cluster: Cluster) -> bool:
+    return plan_memory(work).needed <= cluster.gpu.memory_gib * 2**30
 
 
 @pytest.mark.slow
@@ -30,7 +32,7 @@ def test_ten_thousand_layouts_in_under_a_minute(tmp_path: Path) -> None:
     found = search(base, CLUSTER, Factors(), ("bf16", "fp8"))
     assert len(found) >= 10_000
     assert time.process_time() - started < 60
-    assert all(each.work.degrees.world_size == CLUSTER.gpus and sound(each.work) for each in found)
+    assert all(each.work.degrees.world_size == CLUSTER.gpus and is_valid(each.work) for each in found)
     fitting = [each for each in found if each.fits]
     assert found[: len(fitting)] == sorted(fitting, key=lambda each: each.step_s)
     front = pareto(found)
@@ -41,11 +43,11 @@ def test_ten_thousand_layouts_in_under_a_minute(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_words_of_a_layout_ask_for_that_very_layout() -> None:
+def test_candidate_words_give_the_same_layout() -> None:
     base = workload("model=llama-8b microbatch=1 global_batch=64", 8)
     cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
     best = search(base, cluster, Factors(), ("bf16",))[0]
-    again = workload(f"model=llama-8b global_batch=64 {' '.join(best.words())}", 8)
+    again = workload(f"model=llama-8b global_batch=64 {' '.join(best.overrides())}", 8)
     assert (again.degrees, again.microbatch, again.recompute) == (
         best.work.degrees,
         best.work.microbatch,
@@ -56,33 +58,33 @@ def test_words_of_a_layout_ask_for_that_very_layout() -> None:
 @pytest.mark.parametrize(
     "words", ["reproducible=elastic", "model.linear=bitnet", "parallel.schedule=zero_bubble compute.compile=false"]
 )
-def test_every_layout_found_is_one_that_a_run_takes(words: str) -> None:
+def test_search_layouts_are_valid_for_training(words: str) -> None:
     run = f"model=llama-1b model.layers=4 microbatch=1 global_batch=16 {words}"
     found = search(workload(run, 4), find_cluster("h100:4", read_profiles()), Factors(), ("bf16",))
     assert found
     for each in found:
-        config = load_config(None, [*run.split(), *each.words()]).config
+        config = load_config(None, [*run.split(), *each.overrides()]).config
         again = workload_of(config, 4)
         assert (again.degrees, plan_memory(again)) == (each.work.degrees, plan_memory(each.work))
 
 
-def test_elastic_runs_hold_whole_weights_in_every_layout_and_may_share_micro_batches_unevenly() -> None:
+def test_search_elastic_runs_are_not_sharded() -> None:
     cluster = find_cluster("h100:6", read_profiles())
     base = workload("model=llama-1b microbatch=1 global_batch=16 reproducible=elastic", 6)
     found = search(base, cluster, Factors(), ("bf16",))
     assert {each.work.degrees for each in found} == {base.degrees}
-    assert len({tuple(each.words()) for each in found}) == len(found)
+    assert len({tuple(each.overrides()) for each in found}) == len(found)
 
 
-def test_no_remedy_shards_what_an_elastic_run_holds_whole() -> None:
+def test_remedies_do_not_shard_elastic_runs() -> None:
     cluster = find_cluster("h100:8", read_profiles())
     words = "model=llama-8b microbatch=1 global_batch=8 reproducible=elastic"
     assert not fits(workload(words, 8), cluster)
     for each in remedies(workload(words, 8), cluster, Factors()):
-        assert fits(workload(f"{words} {' '.join(each.words)}", 8), cluster), each
+        assert fits(workload(f"{words} {' '.join(each.overrides)}", 8), cluster), each
 
 
-def test_precision_is_searched_where_the_run_leaves_it_open_and_the_gpu_has_a_choice() -> None:
+def test_search_precision_only_where_open() -> None:
     h100, a100 = (find_cluster(name, read_profiles()) for name in ("h100:8", "a100-80:8"))
     work = workload("model=llama-1b", 8)
     assert precisions(work, h100, is_open=True) == ("bf16", "fp8")
@@ -97,16 +99,16 @@ def test_remedies_fit_and_change_as_little_as_possible() -> None:
     assert not fits(workload(words, 8), cluster)
     found = remedies(workload(words, 8), cluster, Factors())
     assert len(found) == 3
-    assert [each.fields for each in found] == sorted(each.fields for each in found)
+    assert [len(each.overrides) for each in found] == sorted(len(each.overrides) for each in found)
     for each in found:
-        assert fits(workload(f"{words} {' '.join(each.words)}", 8), cluster), each
+        assert fits(workload(f"{words} {' '.join(each.overrides)}", 8), cluster), each
 
 
 def test_a_fixed_shard_degree_is_named_in_the_remedy() -> None:
     cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
     words = "model=llama-8b microbatch=8 global_batch=1024 parallel.shard=8"
     for each in remedies(workload(words, 8), cluster, Factors(), open_shard=False):
-        assert fits(workload(f"{words} {' '.join(each.words)}", 8), cluster), each
+        assert fits(workload(f"{words} {' '.join(each.overrides)}", 8), cluster), each
 
 
 def test_nothing_is_promised_where_nothing_fits() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core.ranks import from_environment
-from keepstep.resilience.causes import write_cause
-from keepstep.resilience.pulse import Pulse
+from keepstep.resilience.failure_cause import write_cause
+from keepstep.resilience.heartbeat import Heartbeat
 
 
 def _count(folder: Path) -> int:
@@ -24,7 +24,7 @@ def _count(folder: Path) -> int:
 
 def _step(step: int) -> None:
     ranks = from_environment()
-    Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig()).stepped(step)
+    Heartbeat(ranks.heartbeat_file, ranks.local_rank, ResilienceConfig()).stepped(step)
 
 
 def killed_twice(words: list[str]) -> int:
@@ -63,9 +63,9 @@ def leaves_a_helper(words: list[str]) -> int:
 def stands_still(words: list[str]) -> int:
     """Makes progress, then stops; after the restart it ends."""
     ranks = from_environment()
-    pulse = Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig(hang_s=0.5))
+    heartbeat = Heartbeat(ranks.heartbeat_file, ranks.local_rank, ResilienceConfig(hang_s=2))
     for step in range(4):
-        pulse.stepped(step)
+        heartbeat.stepped(step)
     if _count(Path(words[0])) == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return 0
@@ -87,6 +87,9 @@ def goes_on_without_the_unfit(words: list[str]) -> int:
 
     left = Path(words[0]) / "left"
     if os.environ["WORLD_SIZE"] == "1":
+        # On a busy machine node 0 may start alone: its agent ends this attempt when node 1 arrives.
+        while not left.exists():
+            time.sleep(0.01)
         return 0
     if words[1] == "1":
         write_cause(HardwareError("a GPU has fallen off the bus"), int(os.environ["RANK"]))
@@ -103,12 +106,43 @@ def announces(words: list[str]) -> int:
     return 0
 
 
-def finds_no_room(words: list[str]) -> int:
+def finds_storage_broken(words: list[str]) -> int:
     import errno
 
     _count(Path(words[0]))
-    write_cause(OSError(errno.ENOSPC, "no space left on device"), 0)
+    write_cause(OSError(errno.EIO, "Input/output error"), 0)
     return 1
+
+
+def fills_a_file(words: list[str]) -> int:
+    """Needs a megabyte in the second folder; on a full disk it fails as a run would."""
+    _count(Path(words[0]))
+    try:
+        with (Path(words[1]) / "state").open("wb") as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        write_cause(error, 0)
+        return 1
+    return 0
+
+
+def saves_slowly(words: list[str]) -> int:
+    """Like a trainer with a checkpoint writer at work: the writer ignores stop signals and needs six seconds."""
+    import subprocess
+    import sys
+
+    folder = Path(words[0])
+    writer = (
+        "import signal, sys, time\n"
+        "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+        "open(sys.argv[1] + '/writing', 'w').close()\n"
+        "time.sleep(6)\n"
+        "open(sys.argv[1] + '/saved', 'w').close()\n"
+    )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", writer, str(folder)])
+    time.sleep(600)
+    return 0
 
 
 def loses_its_scratch_folder(words: list[str]) -> int:
@@ -139,13 +173,13 @@ def one_waits_for_data(words: list[str]) -> int:
     if _count(folder):
         return 1
     ranks = from_environment()
-    pulse = Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig(hang_s=4))
+    heartbeat = Heartbeat(ranks.heartbeat_file, ranks.local_rank, ResilienceConfig(hang_s=8))
     for step in range(4):
-        pulse.stepped(step)
+        heartbeat.stepped(step)
     came = folder / "came"
     if node == "0":
-        for _ in range(20):
-            pulse.waiting()
+        for _ in range(30):
+            heartbeat.waiting()
             time.sleep(0.5)
         came.touch()
     while not came.exists():
@@ -165,9 +199,9 @@ def one_says_nothing(words: list[str]) -> int:
     if _count(folder):
         return _leaves_after_the_other(node)
     ranks = from_environment()
-    pulse = Pulse(ranks.pulse_file, ranks.local_rank, ResilienceConfig(hang_s=4))
+    heartbeat = Heartbeat(ranks.heartbeat_file, ranks.local_rank, ResilienceConfig(hang_s=4))
     for step in range(4):
-        pulse.stepped(step)
+        heartbeat.stepped(step)
     while node:
         time.sleep(0.05)
     return 1

@@ -1,4 +1,4 @@
-"""Ctrl-C once, twice, and once told twice: wrappers (timeout, uv, make) pass on what the terminal has sent already."""
+"""Stop signals: Ctrl-C once, twice, and once but forwarded by a wrapper (timeout, uv, make)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.core.endings import ONE_REQUEST_S
 from keepstep.core.errors import EXIT_STOPPED, UsageError
+from keepstep.core.interrupts import ONE_REQUEST_S
 from keepstep.resilience.signals import SHUTDOWN_VARIABLE, shutdown_s, stop_on_signals
+from tests.patience import PATIENCE_S
 
 TINY = (
     "model.layers=1 model.hidden=16 model.heads=2 model.vocab=64 model.seq_len=8 data=synthetic global_batch=2 "
@@ -26,7 +27,7 @@ def interrupt() -> None:
     time.sleep(0.01)
 
 
-def test_a_scheduler_that_waits_longer_gives_the_save_longer() -> None:
+def test_shutdown_time_comes_from_the_environment() -> None:
     assert shutdown_s({}) == 540
     assert shutdown_s({SHUTDOWN_VARIABLE: "1740"}) == 1740
     for text in ("soon", "0", "-5", "nan"):
@@ -34,7 +35,7 @@ def test_a_scheduler_that_waits_longer_gives_the_save_longer() -> None:
             shutdown_s({SHUTDOWN_VARIABLE: text})
 
 
-def test_one_request_told_twice_is_one_and_a_later_one_ends_at_once() -> None:
+def test_second_interrupt_ends_but_a_repeated_one_does_not() -> None:
     with stop_on_signals() as flag:
         interrupt()
         try:
@@ -49,12 +50,12 @@ def test_one_request_told_twice_is_one_and_a_later_one_ends_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_hears_of_one_ctrl_c_twice_saves(tmp_path: Path, processes: int) -> None:
+def test_run_saves_when_one_ctrl_c_arrives_twice(tmp_path: Path, processes: int) -> None:
     command = [sys.executable, "-m", "keepstep", "train", *TINY.split(), f"runs_dir={tmp_path}"]
     run = subprocess.Popen([*command, "--procs", str(processes)], stderr=subprocess.PIPE, start_new_session=True)
     metrics = tmp_path / "it" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not (metrics.is_file() and metrics.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -62,14 +63,14 @@ def test_a_run_that_hears_of_one_ctrl_c_twice_saves(tmp_path: Path, processes: i
             run.send_signal(signal.SIGINT)
             # Two that are pending at the same time would be one anyhow.
             time.sleep(0.1)
-        _, told = run.communicate(timeout=120)
+        _, output = run.communicate(timeout=PATIENCE_S)
     finally:
         run.kill()
-    assert run.returncode == EXIT_STOPPED, told.decode()
+    assert run.returncode == EXIT_STOPPED, output.decode()
     assert list((tmp_path / "it" / "checkpoints").glob("step_*"))
 
 
-def test_a_run_whose_parent_held_signals_back_hears_them_all_the_same() -> None:
+def test_blocked_signals_of_the_parent_are_received() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         with stop_on_signals() as flag:
@@ -78,3 +79,12 @@ def test_a_run_whose_parent_held_signals_back_hears_them_all_the_same() -> None:
         assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.slow
+def test_signal_tests_pass_when_the_parent_ignores_signals() -> None:
+    tests = ["tests/core/test_interrupts.py", "tests/core/test_threads.py", "tests/core/test_files.py"]
+    command = f"trap '' INT HUP QUIT; exec {sys.executable} -m pytest -q -p no:cacheprovider {' '.join(tests)}"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -18,7 +18,7 @@ for _ in $(seq 600); do sleep 0.1; done
 """
 
 
-def test_a_demo_that_is_asked_to_end_takes_its_training_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_that_is_stopped_stops_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = tmp_path / "training"
     training.write_text(TRAINING.format(folder=tmp_path))
     training.chmod(0o755)
@@ -35,14 +35,12 @@ def test_a_demo_that_is_asked_to_end_takes_its_training_along(tmp_path: Path, mo
 
     monkeypatch.setattr(subprocess.Popen, "wait", asked_to_end)
     with pytest.raises(KeyboardInterrupt):
-        demo.run_demo(tmp_path / "runs", 60)
+        demo.run_demo(tmp_path / "runs", "demo", 60)
     assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 1, 10])
-def test_a_demo_without_steps_to_be_interrupted_at_is_refused(
-    steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_with_too_few_steps_is_refused(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--steps", str(steps), "--runs-dir", str(tmp_path / "runs")]) == 2
     assert capsys.readouterr().err.startswith(f"error: --steps is {steps}, but ")
     assert not (tmp_path / "runs").exists()

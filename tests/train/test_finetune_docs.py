@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from keepstep.cli.main import main
-from keepstep.data.chat_generate import generate_rows
-from keepstep.data.chat_tokenizer import VOCAB, prepare_tokenizer
+from keepstep.data.chat.generate import generate_rows
+from keepstep.data.chat.tokenizer import VOCAB, prepare_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -34,7 +34,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(folder / "model")
     for file in prepare_tokenizer(folder / "cache", 1).parent.iterdir():
         shutil.copy(file, folder / "model" / file.name)
-    rows = [json.dumps(row.row()) for row in generate_rows(24, 1, "train")]
+    rows = [json.dumps(row.conversation.row()) for row in generate_rows(24, 1, "train")]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     for sample in (DOCS / "samples").iterdir():
         shutil.copy(sample, folder / sample.name)
@@ -57,7 +57,7 @@ def test_every_command_of_the_pages_runs(desk: Path, monkeypatch: pytest.MonkeyP
         assert main(words) == 0, command
 
 
-def test_the_page_tells_the_speed_that_was_measured_and_how() -> None:
+def test_page_shows_the_measured_speed() -> None:
     measured = json.loads((DOCS.parent / "benchmarks" / "results" / "lora_h200.json").read_text())
     page = (DOCS / "finetuning.md").read_text()
     told = f"{measured['tokens_per_s']:,.0f} tokens/s (MFU {measured['mfu']:.1%}, {measured['memory_gib']:.1f} GiB)"

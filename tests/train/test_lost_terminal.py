@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from tiny_runs import TINY, losses
 
+from keepstep.chaos.experiment import session_members
 from keepstep.core.errors import EXIT_STOPPED
-from keepstep.launch.rehearsal import session_members
-from keepstep.resilience.chaos import Fault, to_environment
+from keepstep.resilience.fault_injection import Fault, to_environment
+from tests.patience import PATIENCE_S
+from tests.train.tiny_runs import TINY, losses
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def wait_for_step(process: subprocess.Popen[bytes], root: Path, step: int, meanwhile: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not (root / "run" / "metrics.jsonl").exists() or len(losses(root)) < step:
         assert process.poll() is None, f"ended with {process.returncode}"
         assert time.monotonic() < deadline
@@ -44,7 +45,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.wait()
 
 
-def test_a_run_whose_terminal_goes_away_saves_and_stops(tmp_path: Path) -> None:
+def test_run_saves_when_its_terminal_goes_away(tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     os.set_blocking(terminal, False)
     words = [sys.executable, "-m", "keepstep", "train", *ENDLESS, f"runs_dir={tmp_path}", "--procs", "2"]
@@ -61,12 +62,12 @@ def test_a_run_whose_terminal_goes_away_saves_and_stops(tmp_path: Path) -> None:
     with ended(process):
         wait_for_step(process, tmp_path, 3, read)
         os.close(terminal)
-        assert process.wait(120) == EXIT_STOPPED
+        assert process.wait(PATIENCE_S) == EXIT_STOPPED
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
     assert saved == [f"step_{len(losses(tmp_path)):08d}"]
 
 
-def test_a_run_under_nohup_goes_on_when_its_terminal_goes_away(tmp_path: Path) -> None:
+def test_nohup_run_outlives_its_terminal(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "keepstep", "train", *ENDLESS, f"runs_dir={tmp_path}", "--procs", "1"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -79,11 +80,11 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_goes_away(tmp_path: Path) -
             os.kill(member, signal.SIGHUP)
         wait_for_step(process, tmp_path, len(losses(tmp_path)) + 20, lambda: None)
         process.terminate()
-        assert process.wait(120) == EXIT_STOPPED
+        assert process.wait(PATIENCE_S) == EXIT_STOPPED
 
 
 @pytest.mark.parametrize("restarts", [0, 1], ids=["one process", "under the agent"])
-def test_a_full_disk_under_the_log_does_not_end_the_run(tmp_path: Path, restarts: int) -> None:
+def test_full_disk_under_the_log_does_not_end_the_run(tmp_path: Path, restarts: int) -> None:
     words = [*TINY, f"runs_dir={tmp_path}", f"resilience.max_restarts={restarts}", "--procs", "1"]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
@@ -93,7 +94,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(tmp_path: Path, restarts
     assert len(losses(tmp_path)) == 6
 
 
-def test_a_full_disk_under_the_run_s_folder_does_not_keep_a_killed_process_from_going_on(tmp_path: Path) -> None:
+def test_full_disk_under_events_does_not_prevent_recovery(tmp_path: Path) -> None:
     folder, marks = tmp_path / "run", tmp_path / "marks"
     folder.mkdir()
     marks.mkdir()
@@ -103,8 +104,8 @@ def test_a_full_disk_under_the_run_s_folder_does_not_keep_a_killed_process_from_
         env={**ENVIRONMENT, **to_environment([Fault("kill", 3)], marks)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    assert "fault is not written down" in done.stderr
+    assert "event fault is not in" in done.stderr
     assert len(losses(tmp_path)) == 6

@@ -7,10 +7,10 @@ from torch import nn
 from keepstep.config.schema import ModelConfig, OptimizerConfig
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
-from keepstep.train.gradients import clip_factor, gradient_norm, scale_gradients
-from keepstep.train.muon import Muon, orthogonalise
-from keepstep.train.optimizer import Optimizers
-from keepstep.train.scaler import LossScaler
+from keepstep.train.optim.gradients import clip_factor, gradient_norm, scale_gradients
+from keepstep.train.optim.loss_scaler import LossScaler
+from keepstep.train.optim.muon import Muon, orthogonalise
+from keepstep.train.optim.optimizer import Optimizers
 
 ONE = torch.ones(())
 
@@ -70,7 +70,7 @@ def test_what_decays_is_a_choice(norms: bool, tables: bool) -> None:
     assert "blocks.0.attention.qkv.weight" in moved
 
 
-def test_state_exists_before_the_first_step_and_has_parameter_names() -> None:
+def test_optimizer_state_exists_before_the_first_step() -> None:
     model = small_model()
     state = Optimizers(model, OptimizerConfig()).state()
     assert set(state) == {name for name, _ in model.named_parameters()}
@@ -108,7 +108,7 @@ def test_muon_lowers_a_quadratic() -> None:
     assert (weight - target).norm() < 0.3 * target.norm()
 
 
-def test_the_scaler_halves_on_overflow_and_grows_after_good_steps() -> None:
+def test_loss_scaler_halves_on_overflow_and_grows() -> None:
     scaler = LossScaler(enabled=True, initial=8.0, growth_interval=2)
     scaler.update(finite=False)
     assert scaler.scale == 4.0

@@ -6,18 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_runs import losses, run_here, run_processes
 
 from keepstep.config.load import load_config
 from keepstep.config.schema import EvaluateConfig, ModelConfig
 from keepstep.core.errors import ConfigError
-from keepstep.data import tokenize
-from keepstep.data.tokenize import SMALLEST_VOCAB, train_bpe
+from keepstep.data import tokenization
+from keepstep.data.tokenization import SMALLEST_VOCAB, train_bpe
+from keepstep.evaluate.chat_model import cached_forward
 from keepstep.evaluate.generate import generate
-from keepstep.observe.folder import RunFolder
+from keepstep.interop.full_model import load_full_model
 from keepstep.observe.history import open_history
-from keepstep.train.samples import Prompts
-from keepstep.train.trained import open_trained
+from keepstep.observe.run_folder import RunFolder
+from keepstep.train.telemetry.samples import Prompts
+from tests.train.tiny_runs import losses, run_here, run_processes
 
 PROMPTS = ("a few", "")
 
@@ -36,21 +37,19 @@ def words(tokenizer: Path) -> list[str]:
 
 def expected(folder: Path, tokenizer: Path) -> list[tuple[str, str]]:
     """What the run's last checkpoint says."""
-    loaded, trained = tokenize.load(tokenizer), open_trained(RunFolder(folder))
-    trained.model.eval()
+    loaded, (model, config, _) = tokenization.load(tokenizer), load_full_model(folder)
+    model.eval()
     said = []
     for prompt in PROMPTS:
         ids = loaded.encode(prompt).ids or [0]
-        new = generate(trained.next_token_logits(), ids, max_new_tokens=5, temperature=0, eos=0)
+        new = generate(cached_forward(model, config.model.seq_len), ids, max_new_tokens=5, temperature=0, eos=0)
         said.append((prompt, loaded.decode(new, skip_special_tokens=False)))
     return said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["reproducible=elastic"]])
-def test_samples_are_what_the_weights_say_and_change_no_loss(
-    tmp_path: Path, tokenizer: Path, settings: list[str]
-) -> None:
+def test_samples_match_the_weights_and_change_no_loss(tmp_path: Path, tokenizer: Path, settings: list[str]) -> None:
     plain = [word for word in words(tokenizer) if "prompt" not in word]
     run_here(tmp_path, *plain, *settings, "name=plain")
     run_here(tmp_path, *words(tokenizer), *settings)
@@ -71,7 +70,7 @@ def test_processes_that_share_the_weights_write_samples_together(tmp_path: Path,
     assert told == expected(tmp_path / "run", tokenizer)
 
 
-def test_prompts_that_the_model_cannot_take_are_refused_before_training(tokenizer: Path) -> None:
+def test_prompts_that_do_not_fit_are_refused(tokenizer: Path) -> None:
     model = ModelConfig(seq_len=16, vocab=SMALLEST_VOCAB)
     with pytest.raises(ConfigError, match="without a tokenizer") as caught:
         Prompts.of(EvaluateConfig(prompts=PROMPTS), model, None)
@@ -84,7 +83,7 @@ def test_prompts_that_the_model_cannot_take_are_refused_before_training(tokenize
 
 
 @pytest.mark.parametrize("split", ["parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2", "precision=fp8"])
-def test_prompts_where_no_process_computes_whole_rows_are_refused_with_a_remedy(split: str) -> None:
+def test_prompts_with_pipeline_or_context_are_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.prompts") as caught:
         load_config(None, ["model=llama-1b", 'evaluate.prompts=["a"]', split])
     assert "keepstep chat" in "\n".join(caught.value.lines())

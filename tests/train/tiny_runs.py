@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from keepstep.config.load import load_config
-from keepstep.train.run import train
+from keepstep.train.trainer import train
+from tests.patience import PATIENCE_S
 
 TINY = [
     "model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=128", "model.seq_len=16", "data=synthetic",
@@ -46,5 +49,59 @@ def run_processes(root: Path, processes: int, *overrides: str) -> subprocess.Com
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
+
+
+class BackgroundRun:
+    """A run through the command line that a test disturbs while it is going on."""
+
+    def __init__(
+        self,
+        root: Path,
+        processes: int,
+        *overrides: str,
+        output: Path,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self._output = output
+        words = [*TINY, f"runs_dir={root}", *overrides, "--procs", str(processes)]
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "keepstep", "train", *words],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                stdout=file,
+                stderr=file,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # Asked before the condition: a run may bring it about and end between the two.
+            ended = self.process.poll() is not None
+            if condition():
+                return
+            assert not ended and time.monotonic() < deadline, self.output
+            time.sleep(0.005)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the run has printed this."""
+        self.wait_until(lambda: text in self.output)
+
+    def end(self) -> int:
+        """Its exit code; nothing outlives the test."""
+        try:
+            return self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+def committed_steps(root: Path, name: str = "run") -> list[int]:
+    markers = (root / name / "checkpoints").glob("step_*/_SUCCESS")
+    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)

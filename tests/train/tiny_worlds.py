@@ -14,16 +14,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from tiny_runs import TINY
-
 from keepstep.config.load import load_config
-
-TIMEOUT_S = 100
+from tests.patience import PATIENCE_S
+from tests.train.tiny_runs import TINY
 
 
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["keepstep.train.run"])
+    context.set_forkserver_preload(["keepstep.train.trainer"])
     return context
 
 
@@ -56,7 +54,7 @@ def run_world(
     ]
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + PATIENCE_S
     for worker in workers:
         worker.join(max(0.0, deadline - time.monotonic()))
     codes = [worker.exitcode for worker in workers]
@@ -85,7 +83,7 @@ def _train(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     from keepstep.core.errors import KeepstepError
-    from keepstep.train.run import train
+    from keepstep.train.trainer import train
 
     if flip or poison:
         _disturb(flip)
@@ -104,14 +102,14 @@ def _tick(tick_s: float) -> None:
     from itertools import count
     from types import SimpleNamespace
 
-    from keepstep.train import loop
+    from keepstep.train import steps_in_flight
 
     looks = count(1)
-    loop.time = SimpleNamespace(perf_counter=lambda: next(looks) * tick_s)  # type: ignore[attr-defined]
+    steps_in_flight.time = SimpleNamespace(perf_counter=lambda: next(looks) * tick_s)  # type: ignore[attr-defined]
 
 
 def _stick() -> None:
-    from keepstep.data.loader import StepFeed
+    from keepstep.data.step_feed import StepFeed
 
     calls, real = iter(range(1, 1000)), StepFeed.next_step
 

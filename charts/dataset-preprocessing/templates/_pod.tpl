@@ -1,20 +1,20 @@
 {{- define "data.labels" -}}
 app.kubernetes.io/name: keepstep
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: dataset-preprocessing
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 
 {{- define "data.queue" -}}
 {{- with .Values.kueue.queueName }}
-kueue.x-k8s.io/queue-name: {{ . }}
+kueue.x-k8s.io/queue-name: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
 {{/*
-An Indexed Job in which task i of n does its share. Argument: dict root, steps: a list of dicts with name, command and
-args, done one after the other in each pod. A step that ends in --task gets this pod's share as its last word.
+An Indexed Job: task i of n does its share. Argument: dict root, steps: a list of dicts with name, command and
+args, run one after the other in each pod. A step that ends in --task gets this pod's share as its last argument.
 */}}
 {{- define "data.job" -}}
 {{- $v := .root.Values -}}
@@ -24,7 +24,7 @@ completionMode: Indexed
 backoffLimit: {{ int $v.backoffLimit }}
 podFailurePolicy:
   rules:
-    # 75: stopped on request with its work kept. 2 and 4: wrong settings or wrong data, which no retry mends.
+    # 75: stopped on request, work saved. 2 and 4: wrong settings or wrong data, which a retry cannot fix.
     - action: Ignore
       onExitCodes:
         operator: In
@@ -44,17 +44,17 @@ template:
   spec:
     restartPolicy: Never
     {{- with $v.serviceAccountName }}
-    serviceAccountName: {{ . }}
+    serviceAccountName: {{ . | quote }}
     {{- end }}
     automountServiceAccountToken: false
     {{- with $v.image.pullSecrets }}
     imagePullSecrets:
       {{- range . }}
-      - name: {{ . }}
+      - name: {{ . | quote }}
       {{- end }}
     {{- end }}
     {{- with $v.priorityClassName }}
-    priorityClassName: {{ . }}
+    priorityClassName: {{ . | quote }}
     {{- end }}
     {{- with $v.nodeSelector }}
     nodeSelector:
@@ -70,6 +70,8 @@ template:
     {{- end }}
     securityContext:
       fsGroup: {{ int $v.security.runAsGroup }}
+      # Otherwise every pod start changes the group of every file on the volume.
+      fsGroupChangePolicy: OnRootMismatch
       {{- if not $v.security.privileged }}
       runAsNonRoot: true
       runAsUser: {{ int $v.security.runAsUser }}
@@ -77,8 +79,11 @@ template:
       {{- end }}
       seccompProfile:
         type: RuntimeDefault
-    {{- if gt (len .steps) 1 }}
+    {{- if or $v.storage.setOwner (gt (len .steps) 1) }}
     initContainers:
+      {{- if $v.storage.setOwner }}
+      {{- include "data.owner" $v | nindent 6 }}
+      {{- end }}
       {{- range initial .steps }}
       {{- include "data.container" (dict "values" $v "step" .) | nindent 6 }}
       {{- end }}
@@ -91,16 +96,39 @@ template:
           claimName: {{ $v.storage.pvcName | quote }}
       - name: scratch
         emptyDir: {}
+      {{- with $v.extraVolumes }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+{{- end -}}
+
+{{/* For a volume on which only root can write: the one container that runs as root, with one capability. */}}
+{{- define "data.owner" -}}
+- name: owner
+  image: {{ printf "%s:%s" .image.repository .image.tag | quote }}
+  imagePullPolicy: {{ .image.pullPolicy | quote }}
+  command: ["chown", {{ printf "%d:%d" (int .security.runAsUser) (int .security.runAsGroup) | quote }}]
+  args: [{{ .storage.mountPath | replace "$" "$$" | quote }}]
+  securityContext:
+    runAsUser: 0
+    runAsNonRoot: false
+    privileged: false
+    allowPrivilegeEscalation: false
+    capabilities:
+      drop: ["ALL"]
+      add: ["CHOWN"]
+  volumeMounts:
+    - name: shared
+      mountPath: {{ .storage.mountPath | quote }}
 {{- end -}}
 
 {{- define "data.container" -}}
 {{- $v := .values -}}
-- name: {{ .step.name }}
+- name: {{ .step.name | quote }}
   image: {{ printf "%s:%s" $v.image.repository $v.image.tag | quote }}
-  imagePullPolicy: {{ $v.image.pullPolicy }}
+  imagePullPolicy: {{ $v.image.pullPolicy | quote }}
   command: {{ toJson .step.command }}
   args:
-    # The kubelet expands $(NAME), so each dollar of a value is doubled; the index is the one we mean.
+    # The kubelet expands $(NAME), so double each dollar of a value. Only the index must be expanded.
     {{- range .step.args }}
     - {{ replace "$" "$$" . | quote }}
     {{- end }}
@@ -111,10 +139,10 @@ template:
     - name: HF_HOME
       value: /tmp/huggingface
     {{- range $v.secrets }}
-    - name: {{ .name }}
+    - name: {{ .name | quote }}
       valueFrom:
         secretKeyRef:
-          name: {{ .secretName }}
+          name: {{ .secretName | quote }}
           key: {{ .secretKey | quote }}
     {{- end }}
   {{- if or $v.resources.cpu $v.resources.memory }}
@@ -124,11 +152,11 @@ template:
       cpu: {{ . | quote }}
       {{- end }}
       {{- with $v.resources.memory }}
-      memory: {{ . }}
+      memory: {{ . | quote }}
       {{- end }}
     {{- with $v.resources.memory }}
     limits:
-      memory: {{ . }}
+      memory: {{ . | quote }}
     {{- end }}
   {{- end }}
   securityContext:
@@ -143,9 +171,12 @@ template:
       mountPath: {{ $v.storage.mountPath | quote }}
     - name: scratch
       mountPath: /tmp
+    {{- with $v.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
-{{/* Words that name the tokenizer, and the step that fetches it where it is a name of the Hub and no file. */}}
+{{/* Arguments that name the tokenizer, and the step that downloads it if it is a name on the Hub and not a file. */}}
 {{- define "data.tokenizer" -}}
 {{- if hasSuffix ".json" . -}}{{ . }}{{- else -}}/tmp/tokenizer/tokenizer.json{{- end -}}
 {{- end -}}

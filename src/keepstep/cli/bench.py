@@ -1,69 +1,112 @@
-"""`keepstep bench step`: tokens a second, MFU, memory and where the time goes, for any preset on this machine.
-
-`keepstep bench storage` stands in bench_storage.py.
-"""
+"""`keepstep bench`: measure a training step (speed, MFU, memory, time by kind of kernel) or storage."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from keepstep.cli import bench_storage
-from keepstep.cli.arguments import check_place
+from keepstep.cli.parser import CONFIG_HELP, add_action, add_actions, positive, run_name, writable
 from keepstep.config.load import load_config, split_words
 from keepstep.core.errors import UsageError
 from keepstep.core.files import write_json
-from keepstep.core.units import format_count
+from keepstep.core.messages import invalid_value
+from keepstep.core.units import ByteSize, format_count
+from keepstep.core.verbosity import progress
 
 if TYPE_CHECKING:
     from keepstep.train.bench import StepBench
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the verb."""
-    parser.add_argument("what", choices=["step", "storage"], help="what to measure")
-    parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps (default: 10)")
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    bench_storage.add_arguments(parser)
+    """The actions and their options."""
+    actions = add_actions(parser)
+    step = add_action(actions, "step", _step, "measure a training step of any preset on this machine")
+    step.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help=CONFIG_HELP)
+    step.add_argument("--steps", type=positive, default=10, help="measured steps (default: 10)")
+    storage = add_action(actions, "storage", _storage, "measure every pair of data and checkpoint storage")
+    add = storage.add_argument
+    add("--data", action="append", default=[], metavar="NAME=FOLDER", help="a tier with training data")
+    add("--checkpoints", action="append", default=[], metavar="NAME=FOLDER", help="a tier for checkpoints")
+    add("--size", default="1GiB", help="bytes of one checkpoint (default: 1GiB)")
+    add("--writers", type=positive, default=8, help="shards written at the same time (default: 8)")
+    add("--price", metavar="NAME", help="also count and price the requests of a save (azure-blob-hot, s3-standard)")
+    add("--profiles", type=Path, metavar="FILE", help="your own request prices (YAML)")
+    for action in (step, storage):
+        action.add_argument("--name", type=run_name, help="a name for this measurement, kept in the JSON")
+        action.add_argument("--out", type=writable, metavar="FILE", help="also write the JSON to this file")
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
-    check_place(args.out)
-    if args.what == "storage":
-        return bench_storage.run(args)
-    if args.steps < 1:
-        raise UsageError(f"--steps is {args.steps}, but it must be at least 1")
-    path, overrides = split_words(args.words)
-    config = load_config(path, overrides).config
+def _step(args: argparse.Namespace) -> int:
+    config = load_config(*split_words(args.words)).config
     from keepstep.core.ranks import from_environment
     from keepstep.train.bench import bench_step
 
     result = bench_step(config, args.steps)
     if not from_environment().is_first:
         return 0
+    values = _named(args, asdict(result))
     if args.out:
-        write_json(args.out, result.as_dict())
+        write_json(args.out, values)
     if args.json:
-        print(json.dumps(result.as_dict(), indent=2))
+        print(json.dumps(values, indent=2))
     else:
         _print_table(result)
         if args.out:
-            print(f"wrote {args.out}", file=sys.stderr)
+            progress(f"wrote {args.out}")
     return 0
+
+
+def _named(args: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:
+    return {"name": args.name, **values} if args.name else values
 
 
 def _print_table(result: StepBench) -> None:
     print(f"model     {result.model}, {format_count(result.parameters)} parameters, rows of {result.seq_len} tokens")
     print(f"machine   {result.world_size} × {result.device}, torch {result.torch}, {result.precision}")
     print(f"step      {result.step_s * 1000:.1f} ms (median of {len(result.steps_s)})")
-    print(f"speed     {result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%}")
+    mfu = "" if result.mfu is None else f", MFU {result.mfu:.1%}"
+    print(f"speed     {result.tokens_per_s:,.0f} tokens/s{mfu}")
     print(f"memory    {result.peak_memory_gib:.1f} GiB at the peak")
     total = sum(result.breakdown.values()) or 1.0
     for kind, seconds in result.breakdown.items():
         print(f"  {kind:<14}{seconds * 1000:9.1f} ms  {seconds / total:6.1%}")
+
+
+def _storage(args: argparse.Namespace) -> int:
+    from keepstep.plan.cluster import read_profiles
+    from keepstep.plan.requests import find_prices, save_table
+    from keepstep.preflight.storage_benchmark import (
+        CHECKPOINTS,
+        StorageTest,
+        markdown,
+        measure,
+        read_tiers,
+        request_table,
+    )
+
+    try:
+        size = ByteSize.parse(args.size).bytes
+    except ValueError as error:
+        raise UsageError(invalid_value("--size", args.size, str(error)), "--size 4GiB") from None
+    if size < args.writers << 20:
+        raise UsageError(f"--size {args.size} is less than 1 MiB for each of {args.writers} writers", "--size 1GiB")
+    prices = find_prices(args.price, read_profiles(args.profiles))
+    data, checkpoints = read_tiers(args.data, "--data"), read_tiers(args.checkpoints, "--checkpoints")
+    cells = measure(StorageTest(data, checkpoints, size, args.writers), progress)
+    rows, text = [cell.as_values() for cell in cells], markdown(cells)
+    found: dict[str, Any] = {"size_bytes": size, "writers": args.writers, "cells": rows}
+    if prices is not None:
+        requests = save_table(prices, {args.size: size, **CHECKPOINTS}, args.writers)
+        found |= {"prices": asdict(prices), "requests": requests}
+        text = f"{text}\n\n{request_table(requests, prices)}"
+    if args.out:
+        write_json(args.out, _named(args, found))
+        args.out.with_suffix(".md").write_text(text + "\n")
+        progress(f"wrote {args.out} and {args.out.with_suffix('.md')}")
+    # Without prices the output is the list that scripts know.
+    print(json.dumps(rows if prices is None else found, indent=2) if args.json else text)
+    return 0

@@ -1,139 +1,97 @@
-"""`keepstep chaos`: rehearse faults on your own run, before they come by themselves, and get a verdict."""
+"""`keepstep chaos`: inject faults into your own run before they happen by themselves, and get a verdict."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from keepstep.cli.arguments import check_place
+from keepstep.cli.parser import CONFIG_HELP, new_folder, run_name, writable
 from keepstep.config.load import load_config, split_words
-from keepstep.config.schema import RunConfig
 from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, UsageError
 from keepstep.core.files import write_json
+from keepstep.core.messages import invalid_value
+from keepstep.core.verbosity import progress
 
 if TYPE_CHECKING:
-    from keepstep.launch.rehearsal import Outcome
+    from keepstep.chaos.experiment import Experiment
+    from keepstep.chaos.verdict import Report
+
+_MIN_STEPS = 12
+"""Fewer leave no room for two checkpoints before the fault and some steps after it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the verb."""
-    parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help="the run and what differs")
+    parser.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help=CONFIG_HELP)
+    parser.add_argument("--name", type=run_name, help="folder of the runs, below runs_dir (default: chaos-DATE-TIME)")
     parser.add_argument("--procs", type=int, default=2, metavar="N", help="processes of the run (default: 2)")
-    parser.add_argument("--steps", type=int, default=24, metavar="N", help="length of each rehearsal (default: 24)")
-    parser.add_argument("--kinds", default="", metavar="A,B", help="faults to play (default: all; --list shows them)")
-    parser.add_argument("--list", action="store_true", help="print the faults that can be played, and stop")
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="instead: one run and N random faults")
+    parser.add_argument("--steps", type=int, default=24, metavar="N", help="length of each run (default: 24)")
+    parser.add_argument("--kinds", default="", metavar="A,B", help="faults to inject (default: all; see --list)")
+    parser.add_argument("--list", action="store_true", help="print the names of all faults with what they do, and stop")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="instead: one run with N random faults")
     parser.add_argument("--mtbf", type=float, default=8.0, metavar="STEPS", help="--random: mean steps between faults")
-    parser.add_argument("--seed", type=int, default=0, help="--random: the same seed plays the same faults")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="most for a run (default: 600)")
+    parser.add_argument("--seed", type=int, default=0, help="--random: the same seed injects the same faults")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="time limit of a run (default: 600)")
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
+    parser.add_argument("--out", type=writable, help="also write the JSON to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play, print the table, and exit 0 only if every fault was survived."""
-    from keepstep.launch.plays import all_plays
-    from keepstep.launch.rehearsal import Stage
+    """Run the scenarios, print the table, and exit 0 only if the run survived every fault."""
+    from keepstep.chaos.scenarios import choose_scenarios, describe_scenarios
+    from keepstep.chaos.verdict import run_scenarios, soak
 
-    path, overrides = split_words(args.words)
-    config = load_config(path, overrides).config
-    _check(args)
-    check_place(args.out)
-    folder = Path(config.runs_dir) / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
-    words = [*args.words, *same_threads(config, args.procs)]
-    stage = Stage(words, folder.absolute(), args.steps, args.procs, args.timeout)
+    experiment = _experiment(args)
     if args.list:
-        for kind in all_plays(stage):
-            print(kind)
+        print("\n".join(f"{name:<14} {what}" for name, what in describe_scenarios(experiment).items()))
         return EXIT_DONE
-    left_out: dict[str, str] = {}
-    outcomes = _random(args, stage) if args.random else _one_by_one(args, stage, left_out)
-    survived = all(outcome.passed for outcome in outcomes)
-    # A fault that was asked for and could not be played says nothing about the run: that is no pass.
-    unplayed = bool(left_out) and (not outcomes or bool(args.kinds))
-    passed = survived and not unplayed
-    told: dict[str, Any] = {
-        "passed": passed,
-        "faults": [asdict(outcome) for outcome in outcomes],
-        "left_out": left_out,
-    }
-    if args.out:
-        write_json(args.out, told)
-    if args.json:
-        print(json.dumps(told, indent=2))
+    if args.random:
+        report = soak(experiment, args.random, args.mtbf, args.seed, progress)
     else:
-        _print_table(outcomes)
-        for kind, why in left_out.items():
-            print(f"not played: {kind}, {why}")
-        verdict = "passed" if passed else "FAILED" if not survived else "NOT PLAYED"
-        print(f"{verdict}: logs and runs are in {folder}")
-    return EXIT_DONE if passed else EXIT_FAILED if not survived else EXIT_PREFLIGHT
+        names = [kind for kind in args.kinds.split(",") if kind]
+        report = run_scenarios(experiment, choose_scenarios(experiment, names), progress, asked_for=bool(names))
+    if args.out:
+        write_json(args.out, report.as_values())
+    if args.json:
+        print(json.dumps(report.as_values(), indent=2))
+    else:
+        _print_report(report, experiment.folder)
+    return EXIT_DONE if report.passed else EXIT_FAILED if not report.survived else EXIT_PREFLIGHT
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Numbers that no rehearsal can be played with."""
-    if args.steps < 12:
-        raise UsageError(f"--steps is {args.steps}, but a rehearsal needs at least 12")
+def _experiment(args: argparse.Namespace) -> Experiment:
+    from keepstep.chaos.experiment import Experiment, same_threads
+
+    config = load_config(*split_words(args.words)).config
+    if args.steps < _MIN_STEPS:
+        raise UsageError(
+            invalid_value("--steps", args.steps, f"must be at least {_MIN_STEPS}"), f"--steps {_MIN_STEPS}"
+        )
     for name, value in (("--procs", args.procs), ("--mtbf", args.mtbf), ("--timeout", args.timeout)):
         if not value > 0:
-            raise UsageError(f"{name} is {value}, but it must be more than 0")
+            raise UsageError(invalid_value(name, value, "must be more than 0"))
     if args.random < 0:
-        raise UsageError(f"--random is {args.random}, but it is a number of faults", "--random 20")
+        raise UsageError(invalid_value("--random", args.random, "must be a number of faults"), "--random 20")
+    folder = new_folder(Path(config.runs_dir), args.name or f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")
+    words = [*args.words, *same_threads(config, args.procs)]
+    return Experiment(words, folder.absolute(), args.steps, args.procs, args.timeout)
 
 
-def same_threads(config: RunConfig, processes: int) -> list[str]:
-    """Sums of two threads are not those of one: all runs of a rehearsal, two hosts included, get the same number."""
-    if config.compute.threads:
-        return []
-    return [f"compute.threads={max(1, len(os.sched_getaffinity(0)) // processes)}"]
-
-
-def _one_by_one(args: argparse.Namespace, stage: Any, left_out: dict[str, str]) -> list[Outcome]:
-    """Play each chosen fault in a run of its own; what cannot be played here goes to `left_out`, with the reason."""
-    from keepstep.launch.plays import choose
-    from keepstep.launch.rehearsal import play, undisturbed
-    from keepstep.launch.two_hosts import UnavailableError
-
-    chosen = choose(stage, [kind for kind in args.kinds.split(",") if kind])
-    _say(f"an undisturbed run of {stage.steps} steps on {stage.processes} processes")
-    wanted = undisturbed(stage)
-    outcomes = []
-    for number, (kind, make) in enumerate(chosen.items(), start=1):
-        try:
-            outcome = play(stage, make(), wanted)
-        except UnavailableError as error:
-            left_out[kind] = str(error)
-            _say(f"{number}/{len(chosen)} {kind}: left out, {error}")
-            continue
-        _say(f"{number}/{len(chosen)} {kind}: {'survived' if outcome.passed else 'FAILED ' + outcome.note}")
-        outcomes.append(outcome)
-    return outcomes
-
-
-def _random(args: argparse.Namespace, stage: Any) -> list[Outcome]:
-    from keepstep.launch.soak import soak
-
-    return soak(stage, args.random, args.mtbf, args.seed, _say)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_table(outcomes: list[Outcome]) -> None:
+def _print_report(report: Report, folder: Path) -> None:
     def seconds(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f} s"
 
     print(f"{'fault':<44}{'detected':>10}{'recovered':>11}{'steps lost':>12}{'loss equal':>12}  verdict")
-    for outcome in outcomes:
+    for outcome in report.outcomes:
         print(
             f"{outcome.title:<44}{seconds(outcome.detected_s):>10}{seconds(outcome.recovered_s):>11}"
             f"{'–' if outcome.steps_lost is None else outcome.steps_lost:>12}"
             f"{'yes' if outcome.loss_equal else 'no':>12}  {'pass' if outcome.passed else 'FAIL ' + outcome.note}"
         )
+    for kind, why in report.left_out.items():
+        print(f"skipped: {kind}, {why}")
+    verdict = "passed" if report.passed else "FAILED" if not report.survived else "NOT RUN"
+    print(f"{verdict}: logs and runs are in {folder}")

@@ -1,157 +1,95 @@
-"""`keepstep ckpt`: look at checkpoints, check them, mend them, tidy up, convert and compare."""
+"""`keepstep ckpt`: list, check, repair, rescue, clean up, convert and compare checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, UsageError
+from keepstep.cli.parser import Call, add_action, add_actions, positive
+from keepstep.core.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, KeepstepError
 from keepstep.core.units import format_bytes, format_seconds
+from keepstep.observe.screen import clock
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.manifest import StepFolder
-    from keepstep.checkpoint.store import Store
+    from keepstep.observe.run_folder import RunFolder
 
-_ACTIONS = {
-    "ls": "PLACE: committed steps, newest first, and what was never committed",
-    "du": "PLACE: bytes by step",
-    "show": "PLACE: what one step holds (default: the newest)",
-    "verify": "PLACE: read and check every byte of one step, or of all",
-    "repair": "PLACE: rebuild damaged files from parity",
-    "gc": "PLACE: delete what --keep does not keep, and what was never committed; only shows it without --yes",
-    "convert": "SOURCE TARGET: write a checkpoint in another form (--to)",
-    "diff": "STEP STEP: which tensors differ",
-}
+_PLACE = "a run folder, its checkpoints folder or one step; a path or an s3://, gs:// or abfs:// URL"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to do and where."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(
-        [
-            *(f"  {name:<8} {text}" for name, text in _ACTIONS.items()),
-            "",
-            "PLACE: the folder of a run, of its checkpoints or of one step; a path or an s3://, gs:// or abfs:// URL.",
-        ]
-    )
-    parser.add_argument("action", choices=tuple(_ACTIONS), help="what to do, see below")
-    parser.add_argument("places", nargs="+", metavar="PLACE", help="where, see below")
-    parser.add_argument("--step", type=int, help="show, verify, repair: this step; convert: what a foreign SOURCE is")
-    parser.add_argument("--tensors", action="store_true", help="show: list every tensor")
-    parser.add_argument("--keep", type=int, default=3, help="gc: newest commits to keep (default 3)")
-    parser.add_argument("--keep-every", type=int, default=0, help="gc: keep steps divisible by this as well")
-    parser.add_argument("--keep-best", type=int, default=0, help="gc: keep this many with the lowest loss as well")
-    parser.add_argument("--yes", action="store_true", help="gc: do it")
-    parser.add_argument(
-        "--to", choices=("sharded", "full", "safetensors", "dcp", "hf"), help="convert: the form to write"
-    )
-    parser.add_argument(
-        "--config", type=Path, help="convert: the model's shape (a run.yaml) where SOURCE does not say it"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "fp32", "bf16", "fp16"),
-        default="auto",
-        help="convert: precision of weights, from or to other trainers (default: fp32 in our forms, else as they are)",
-    )
-    parser.add_argument("--shards", type=int, default=1, help="convert --to sharded: data files to write")
-    parser.add_argument("--parity", action="store_true", help="convert: add a parity file")
-    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    """The actions and their options."""
+    actions = add_actions(parser)
+
+    def add(name: str, call: Call, summary: str, *places: str) -> argparse.ArgumentParser:
+        action = add_action(actions, name, call, summary)
+        for place in places:
+            action.add_argument(place.lower(), metavar=place, help=_PLACE)
+        action.add_argument("--json", action="store_true", help="print JSON")
+        return action
+
+    add("ls", _ls, "list committed steps, newest first, and uncommitted ones", "PLACE")
+    add("du", _du, "show the bytes of each step", "PLACE")
+    show = add("show", _show, "show the content of one step (default: the newest)", "PLACE")
+    show.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = add("verify", _verify, "read and check every byte of one step, or of all", "PLACE")
+    repair = add("repair", _repair, "rebuild damaged files from parity", "PLACE")
+    for action in (show, verify, repair):
+        action.add_argument("--step", type=int, metavar="N", help="this step")
+    rescue = add("rescue", _rescue, "save the newest step in the memory of a running job to another folder")
+    rescue.add_argument("run", type=Path, metavar="RUN", help="the folder of a run whose launcher runs on this machine")
+    rescue.add_argument("--to", required=True, metavar="FOLDER", help="where to write the checkpoint")
+    gc = add("gc", _gc, "delete old and uncommitted steps; only lists them without --yes", "PLACE")
+    gc.add_argument("--keep", type=int, default=3, metavar="N", help="newest commits to keep (default: 3)")
+    gc.add_argument("--keep-every", type=int, default=0, metavar="N", help="also keep steps divisible by N")
+    gc.add_argument("--keep-best", type=int, default=0, metavar="N", help="also keep N steps with the lowest loss")
+    gc.add_argument("--yes", action="store_true", help="delete them")
+    _add_convert(add("convert", _convert, "write a checkpoint in another format"))
+    add("diff", _diff, "show which tensors differ between two steps", "FIRST", "SECOND")
+
+
+def _add_convert(convert: argparse.ArgumentParser) -> None:
+    convert.add_argument("source", metavar="SOURCE", help=f"{_PLACE}; or a checkpoint of another trainer")
+    convert.add_argument("target", metavar="TARGET", help="the folder or file to write")
+    forms = ("sharded", "full", "safetensors", "dcp", "hf")
+    convert.add_argument("--to", required=True, choices=forms, help="the format to write")
+    convert.add_argument("--step", type=int, metavar="N", help="the step of a foreign SOURCE")
+    convert.add_argument("--config", type=Path, help="a run.yaml with the model's shape, if SOURCE does not have it")
+    dtype = "dtype of the weights from or to other trainers (default: fp32 in keepstep's formats, else unchanged)"
+    convert.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help=dtype)
+    convert.add_argument("--shards", type=positive, default=1, metavar="N", help="with --to sharded: data files")
+    convert.add_argument("--parity", action="store_true", help="add a parity file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one of the actions."""
-    actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "ls": _ls,
-        "du": _du,
-        "show": _show,
-        "verify": _verify,
-        "repair": _repair,
-        "gc": _gc,
-        "convert": _convert,
-        "diff": _diff,
-    }
-    wanted = 2 if args.action in ("convert", "diff") else 1
-    if len(args.places) != wanted:
-        raise UsageError(
-            f"keepstep ckpt {args.action} takes {wanted} place{'s' * (wanted > 1)}, not {len(args.places)}",
-            f"keepstep ckpt {args.action} {_ACTIONS[args.action].partition(':')[0]}",
-        )
+    """Run the chosen action."""
     try:
-        return actions[args.action](args)
+        code: int = args.call(args)
+        return code
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        hint = "see that the place can be reached, and that this user or these credentials may use it"
+        hint = "check that the location can be reached, and that your user or credentials may use it"
         raise CheckpointError(f"keepstep ckpt {args.action}: {error}", hint) from error
 
 
-def _open(place: str) -> tuple[Store, str | None]:
-    """The store behind a run's folder, a checkpoints folder or a step's folder, and the step's name if it is one."""
-    from keepstep.checkpoint.manifest import parse_folder_name
-    from keepstep.checkpoint.store import open_store
-
-    parent, _, name = place.rstrip("/").rpartition("/")
-    if parse_folder_name(name) is not None:
-        steps = open_store(parent or ".")
-        if name not in steps.names():
-            raise CheckpointError(f"{place} does not exist", f"keepstep ckpt ls {parent or '.'} lists those that do")
-        return steps, name
-    store = open_store(place)
-    names = store.names()
-    if "checkpoints" in names:
-        return open_store(f"{place.rstrip('/')}/checkpoints"), None
-    if not names:
-        raise CheckpointError(f"{place} does not exist or is empty", "give a run's folder or its checkpoints folder")
-    return store, None
-
-
-def _steps(store: Store, damages: list[CheckpointError]) -> list[StepFolder]:
-    from keepstep.checkpoint.commit import committed_steps
-
-    return committed_steps(store, damages.append)
-
-
-def _choose(place: str, step: int | None = None) -> tuple[Store, StepFolder]:
-    """One step: the one named, or the newest."""
-    from keepstep.checkpoint.commit import read_step
-
-    store, name = _open(place)
-    if name is not None:
-        try:
-            return store, read_step(store, name)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{place} is not committed: it has no marker") from error
-    damages: list[CheckpointError] = []
-    steps = [found for found in _steps(store, damages) if step is None or found.step == step]
-    if not steps:
-        if damages:
-            raise damages[0]
-        raise CheckpointError(
-            f"{store.locate()} holds no committed step" + (f" {step}" if step is not None else ""),
-            f"keepstep ckpt ls {place}",
-        )
-    return store, steps[0]
-
-
-def _print(args: argparse.Namespace, answer: Any, lines: list[str]) -> None:
+def _print(args: argparse.Namespace, answer: Any, lines: list[str], code: int = EXIT_DONE) -> int:
+    """Print the answer as JSON or in lines; returns the exit code."""
     from keepstep.observe.view import jsonable
 
     print(json.dumps(jsonable(answer), indent=2, allow_nan=False) if args.json else "\n".join(lines))
+    return code
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.commit import leftovers
-    from keepstep.checkpoint.retention import being_written
+    from keepstep.checkpoint.inspect import list_steps, open_place
 
-    store, _ = _open(args.places[0])
-    damages: list[CheckpointError] = []
-    steps = _steps(store, damages)
-    unfinished = list(leftovers(store))
+    store, _ = open_place(args.place)
+    steps, damaged, uncommitted = list_steps(store)
     answer = {
         "place": store.locate(),
         "steps": [
@@ -165,8 +103,8 @@ def _ls(args: argparse.Namespace) -> int:
             }
             for number, step in enumerate(steps)
         ],
-        "damaged": [error.message for error in damages],
-        "uncommitted": unfinished,
+        "damaged": damaged,
+        "uncommitted": list(uncommitted),
     }
     now = time.time()
     lines = [
@@ -174,57 +112,35 @@ def _ls(args: argparse.Namespace) -> int:
         f"{format_seconds(max(now - step.marker.time, 0))} ago{'  latest' if number == 0 else ''}"
         for number, step in enumerate(steps)
     ]
-    lines += [f"damaged: {error.message}" for error in damages]
-    lines += [
-        f"{name:<20} {'being written' if being_written(store, name) else 'never committed'}" for name in unfinished
-    ]
-    if not lines:
-        lines = ["no steps"]
-    lines.append(f"next: keepstep ckpt verify {args.places[0]}")
-    _print(args, answer, lines)
-    return EXIT_DONE
+    lines += [f"damaged: {message}" for message in damaged]
+    lines += [f"{name:<20} {'being written' if busy else 'not committed'}" for name, busy in uncommitted.items()]
+    return _print(args, answer, [*(lines or ["no steps"]), f"next: keepstep ckpt verify {args.place}"])
 
 
 def _du(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.manifest import MARKER, parse_folder_name
+    from keepstep.checkpoint.inspect import disk_usage, open_place
 
-    store, only = _open(args.places[0])
-    sizes = {}
-    for name in [only] if only else store.names():
-        if parse_folder_name(name) is not None:
-            files = store.names(name)
-            sizes[name] = {"bytes": sum(_size(store, f"{name}/{file}") for file in files), "committed": MARKER in files}
-    total = sum(int(entry["bytes"]) for entry in sizes.values())
+    store, only = open_place(args.place)
+    sizes = disk_usage(store, only)
+    total = sum(size for size, _ in sizes.values())
     free = store.free_bytes()
-    answer = {"place": store.locate(), "steps": sizes, "total_bytes": total, "free_bytes": free}
+    steps = {name: {"bytes": size, "committed": committed} for name, (size, committed) in sizes.items()}
+    answer = {"place": store.locate(), "steps": steps, "total_bytes": total, "free_bytes": free}
     lines = [
-        f"{format_bytes(entry['bytes']):>10}  {name}{'' if entry['committed'] else '  never committed'}"
-        for name, entry in sizes.items()
+        f"{format_bytes(size):>10}  {name}{'' if committed else '  not committed'}"
+        for name, (size, committed) in sizes.items()
     ]
     lines.append(f"{format_bytes(total):>10}  in all" + (f", {format_bytes(free)} free" if free is not None else ""))
-    lines.append(f"next: keepstep ckpt gc {args.places[0]}")
-    _print(args, answer, lines)
-    return EXIT_DONE
-
-
-def _size(store: Store, name: str) -> int:
-    """Bytes of a file; none where a run that is under way has just removed it."""
-    try:
-        return store.size(name)
-    except FileNotFoundError:
-        return 0
+    return _print(args, answer, [*lines, f"next: keepstep ckpt gc {args.place}"])
 
 
 def _show(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.commit import read_manifest
+    from keepstep.checkpoint.inspect import choose_step, section_sizes
+    from keepstep.checkpoint.protocol.commit import read_manifest
 
-    store, step = _choose(args.places[0], args.step)
+    store, step = choose_step(args.place, args.step)
     manifest = read_manifest(store, step)
-    sections: dict[str, dict[str, int]] = {}
-    for name, tensor in manifest.tensors.items():
-        section = sections.setdefault(name.partition(".")[0], {"tensors": 0, "bytes": 0})
-        section["tensors"] += 1
-        section["bytes"] += tensor.size_bytes
+    sections = section_sizes(manifest)
     answer: dict[str, Any] = {
         "folder": store.locate(step.name),
         "step": manifest.step,
@@ -238,12 +154,10 @@ def _show(args: argparse.Namespace) -> int:
         "values": manifest.values,
         "metadata": manifest.metadata,
     }
-    if args.tensors:
-        answer["tensors"] = {name: {"dtype": t.dtype, "shape": t.shape} for name, t in manifest.tensors.items()}
     lines = [
         f"step      {manifest.step}",
         f"folder    {answer['folder']}",
-        f"written   {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.time))} by {manifest.world_size} ranks",
+        f"written   {clock(manifest.time)} by {manifest.world_size} ranks",
         f"size      {format_bytes(manifest.data_bytes)} in {len(manifest.files)} files, {manifest.algorithm}"
         + (", with parity" if manifest.parity else ""),
         *(f"{name:<9} {s['tensors']} tensors, {format_bytes(s['bytes'])}" for name, s in sections.items()),
@@ -251,10 +165,9 @@ def _show(args: argparse.Namespace) -> int:
         *(f"metadata  {name}: {_short(value)}" for name, value in manifest.metadata.items()),
     ]
     if args.tensors:
+        answer["tensors"] = {name: {"dtype": t.dtype, "shape": t.shape} for name, t in manifest.tensors.items()}
         lines += [f"  {t.dtype:<8} {list(t.shape)!s:<20} {name}" for name, t in manifest.tensors.items()]
-    lines.append(f"next: keepstep ckpt verify {answer['folder']}")
-    _print(args, answer, lines)
-    return EXIT_DONE
+    return _print(args, answer, [*lines, f"next: keepstep ckpt verify {answer['folder']}"])
 
 
 def _short(value: Any) -> str:
@@ -263,123 +176,128 @@ def _short(value: Any) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.manifest import MARKER
-    from keepstep.checkpoint.verify import step_problems
+    from keepstep.checkpoint.inspect import choose_step, list_steps, open_place, verify
 
-    store, name = _open(args.places[0])
-    damages: list[CheckpointError] = []
-    if name is not None or args.step is not None:
-        steps = [_choose(args.places[0], args.step)[1]]
-    else:
-        steps = _steps(store, damages)
-    found: dict[str, list[str]] = {}
-    removed: list[str] = []
-    for step in steps:
-        wrong = step_problems(store, step)
-        # Reading takes long, and a run that is under way removes old steps meanwhile, their marker first.
-        if wrong and MARKER not in store.names(step.name):
-            removed.append(step.name)
-        else:
-            found[step.name] = wrong
-    problems = [error.message for error in damages] + [
-        problem for found_here in found.values() for problem in found_here
-    ]
-    whole = [name for name, found_here in found.items() if not found_here]
-    answer = {
-        "place": store.locate(),
-        "steps": found,
-        "damaged_markers": [error.message for error in damages],
-        "removed_meanwhile": removed,
-    }
-    lines = [f"{name:<20} {'whole' if not found[name] else 'DAMAGED'}" for name in found]
+    store, name = open_place(args.place)
+    one = name is not None or args.step is not None
+    steps, damaged, _ = ([choose_step(args.place, args.step)[1]], [], {}) if one else list_steps(store)
+    checked, removed = verify(store, steps)
+    answer = {"place": store.locate(), "steps": checked, "damaged_markers": damaged, "removed_meanwhile": removed}
+    lines = [f"{name:<20} {'DAMAGED' if problems else 'intact'}" for name, problems in checked.items()]
     lines += [f"{name:<20} removed meanwhile" for name in removed]
+    problems = [*damaged, *(problem for found in checked.values() for problem in found)]
     lines += [f"  {problem}" for problem in problems]
     if problems:
-        # Each by its own folder: without a step, repair looks at the newest only.
-        lines += [f"next: keepstep ckpt repair {store.locate(name)}" for name in found if found[name]]
-    elif whole:
-        lines.append("every byte is as it was written")
+        # Each by its own folder: without a step, repair takes the newest.
+        lines += [f"next: keepstep ckpt repair {store.locate(name)}" for name, wrong in checked.items() if wrong]
     else:
-        lines.append("no steps")
-    _print(args, answer, lines)
-    return EXIT_FAILED if problems else EXIT_DONE
+        lines.append("every byte is as it was written" if checked else "no steps")
+    return _print(args, answer, lines, EXIT_FAILED if problems else EXIT_DONE)
 
 
 def _repair(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.parity import mend
+    from keepstep.checkpoint.inspect import choose_step
+    from keepstep.checkpoint.protocol.parity import repair
 
-    store, step = _choose(args.places[0], args.step)
-    problems, rebuilt = mend(store, step)
+    store, step = choose_step(args.place, args.step)
+    problems, rebuilt = repair(store, step)
     answer = {"folder": store.locate(step.name), "problems": problems, "rebuilt": rebuilt}
     lines = [f"found    {problem}" for problem in problems] + [f"rebuilt  {name}" for name in rebuilt]
-    lines.append(f"{step.name} is whole" if not rebuilt else f"{step.name} is whole again, every byte checked")
-    _print(args, answer, lines)
-    return EXIT_DONE
+    lines.append(f"{step.name} is intact" if not rebuilt else f"{step.name} is repaired, every byte checked")
+    return _print(args, answer, lines)
+
+
+def _rescue(args: argparse.Namespace) -> int:
+    from keepstep.checkpoint.in_memory.rescue import rescue
+    from keepstep.checkpoint.protocol.commit import newest_sequence
+    from keepstep.checkpoint.storage.object_store import parse_url
+    from keepstep.checkpoint.storage.store import open_store
+    from keepstep.observe.run_folder import RunFolder
+    from keepstep.resilience.registration import agent_of
+
+    folder = RunFolder(args.run)
+    agent = agent_of(args.run) if args.run.is_dir() else None
+    if agent is None:
+        raise CheckpointError(
+            f"no agent runs in {args.run} on this machine, so none of its steps are in memory",
+            f"keepstep ckpt ls {args.run} lists those on disk" if args.run.is_dir() else "check the folder of the run",
+        )
+    own = _own_checkpoints(folder)
+    store = open_store(args.to if parse_url(args.to) else Path(args.to).absolute())
+    step = rescue(agent, store, after=newest_sequence(open_store(own)))
+    written = store.locate(step.name)
+    command = f"keepstep train {folder.config}" if folder.config.is_file() else "the command of the run with"
+    resume = f"{command} checkpoint.resume_from={written}"
+    answer = {"step": step.step, "folder": written, "bytes": step.marker.data_bytes, "agent": agent, "resume": resume}
+    size = format_bytes(step.marker.data_bytes)
+    lines = [
+        f"step {step.step} of {args.run} is in {written}: {size}, {step.marker.world_size} ranks, every byte checked",
+        f"To continue from it, copy that folder into {own} when there is room; or end the run, then start it with",
+        f"next: {resume}",
+    ]
+    return _print(args, answer, lines)
+
+
+def _own_checkpoints(folder: RunFolder) -> str:
+    """Where the run saves. A disk that was full from the start may have no config file."""
+    from keepstep.config.load import load_config
+
+    with suppress(KeepstepError, OSError):
+        return load_config(folder.config, []).config.checkpoint.folder or str(folder.checkpoints)
+    return str(folder.checkpoints)
 
 
 def _gc(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint import commit, retention
+    from keepstep.checkpoint.inspect import open_place
+    from keepstep.checkpoint.protocol import commit, retention
 
-    store, _ = _open(args.places[0])
+    store, _ = open_place(args.place)
     rules = retention.Rules(args.keep, args.keep_every, args.keep_best)
     notes: list[str] = []
     if args.yes:
         removed = retention.apply(store, rules, notes.append)
-        # Looked for now and not before: deleting takes a while, and a run that is under way commits in the meantime.
+        # Search now, not before: deleting takes a while, and a running job commits meanwhile.
         abandoned = retention.abandoned(store, notes.append)
-        unfinished = [name for name in abandoned if commit.remove_leftover(store, name)]
+        uncommitted = [name for name in abandoned if commit.remove_uncommitted(store, name)]
     else:
         removed = retention.removable(store, rules, notes.append)
-        unfinished = list(retention.abandoned(store, notes.append))
-    answer = {"removed" if args.yes else "would_remove": [*removed, *unfinished], "notes": notes}
+        uncommitted = list(retention.abandoned(store, notes.append))
+    answer = {"removed" if args.yes else "would_remove": [*removed, *uncommitted], "notes": notes}
     word = "removed" if args.yes else "would remove"
-    lines = [f"{word} {name}" for name in removed] + [f"{word} {name}, never committed" for name in unfinished]
+    lines = [f"{word} {name}" for name in removed] + [f"{word} {name}, not committed" for name in uncommitted]
     lines += notes
-    if not removed and not unfinished:
+    if not removed and not uncommitted:
         lines.append("nothing to remove")
     elif not args.yes:
         lines.append("next: the same command with --yes")
-    _print(args, answer, lines)
-    return EXIT_DONE
+    return _print(args, answer, lines)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.convert import write_any
-    from keepstep.train.convert import PRECISIONS, open_source, write_hf
+    from keepstep.interop.convert import PRECISIONS, open_source, write_checkpoint, write_hf
 
-    source, target = args.places
-    if args.to is None:
-        raise UsageError("keepstep ckpt convert needs --to", "--to sharded, full, safetensors, dcp or hf")
-    if args.shards < 1:
-        raise UsageError(f"--shards is {args.shards}, and must be at least 1")
-    # Training loads fp32 weights, so that is what another trainer's become in our own forms.
+    # Training loads fp32 weights, so weights of other trainers become fp32 in keepstep's own formats.
     ours = args.dtype if args.dtype != "auto" else "fp32"
     dtype = PRECISIONS[ours] if args.to in ("sharded", "full") else None
-    with open_source(source, args.config, args.step or 0, dtype) as content:
+    with open_source(args.source, args.config, args.step or 0, dtype) as content:
         if args.to == "hf":
-            written = write_hf(content, Path(target), args.config, args.dtype)
+            written = write_hf(content, Path(args.target), args.config, args.dtype)
         else:
-            written = write_any(content, target, args.to, args.shards, args.parity)
+            written = write_checkpoint(content, args.target, args.to, args.shards, args.parity)
     answer = {"written": written, "step": content.step, "tensors": len(content.tensors)}
     lines = [f"wrote {written}: step {content.step}, {len(content.tensors)} tensors read"]
     if args.to in ("sharded", "full"):
         lines.append(f"next: keepstep ckpt verify {written}")
-    _print(args, answer, lines)
-    return EXIT_DONE
+    return _print(args, answer, lines)
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from keepstep.checkpoint.compare import differences
-    from keepstep.checkpoint.offline import OpenStep
+    from keepstep.checkpoint.inspect import choose_step
+    from keepstep.checkpoint.offline import StepReader, differences
 
-    first, second = (OpenStep(*_choose(place)) for place in args.places)
-    found, compared = differences(first, second)
-    answer = {
-        "compared": compared,
-        "same": compared - sum(d.kind not in ("only_in_first", "only_in_second") for d in found),
-    }
-    answer_full = {**answer, "differences": [difference.__dict__ for difference in found]}
-    lines = [f"{difference.kind:<14} {difference.name}: {difference.detail}" for difference in found]
-    lines.append(f"{answer['same']} of {compared} tensors that both hold are the same, bit for bit")
-    _print(args, answer_full, lines)
-    return EXIT_FAILED if found else EXIT_DONE
+    found, compared = differences(*(StepReader(*choose_step(place)) for place in (args.first, args.second)))
+    same = compared - sum(each.kind not in ("only_in_first", "only_in_second") for each in found)
+    lines = [f"{each.kind:<14} {each.name}: {each.detail}" for each in found]
+    lines.append(f"{same} of {compared} tensors that both hold are the same, bit for bit")
+    answer = {"compared": compared, "same": same, "differences": [asdict(each) for each in found]}
+    return _print(args, answer, lines, EXIT_FAILED if found else EXIT_DONE)

@@ -1,14 +1,19 @@
-"""The schema seen as a flat list: every dotted path with its type and default. All other parts read it from here."""
+"""The schema as a flat list: every dotted path with its type, range, default and help, for all other parts."""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
+from itertools import pairwise
+from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from keepstep.config import schema
+from keepstep.config.ranges import Range
 from keepstep.config.schema import RunConfig
 from keepstep.core.units import ByteSize, Duration
 
@@ -20,58 +25,59 @@ class Field:
     path: str
     type: Any
     default: Any
-
-    @property
-    def name(self) -> str:
-        """The last word of the path."""
-        return self.path.rpartition(".")[2]
+    range: Range | None = None
 
     @property
     def is_mapping(self) -> bool:
-        """Whether keys below this one are the user's own."""
+        """Whether the keys inside are chosen by the user."""
         return get_origin(without_none(self.type)) is Mapping
+
+
+@cache
+def all_sections() -> Mapping[str, Any]:
+    """Every section's dataclass by its name."""
+    kinds = get_type_hints(RunConfig).items()
+    return {name: kind for name, kind in kinds if is_dataclass(kind) and kind not in (Duration, ByteSize)}
 
 
 @cache
 def all_fields() -> Mapping[str, Field]:
     """Every setting by its dotted path, in the schema's order."""
-    return {field.path: field for field in _walk(RunConfig, "")}
+    found = {}
+    for section, kind in {"": RunConfig, **all_sections()}.items():
+        defaults = kind()
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            path = f"{section}.{name}" if section else name
+            if path not in all_sections():
+                plain, bounds = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+                found[path] = Field(path, plain, getattr(defaults, name), bounds)
+    return found
 
 
 @cache
-def all_sections() -> Mapping[str, Any]:
-    """Every section's dataclass by its dotted path."""
-    return dict(_walk_sections(RunConfig, ""))
+def field_help() -> Mapping[str, str]:
+    """Help by dotted path, for fields and for sections, each as one line: the text below it in schema.py."""
+    classes = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
+    sections = {"": RunConfig, **all_sections()}
+    texts = {path: kind.__doc__ or "" for path, kind in sections.items()}
+    for path, kind in sections.items():
+        for name, text in texts_below(classes[kind.__name__]):
+            texts[f"{path}.{name}" if path else name] = text
+    return {path: " ".join(texts.get(path, "").split()) for path in (*sections, *all_fields())}
 
 
-def _typed(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    types = get_type_hints(section)
-    for field in dataclasses.fields(section):
-        yield field, types[field.name]
-
-
-def _walk(section: Any, prefix: str) -> Iterator[Field]:
-    for field, kind in _typed(section):
-        if dataclasses.is_dataclass(kind) and kind not in (Duration, ByteSize):
-            yield from _walk(kind, f"{prefix}{field.name}.")
-            continue
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        yield Field(prefix + field.name, kind, default)
-
-
-def _walk_sections(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for field, kind in _typed(section):
-        if dataclasses.is_dataclass(kind) and kind not in (Duration, ByteSize):
-            yield prefix + field.name, kind
-            yield from _walk_sections(kind, f"{prefix}{field.name}.")
+def texts_below(section: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """The fields of a class that have a text below them, each with its text."""
+    for line, after in pairwise(section.body):
+        match line, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, text
 
 
 def without_none(kind: Any) -> Any:
     """`X` for `X | None`, and any other type unchanged."""
-    if get_origin(kind) in (Union, UnionType):
-        members = [member for member in get_args(kind) if member is not NoneType]
-        return members[0] if len(members) == 1 else kind
-    return kind
+    members = [member for member in get_args(kind) if member is not NoneType]
+    return members[0] if allows_none(kind) and len(members) == 1 else kind
 
 
 def allows_none(kind: Any) -> bool:
@@ -80,27 +86,17 @@ def allows_none(kind: Any) -> bool:
 
 
 def assemble(values: Mapping[str, Any]) -> RunConfig:
-    """The frozen config made of a value for each dotted path; what is missing keeps its default."""
-    config: RunConfig = _assemble(RunConfig, "", values)
-    return config
-
-
-def _assemble(section: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    arguments: dict[str, Any] = {}
-    for field, kind in _typed(section):
-        path = prefix + field.name
-        if path in all_sections():
-            arguments[field.name] = _assemble(kind, f"{path}.", values)
-        elif path in values:
-            arguments[field.name] = values[path]
-    return section(**arguments)
+    """The frozen config with a value for each dotted path; missing ones keep their default."""
+    given: dict[str, dict[str, Any]] = {section: {} for section in ("", *all_sections())}
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        given[section][name] = value
+    return RunConfig(**given[""], **{name: kind(**given[name]) for name, kind in all_sections().items()})
 
 
 def value_at(config: Any, path: str) -> Any:
     """The value of a dotted path."""
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
+    return attrgetter(path)(config)
 
 
 def type_name(kind: Any) -> str:
@@ -110,15 +106,9 @@ def type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return "list of " + _tuple_shape(kind)
+        members = get_args(kind)
+        return f"list of {'' if Ellipsis in members else f'{len(members)} '}{type_name(members[0])}s"
     if get_origin(kind) is Mapping:
         return "mapping"
     plain = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     return plain.get(kind) or {Duration: "duration", ByteSize: "size"}[kind]
-
-
-def _tuple_shape(kind: Any) -> str:
-    members = get_args(kind)
-    if Ellipsis in members:
-        return f"{type_name(members[0])}s"
-    return f"{len(members)} {type_name(members[0])}s"

@@ -1,32 +1,38 @@
-"""How many processes go along each axis: plain arithmetic, shared by training and planning."""
+"""How the processes of a run are divided among the axes: plain arithmetic, shared by training and planning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from math import prod
 
-from keepstep.config.schema import ParallelConfig
+from keepstep.config.rules import around, divisors, multiples_around
+from keepstep.config.schema import ParallelConfig, RunConfig
 from keepstep.core.errors import ConfigError
+from keepstep.core.messages import invalid_value, listed
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Outermost first: ranks along the last axis are neighbours."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of every axis with `-1` resolved; they multiply to the number of processes."""
+    """The degree of every axis, with `-1` resolved. They multiply to the number of processes."""
 
-    replicate: int
-    shard: int
+    replicate: int = 1
+    shard: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
 
     @property
     def data_ranks(self) -> int:
-        """Groups of processes that each see different rows."""
+        """Groups of processes that read different rows."""
         return self.replicate * self.shard
 
     @property
     def weight_shards(self) -> int:
-        """Processes that share one copy of a stage's weights: a row split over `context` is data like any other."""
+        """Processes that shard one copy of a stage's weights: FSDP also shards over `context`."""
         return self.shard * self.context
 
     @property
@@ -34,42 +40,80 @@ class Layout:
         """All processes."""
         return self.data_ranks * self.tensor * self.pipeline * self.context
 
+    @property
+    def used_axes(self) -> list[str]:
+        """Axes with more than one process."""
+        return [axis for axis in AXES if getattr(self, axis) > 1]
+
+    def stride(self, axis: str) -> int:
+        """Ranks between two neighbours along an axis."""
+        return prod(int(getattr(self, nearer)) for nearer in AXES[AXES.index(axis) + 1 :])
+
+    def text(self) -> str:
+        """The axes that are used, for people."""
+        return " × ".join(f"{axis} {getattr(self, axis)}" for axis in self.used_axes) or "one process"
+
+    def overrides(self) -> Iterator[str]:
+        """The layout as overrides of a run."""
+        for axis in reversed(AXES):
+            yield f"parallel.{axis}={getattr(self, axis)}"
+
+
+def check_layout(config: RunConfig, world_size: int) -> Layout:
+    """How this many processes share the run. Raises a ConfigError where they cannot."""
+    layout = resolve_layout(config.parallel, world_size)
+    if config.reproducible == "elastic":
+        # Processes take micro batches one by one: any number works, and each holds whole weights.
+        return Layout(replicate=layout.data_ranks, shard=1)
+    check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
+    return layout
+
+
+def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> int:
+    """Micro batches of each process in one optimizer step. A ConfigError suggests values nearby that divide."""
+    rows = microbatch * data_ranks
+    if global_batch > 0 and global_batch % rows == 0:
+        return global_batch // rows
+    remedies = [f"global_batch={listed(multiples_around(rows, global_batch))}"]
+    if global_batch % data_ranks == 0:
+        remedies.append(f"microbatch={listed(around(divisors(global_batch // data_ranks), microbatch))}")
+    if global_batch % microbatch == 0:
+        ranks = around(divisors(global_batch // microbatch), data_ranks)
+        remedies.append(f"{listed(ranks)} data-parallel processes")
+    product = f"{microbatch} × {data_ranks} = {rows}"
+    rule = f"must be a multiple of microbatch × data-parallel processes ({product})"
+    raise ConfigError(invalid_value("global_batch", global_batch, rule), ", or ".join(remedies))
+
 
 def resolve_layout(config: ParallelConfig, world_size: int) -> Layout:
-    """Fill in the one `-1` and check that the degrees make up the world."""
-    degrees = {
-        "replicate": config.replicate,
-        "shard": config.shard,
-        "tensor": config.tensor,
-        "pipeline": config.pipeline,
-        "context": config.context,
-    }
+    """Fill in the one `-1` and check that the degrees multiply to the number of processes."""
+    degrees: dict[str, int] = {axis.name: getattr(config, axis.name) for axis in fields(Layout)}
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
+        both = " and ".join(f"parallel.{axis}" for axis in open_axes)
         raise ConfigError(
-            f"parallel.{' and parallel.'.join(open_axes)} are both -1, but only one axis can take what is left",
-            f"give parallel.{open_axes[0]} a number",
+            f"{both} are both -1, but only one axis can take the remaining processes", f"{both.split()[0]}=1"
         )
     fixed = prod(degree for degree in degrees.values() if degree != -1)
     if open_axes:
         degrees[open_axes[0]] = world_size // fixed
     if prod(degrees.values()) != world_size or 0 in degrees.values():
-        # Axes of degree 1 say nothing: name those that were asked for.
+        # Axes of degree 1 are the default: name only the others.
         asked = {axis: getattr(config, axis) for axis, degree in degrees.items() if degree > 1 or axis in open_axes}
         spelled = " × ".join(f"{axis} {degree}" for axis, degree in asked.items()) or "shard 1"
         raise ConfigError(
-            f"parallel: {spelled} does not make up {world_size} process(es)",
+            f"parallel: {spelled} does not multiply to {world_size} process(es)",
             f"start a multiple of {fixed} processes, or lower a degree"
             if open_axes
-            else f"start {fixed} processes, or set parallel.shard=-1 to take what is left",
+            else f"start {fixed} processes, or set parallel.shard=-1 to use all processes",
         )
     return Layout(**degrees)
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Which blocks each pipeline stage holds, in order. Stages that also embed or predict get no block more."""
+    """Which blocks each pipeline stage holds, in order."""
     small, larger = divmod(layers, stages)
-    # Those in the middle first: the ends have the embedding and the head to compute besides.
+    # Extra blocks go to the middle stages: the first and last also compute the embedding and the head.
     middle_first = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0, stage))
     counts = [small + (stage in middle_first[:larger]) for stage in range(stages)]
     starts = [sum(counts[:stage]) for stage in range(stages)]
@@ -77,7 +121,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
-    """Raise where a pipeline has too few micro batches a step, or a number its schedule cannot place."""
+    """Raise where a pipeline has too few micro batches per step, or a number that its schedule cannot place."""
     if config.pipeline == 1:
         return
     least = config.pipeline * (config.stages_per_process if config.schedule == "1f1b" else 1)

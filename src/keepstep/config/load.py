@@ -1,6 +1,6 @@
-"""From a run.yaml and `a.b=value` words to one frozen config: defaults → preset → YAML → overrides → checks.
+"""Load a run.yaml and `a.b=value` overrides: defaults → preset → YAML → overrides → checks → one frozen config.
 
-All problems are collected and raised together, each with its place, the value, the rule and a hint.
+All errors are collected and raised together, each with its place, the value, the rule and a hint.
 """
 
 from __future__ import annotations
@@ -11,41 +11,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.config.check import broken_rules
-from keepstep.config.fields import all_fields, all_sections, assemble, value_at
+from keepstep.config.fields import all_fields, all_sections, assemble
 from keepstep.config.hints import hint_for, hint_for_section
 from keepstep.config.parse import COMMAND_LINE, Node, Problems, read_word, read_yaml
 from keepstep.config.resolve import Origin, Resolver, Unusable
-from keepstep.config.schema import SHORT_FORMS, RunConfig
-from keepstep.config.values import brief, plain
+from keepstep.config.schema import RENAMED, SHORT_FORMS, RunConfig
+from keepstep.config.values import plain
 from keepstep.core.errors import ConfigError, UsageError
+from keepstep.core.messages import invalid_value
+from keepstep.core.units import Duration
+from keepstep.core.verbosity import debug
 
 _OVERRIDE = re.compile(r"[A-Za-z_<$][^=/\\]*=")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A checked config, and for each dotted field where its value came from."""
+    """A checked config, and the origin of each value by dotted path."""
 
     config: RunConfig
     origins: dict[str, Origin]
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The words after a verb: at most one file, and the overrides."""
+    """Split the arguments of a command into at most one file and the overrides."""
     overrides = [word for word in words if _OVERRIDE.match(word)]
     files = [word for word in words if not _OVERRIDE.match(word)]
     if len(files) > 1:
-        hint = (
-            f"write {files[1]}=VALUE to set it"
-            if files[1] in all_fields()
-            else "one file; the rest is section.field=value"
-        )
-        raise UsageError(f"{files[1]!r} is neither the run's file nor an override", hint)
+        hint = _hint_to_set(files[1], "give one file and section.field=value overrides")
+        raise UsageError(f"{files[1]!r} is neither the config file nor an override", hint)
     return (Path(files[0]) if files else None), overrides
 
 
+def _hint_to_set(word: str, otherwise: str) -> str:
+    return f"write {word}=VALUE to set it" if word in all_fields() else otherwise
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read, resolve and check a configuration; a ConfigError names everything that is wrong with it."""
+    """Read, resolve and check a configuration. A ConfigError reports all its errors."""
     problems = Problems()
     given: dict[str, Node] = {}
     root = _read_file(path, problems) if path is not None else None
@@ -56,12 +59,14 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
         if read is not None:
             _collect(_nested(*read), "", given, problems)
 
+    debug(f"config file {path or 'none'}; set in it or by overrides: {', '.join(given)}")
     resolver = Resolver(given, problems)
     for field_path in all_fields():
         try:
             resolver.value(field_path)
         except Unusable:
             continue
+    _resolve_shares(resolver, problems)
     config = assemble(resolver.values)
     _check_rules(config, resolver, problems)
     if problems:
@@ -69,47 +74,55 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
     return LoadedConfig(config, {name: resolver.origins[name] for name in all_fields()})
 
 
+def _resolve_shares(resolver: Resolver, problems: Problems) -> None:
+    """Replace shares of the run (`0.02dur`) by lengths, so that everything below sees steps, tokens or time."""
+    whole = resolver.values.get("max_duration")
+    if whole is None:
+        return  # it is wrong, and reported already
+    if whole.unit == "dur":
+        message = invalid_value("max_duration", str(whole), "is the whole run, of which dur is a share")
+        problems.add(resolver.origins["max_duration"].place, message, "max_duration=1000ba, 2ep, 1e9tok or 10h")
+        return
+    for name, value in resolver.values.items():
+        if isinstance(value, Duration):
+            resolver.values[name] = value.share_of(whole)
+
+
 def _read_file(path: Path, problems: Problems) -> Node | None:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        hint = (
-            f"write {path}=VALUE to set it"
-            if str(path) in all_fields()
-            else "keepstep new NAME writes a run.yaml to start from"
-        )
+        hint = _hint_to_set(str(path), "keepstep new NAME writes a run.yaml to start from")
         problems.add("", f"there is no file {path}", hint)
-        return None
     except UnicodeDecodeError as error:
         problems.add(str(path), f"is not UTF-8 text: {error.reason} at byte {error.start}", "is this the right file?")
-        return None
     except OSError as error:
         problems.add("", f"cannot read {path}: {error.strerror}", "give the path of a run.yaml")
-        return None
-    root = read_yaml(text, str(path), problems)
-    if root is not None and root.value is not None and not isinstance(root.value, Mapping):
-        problems.add(
-            root.place, f"the file is {brief(plain(root))}, but it must be keys and values", "write name: value"
-        )
-        return None
-    return root
+    else:
+        root = read_yaml(text, str(path), problems)
+        if root is None or root.value is None or isinstance(root.value, Mapping):
+            return root
+        problems.add(root.place, invalid_value("the file", plain(root), "must be keys and values"), "write name: value")
+    return None
 
 
 def _nested(path: str, node: Node) -> Node:
-    """`a.b` and a node as the mapping that a file would hold."""
+    """`a.b` and a node as nested mappings, as in a file."""
     for key in reversed(path.split(".")):
         node = Node({key: node}, node.place)
     return node
 
 
 def _collect(node: Node, prefix: str, given: dict[str, Node], problems: Problems) -> None:
-    """Put every known field below `node` into `given`; a later layer replaces an earlier one."""
+    """Put every known field inside `node` into `given`; a later layer replaces an earlier one."""
     if not isinstance(node.value, Mapping):
         return
     for key, child in node.value.items():
-        path = prefix + key
-        if "." in key:
-            _unknown(path, child, problems)  # two spellings of one key could disagree in silence
+        path = RENAMED.get(prefix + key, prefix + key)
+        if path != prefix + key and path.removeprefix(prefix) in node.value:
+            problems.add(child.place, f"{prefix}{key} is the old name of {path}, which is given too", f"keep {path}")
+        elif "." in key:
+            _unknown(path, child, problems)  # `a.b:` next to `a: {b:}` could be two values of one key
         elif path in all_sections():
             _collect_section(path, child, given, problems)
         elif path in all_fields():
@@ -124,10 +137,10 @@ def _collect_section(path: str, node: Node, given: dict[str, Node], problems: Pr
         _collect(node, f"{path}.", given, problems)
     elif path in SHORT_FORMS and isinstance(node.value, str | int | float | bool):
         given[f"{path}.{SHORT_FORMS[path]}"] = node
-    elif node.value is not None:  # a section whose every line is commented out is no mistake
+    elif node.value is not None:  # all lines of a section may be commented out
         first = next(name for name in all_fields() if name.startswith(f"{path}."))
         hint = f"set one of its fields, for example {first}"
-        problems.add(node.place, f"{path} is {brief(plain(node))}, but it is a section", hint)
+        problems.add(node.place, invalid_value(path, plain(node), "is a section"), hint)
 
 
 def _merged(first: Node, second: Node) -> Node:
@@ -140,7 +153,7 @@ def _merged(first: Node, second: Node) -> Node:
 
 
 def _unknown(path: str, node: Node, problems: Problems) -> None:
-    # One key inside an unknown section is named whole: `optimzer.lr` says more than `optimzer`.
+    # Report a single key inside an unknown section by its full path: `optimzer.lr`, not `optimzer`.
     while isinstance(node.value, Mapping) and len(node.value) == 1:
         ((key, node),) = node.value.items()
         path = f"{path}.{key}"
@@ -153,22 +166,15 @@ def _unknown(path: str, node: Node, problems: Problems) -> None:
 def _check_rules(config: RunConfig, resolver: Resolver, problems: Problems) -> None:
     for broken in broken_rules(config):
         if resolver.failed.intersection(broken.fields):
-            continue  # a stand-in for a value that is already reported proves nothing
-        if config.finetune.start_from and any(_is_open(name, resolver) for name in broken.fields):
-            continue  # the shape follows from what training starts from, and is checked once that is read
-        subject = broken.fields[0]
-        written = (
-            resolver.origins[name] for name in broken.fields if resolver.origins[name].kind not in ("default", "preset")
-        )
-        place = next((origin.place for origin in written), "")
-        problems.add(place, f"{subject} is {brief(value_at(config, subject))}, but it {broken.rule}", broken.hint)
-
-
-def _is_open(name: str, resolver: Resolver) -> bool:
-    return name.startswith("model.") and resolver.origins[name].kind in ("default", "preset")
+            continue  # the value is already reported, and a default stands in for it
+        open_fields = [name for name in broken.fields if resolver.origins[name].kind in ("default", "preset")]
+        if config.finetune.start_from and any(name.startswith("model.") for name in open_fields):
+            continue  # the shape comes from start_from, and is checked once that is read
+        place = next((resolver.origins[name].place for name in broken.fields if name not in open_fields), "")
+        problems.add(place, broken.message, broken.hint)
 
 
 def _order(message: str) -> tuple[int, int]:
-    """Problems of the file by line, then those of the command line, each in the order found."""
+    """Errors of the file by line, then those of the command line, in the order found."""
     line = re.match(rf"(?!{COMMAND_LINE}: ).+?:([0-9]+) ", message)
     return (0, int(line[1])) if line else (1, 0)

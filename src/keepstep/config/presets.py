@@ -1,14 +1,17 @@
-"""Model shapes as data. A new shape is a new line here and nothing else.
+"""Model presets as data. A new preset is one new line here.
 
-Where only `hidden` is overridden, heads, key-value heads and feed-forward width follow in the preset's own
-proportions, so that `model=mpt-125m model.hidden=64` is a sound small MPT.
+If only `hidden` is overridden, heads, key-value heads and feed-forward width scale in the preset's proportions, so that
+`model=mpt-125m model.hidden=64` is a valid small MPT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import gcd
+from pathlib import Path
 from typing import Any
+
+from keepstep.config.hf_config import is_model_file, read_model_file
 
 Fields = Mapping[str, Any]
 
@@ -31,7 +34,7 @@ def _mpt(layers: int, hidden: int, heads: int) -> Fields:
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq_len: int, tensor: int) -> Fields:
-    # Megatron pads the vocabulary to a multiple of 128 × tensor-parallel degree; the published shapes name theirs.
+    # Megatron pads the vocabulary to a multiple of 128 × tensor parallel degree, which is part of the published shapes.
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "seq_len": seq_len, "vocab_multiple": 128 * tensor}
     return {**_GPT, **shape}
 
@@ -70,25 +73,25 @@ PRESETS: Mapping[str, Fields] = {
 ALIASES: Mapping[str, str] = {"mpt-small-cpu": "mpt-tiny"}
 
 MISNAMED = ("gpt3-375m", "gpt3-857m")
-"""Kept under the names these shapes were published by, though they hold 64.6M and 356M parameters."""
+"""Published under these names, but they have 64.6M and 356M parameters."""
 
 
-def preset_fields(name: str, given: Fields) -> dict[str, Any]:
-    """The preset's fields, with proportions kept where `given` changes `hidden` but not what hangs on it.
+def preset_fields(name: str, given: Callable[[str, Any], Any] = lambda _, default: default) -> dict[str, Any]:
+    """The preset's fields, scaled where `given` changes `hidden` but not the fields that depend on it.
 
-    `custom` has no fields of its own. Raises KeyError for a name nobody knows.
+    `custom` has no fields, the path of a config.json has those of the file. Raises KeyError for an unknown name.
     """
     if name == "custom":
         return {}
-    fields = dict(PRESETS[ALIASES.get(name, name)])
+    fields = read_model_file(Path(name)) if is_model_file(name) else dict(PRESETS[ALIASES.get(name, name)])
     hidden, heads = fields["hidden"], fields["heads"]
-    width = given.get("hidden", hidden)
+    width = given("hidden", hidden)
     if not isinstance(width, int) or width < 1 or width == hidden:
         return fields
-    head_dim = given.get("head_dim") or hidden // heads
+    head_dim = given("head_dim", 0) or max(1, hidden // heads)
     fields["heads"] = max(1, width // head_dim)
     if fields.get("kv_heads"):
-        now = given.get("heads", fields["heads"])
+        now = given("heads", fields["heads"])
         fields["kv_heads"] = gcd(now, max(1, now * fields["kv_heads"] // heads))
     if fields.get("ffn_hidden"):
         fields["ffn_hidden"] = max(1, width * fields["ffn_hidden"] // hidden)

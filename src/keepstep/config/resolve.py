@@ -1,21 +1,27 @@
-"""Each setting's value from what was given, the preset and the defaults, with `${…}` followed wherever it leads.
+"""Resolve each setting from the given values, the preset and the defaults, including `${…}` references.
 
-Values are worked out on demand: a reference may name any other setting, given or not, and a preset's fields follow
-from `model.hidden`, which may itself be a reference.
+Values are resolved on demand: a reference may name any other setting, and a preset's fields depend on `model.hidden`,
+which may itself be a reference.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.config.fields import Field, all_fields, all_sections
+from keepstep.config.hf_config import find_model_file
 from keepstep.config.hints import hint_for
 from keepstep.config.parse import COMMAND_LINE, Node, Problems
 from keepstep.config.presets import ALIASES, PRESETS, preset_fields
-from keepstep.config.values import Misfit, brief, convert, nearest, shown
+from keepstep.config.schema import RENAMED
+from keepstep.config.values import Misfit, convert
+from keepstep.core.errors import KeepstepError
+from keepstep.core.messages import brief, invalid_value, nearest, shown
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^${}]*)\}")
 
@@ -28,26 +34,20 @@ class Origin:
     place: str = ""
     """`run.yaml:14`, `command line` or a preset's name; empty for a default."""
     written: str = ""
-    """What stands there when it is a reference: `${model.seq_len}`."""
+    """The text there, if it is a reference: `${model.seq_len}`."""
 
     def __str__(self) -> str:
-        match self.kind:
-            case "default":
-                return "default"
-            case "preset":
-                return f"preset {self.place}"
-            case "interpolation":
-                return f"{self.place} {self.written}"
-            case _:
-                return self.place
+        if self.kind in ("default", "preset"):
+            return f"{self.kind} {self.place}" if self.place else self.kind
+        return f"{self.place} {self.written}" if self.written else self.place
 
 
-class Unusable(Exception):  # noqa: N818 - control flow: the problem itself is already on the list
-    """The value cannot be had; why is already reported."""
+class Unusable(Exception):  # noqa: N818 - control flow: the error is already on the list
+    """The value is invalid; the reason is already reported."""
 
 
 class Resolver:
-    """Answers `value(path)`; everything that goes wrong lands in `problems`, once."""
+    """Resolves `value(path)`. Errors are added to `problems`, once each."""
 
     def __init__(self, given: Mapping[str, Node], problems: Problems) -> None:
         self.given = given
@@ -56,17 +56,16 @@ class Resolver:
         self.failed: set[str] = set()
         self.origins: dict[str, Origin] = {}
         self._open: list[str] = []
-        self._preset: dict[str, Any] | None = None
 
     def value(self, path: str) -> Any:
-        """The typed value of one setting; raises Unusable when it has none."""
+        """The typed value of one setting. Raises Unusable if it is invalid."""
         if path in self.values:
             return self.values[path]
         if path in self.failed:
             raise Unusable
         self._enter(path, self.given[path].place if path in self.given else "")
         try:
-            self.values[path] = self._work_out(all_fields()[path])
+            self.values[path] = self._resolve(all_fields()[path])
         except Unusable:
             self.failed.add(path)
             raise
@@ -78,12 +77,12 @@ class Resolver:
         if key in self._open:
             circle = [*self._open[self._open.index(key) :], key]
             message = f"{key} refers to itself: {' → '.join(circle)}"
-            self.problems.add(place, message, "give one of them a value of its own")
+            self.problems.add(place, message, "replace one of the references by a value")
             self.failed.update(name for name in circle if name in all_fields())
             raise Unusable
         self._open.append(key)
 
-    def _work_out(self, field: Field) -> Any:
+    def _resolve(self, field: Field) -> Any:
         node = self.given.get(field.path)
         if node is None:
             return self._not_given(field)
@@ -92,33 +91,42 @@ class Resolver:
         try:
             result = convert(field.type, value, node.text if value == node.value else "")
         except Misfit as misfit:
-            self.problems.add(node.place, f"{field.path} is {brief(value)}, but it {misfit.rule}", misfit.hint)
+            self.problems.add(node.place, invalid_value(field.path, value, misfit.rule), misfit.hint)
             raise Unusable from None
-        if field.path == "model.preset":
-            self._check_preset(result, node)
-        return result
+        return self._known_preset(result, node) if field.path == "model.preset" else result
 
     def _not_given(self, field: Field) -> Any:
         section, _, name = field.path.partition(".")
-        if section == "model" and name != "preset":
-            fields = self._preset_fields()
-            if name in fields:
-                self.origins[field.path] = Origin("preset", self.value("model.preset"))
-                return fields[name]
+        if section == "model" and name != "preset" and name in self._preset:
+            self.origins[field.path] = Origin("preset", self.value("model.preset"))
+            return self._preset[name]
         self.origins[field.path] = Origin("default")
         return field.default
 
-    def _preset_fields(self) -> dict[str, Any]:
-        if self._preset is None:
-            self._preset = preset_fields(self.value("model.preset"), _GivenModel(self))
-        return self._preset
+    @cached_property
+    def _preset(self) -> dict[str, Any]:
+        name = self.value("model.preset")
+        try:
+            return preset_fields(name, self._given_model)
+        except KeepstepError as error:
+            message = error.message if name in error.message else f"{name}: {error.message}"
+            self.problems.add(self.given["model.preset"].place, message, error.hint)
+            raise Unusable from None
 
-    def _check_preset(self, name: str, node: Node) -> None:
+    def _given_model(self, name: str, default: Any) -> Any:
+        path = f"model.{name}"
+        return self.value(path) if path in self.given else default
+
+    def _known_preset(self, name: str, node: Node) -> str:
         if name == "custom" or name in PRESETS or name in ALIASES:
-            return
+            return name
+        # A file's place is `run.yaml:14`.
+        path = find_model_file(name, Path(node.place.rpartition(":")[0]).parent)
+        if path is not None:
+            return path
         near = nearest(name, [*PRESETS, *ALIASES, "custom"])
-        hint = f"did you mean {near}?" if near else "keepstep models lists the presets"
-        self.problems.add(node.place, f"model.preset is {name!r}, but it must be a preset's name or custom", hint)
+        hint = f"did you mean {near}?" if near else "keepstep models lists the presets; a path has a / in it"
+        self.problems.add(node.place, invalid_value("model.preset", name, "must be a preset's name or custom"), hint)
         raise Unusable
 
     def _expand(self, node: Node) -> Any:
@@ -143,14 +151,14 @@ class Resolver:
                 return "${"
             value = self._refer(match[1].strip(), place)
             if isinstance(value, Mapping | list | tuple) or value is None:
-                message = f"{match[0]} is {brief(value)}, which cannot stand inside a text"
-                self.problems.add(place, message, "let the reference be the whole value")
+                message = f"{match[0]} is {brief(value)}, which cannot be part of a text"
+                self.problems.add(place, message, "use the reference as the whole value")
                 raise Unusable
             return value if isinstance(value, str) else shown(value)
 
         if "${" in _REFERENCE.sub("", text):
             self.problems.add(
-                place, f"{text!r} has a ${{ that does not end", "write ${section.field}, or $${ for a plain ${"
+                place, f"{text!r} has a ${{ without a closing }}", "write ${section.field}, or $${ for a plain ${"
             )
             raise Unusable
         return _REFERENCE.sub(part, text)
@@ -158,7 +166,7 @@ class Resolver:
     def _refer(self, reference: str, place: str) -> Any:
         words = reference.split(".")
         for end in range(len(words), 0, -1):
-            path = ".".join(words[:end])
+            path = RENAMED.get(".".join(words[:end]), ".".join(words[:end]))
             field = all_fields().get(path)
             if field is None or (end < len(words) and not field.is_mapping):
                 continue
@@ -166,14 +174,15 @@ class Resolver:
                 return self.value(path)
             return self._inside(path, words[end:], reference, place)
         if reference in all_sections():
-            hint = f"name one of its fields: ${{{reference}.{_first_field(reference)}}}"
+            first = next(name for name in all_fields() if name.startswith(f"{reference}."))
+            hint = f"name one of its fields: ${{{first}}}"
             self.problems.add(place, f"${{{reference}}} names a section, not a value", hint)
         else:
             self.problems.add(place, f"${{{reference}}} names a key that does not exist", hint_for(reference))
         raise Unusable
 
     def _inside(self, path: str, keys: list[str], reference: str, place: str) -> Any:
-        """A value below a free mapping; only that one is worked out, so that variables may refer to one another."""
+        """A value inside a free mapping. Only this one is resolved, so that variables may refer to each other."""
         node: Node | None = self.given.get(path)
         for key in keys:
             node = node.value.get(key) if node is not None and isinstance(node.value, Mapping) else None
@@ -191,30 +200,7 @@ class Resolver:
             self._open.pop()
 
 
-class _GivenModel(Mapping[str, Any]):
-    """The model fields that were given, worked out only when the preset asks for them."""
-
-    def __init__(self, resolver: Resolver) -> None:
-        self._resolver = resolver
-
-    def __getitem__(self, name: str) -> Any:
-        path = f"model.{name}"
-        if path not in self._resolver.given:
-            raise KeyError(name)
-        return self._resolver.value(path)
-
-    def __iter__(self) -> Iterator[str]:
-        return (path.removeprefix("model.") for path in self._resolver.given if path.startswith("model."))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def _origin(node: Node) -> Origin:
     if isinstance(node.value, str) and _REFERENCE.sub("", node.value) != node.value:
         return Origin("interpolation", node.place, node.value)
     return Origin("command line" if node.place == COMMAND_LINE else "file", node.place)
-
-
-def _first_field(section: str) -> str:
-    return next(path for path in all_fields() if path.startswith(f"{section}.")).removeprefix(f"{section}.")

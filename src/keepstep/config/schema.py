@@ -1,78 +1,99 @@
-"""Every setting keepstep knows: frozen dataclasses, one section per part, each field with its own help.
+"""Every setting of keepstep: frozen dataclasses, one section per part.
 
-The text under a field is its help: `keepstep config reference`, `--help` and the editors' schema are made from it.
-A section is handed to the part it belongs to; only `train/run.py` sees the whole.
+Each field has its range in its type and its help in the text below it. `keepstep config reference`, `--help` and the
+JSON Schema for editors are made from these. Each part gets its own section; the entry points get the whole RunConfig.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from keepstep.config.ranges import (
+    Fraction,
+    FractionBelowOne,
+    ModelSize,
+    ModelSizeOrZero,
+    NonNegativeDuration,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveDuration,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 from keepstep.core.units import ByteSize, Duration
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder. Name a preset (`model: llama-1b`) and override what differs."""
+    """The decoder. Choose a preset (`model: llama-1b`) and override single fields."""
 
     preset: str = "custom"
-    """A named shape from `keepstep models`; `custom` starts from the defaults below."""
-    layers: int = 12
+    """A preset from `keepstep models`, or the path of a Hugging Face config.json (or of its folder), whose weights are
+    not read; `custom` starts from the defaults below."""
+    layers: Annotated[int, Range(above=0, limit=10_000)] = 12
     """Transformer blocks."""
-    hidden: int = 768
-    """Width of the residual stream."""
-    heads: int = 12
-    """Attention heads. Follows `hidden` at the preset's head size when only `hidden` is given."""
-    kv_heads: int = 0
-    """Key and value heads for grouped-query attention; 0 means one for each attention head."""
-    head_dim: int = 0
+    hidden: ModelSize = 768
+    """Hidden size: the width of the residual stream."""
+    heads: ModelSize = 12
+    """Attention heads. If you set only `hidden`, the preset's head size is kept and this follows."""
+    kv_heads: ModelSizeOrZero = 0
+    """Key-value heads for grouped-query attention; 0 means one per attention head."""
+    head_dim: ModelSizeOrZero = 0
     """Width of one head; 0 means hidden / heads."""
-    ffn_hidden: int = 0
+    ffn_hidden: ModelSizeOrZero = 0
     """Inner width of the feed-forward block; 0 means 4 × hidden."""
-    vocab: int = 50368
-    """Tokens the model can name."""
-    vocab_multiple: int = 1
-    """Rows of the embedding are padded to a multiple of this; padded rows never win a prediction."""
-    seq_len: int = 2048
+    vocab: ModelSize = 50368
+    """Vocabulary size: token ids go from 0 to vocab - 1."""
+    vocab_multiple: ModelSize = 1
+    """The embedding table is padded to a multiple of this; padding tokens are never predicted."""
+    seq_len: ModelSize = 2048
     """Tokens in one training row."""
-    max_positions: int = 0
-    """Rows of a learned position table; 0 means seq_len."""
+    max_positions: ModelSizeOrZero = 0
+    """Size of the learned position table; 0 means seq_len."""
     positions: Literal["learned", "alibi", "rotary", "none"] = "learned"
-    """How the model tells places apart."""
-    rotary_base: float = 10000.0
-    """Base of the rotary frequencies."""
+    """Position encoding."""
+    rotary_base: PositiveFloat = 10000.0
+    """RoPE base (theta)."""
     rotary_scaling: Mapping[str, Any] | None = None
-    """Frequency scaling as Hugging Face writes it, for example `{rope_type: llama3, factor: 8.0, ...}`."""
+    """RoPE scaling in Hugging Face's format, for example `{rope_type: yarn, factor: 4.0, ...}`;
+    linear, llama3 and yarn are supported."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before each sub-block and at the end."""
-    norm_eps: float = 1e-5
-    """Added to the variance."""
+    """Normalization before attention, before the feed-forward block and at the end."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance, for numerical stability."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """Feed-forward non-linearity; swiglu has a gate."""
+    """Feed-forward activation; swiglu is gated."""
     bias: bool = True
     """Biases in linear layers and in LayerNorm."""
     qkv_bias: bool = False
-    """A bias on the query, key and value projection even when `bias` is off."""
+    """A bias on the query, key and value projections even if `bias` is false."""
     qk_norm: bool = False
     """RMSNorm on each query and key head."""
     tied: bool = True
     """The output head shares the embedding's weights."""
-    alibi_bias_max: float = 8.0
-    """Steepest ALiBi slope, as MPT names it."""
-    clip_qkv: float = 0.0
-    """Clamp query, key and value to ± this; 0 leaves them alone."""
-    sliding_window: int = 0
-    """Attend to this many latest tokens only; 0 means all."""
-    dropout: float = 0.0
-    """Residual and embedding dropout."""
-    linear: Literal["dense", "bitnet", "fp8"] = "dense"
-    """The linear module inside the blocks: plain, ternary weights with straight-through gradients, or products in fp8
-    (`precision: fp8` chooses the last)."""
+    alibi_bias_max: PositiveFloat = 8.0
+    """Steepest ALiBi slope, as in MPT's config."""
+    clip_qkv: NonNegativeFloat = 0.0
+    """Clamp query, key and value to ± this; 0 disables clamping."""
+    sliding_window: ModelSizeOrZero = 0
+    """Attend only to this many most recent tokens; 0 means all."""
+    dropout: FractionBelowOne = 0.0
+    """Dropout on the residual stream and on embeddings."""
+    linear: str = "dense"
+    """Linear layers inside the blocks: `dense`; `bitnet` (ternary weights with straight-through gradients); `sparse`
+    (N of M weights count, with straight-through gradients); `fp8` matmuls (set by `precision: fp8`); or a plug-in, an
+    entry point of the group keepstep.linear or `package.module:function`."""
+    linear_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `linear`, for example `{n: 2, m: 4}` for `sparse`."""
+    linear_layers: tuple[str, ...] = ("qkv", "out", "up", "down")
+    """Projections of a block that `linear` replaces: any of qkv, out, up (with swiglu: gate and up), down. Others are
+    dense."""
     init: Literal["kaiming", "normal"] = "normal"
-    """Weight initialisation; residual projections are scaled down by √(2·layers) in both."""
-    init_std: float = 0.02
+    """Weight initialization. Both scale residual projections down by √(2·layers)."""
+    init_std: PositiveFloat = 0.02
     """Standard deviation for `init: normal`."""
 
     @property
@@ -103,169 +124,176 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from and in which order."""
+    """Training data and its order."""
 
     path: str = "demo"
-    """Training data: a folder or prefix that `keepstep data build` wrote, here or at an s3://, az://, gs:// or https://
-    address; raw .jsonl, .parquet or .txt files, here or there, tokenised at first use; conversations in .jsonl,
-    .json or .parquet, rendered at first use; `toolcalls` generates conversations that call tools; `demo` is the text of
-    this machine's Python standard library; `synthetic` makes tokens up, for benchmarks."""
+    """Training data: a folder or prefix written by `keepstep data build`; raw .jsonl, .parquet or .txt files, tokenized
+    at first use; or conversations in .jsonl, .json or .parquet, rendered at first use. All of these can be local or
+    remote (s3://, az://, gs://, https://). `toolcalls` generates conversations with tool calls, `demo` is the source of
+    this machine's Python standard library, `synthetic` is random tokens for benchmarks. A plug-in is an entry point of
+    the group keepstep.data, or `package.module:function`; write `./NAME` for a folder of the same name."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a plug-in that `path` names."""
     blend: Mapping[str, float] = field(default_factory=dict)
-    """Several data sets and their weights, for example `{web: 0.7, code: 0.3}`; takes the place of `path`."""
+    """Several data sets with their weights, for example `{web: 0.7, code: 0.3}`; replaces `path`."""
     valid_path: str = ""
-    """Validation data; empty takes `valid_share` from the end of the training data."""
-    valid_share: float = 0.01
-    """Share of documents held out when there is no `valid_path`."""
+    """Validation data; if empty, `valid_share` of the training data is held out."""
+    valid_share: FractionBelowOne = 0.01
+    """Fraction of documents held out for validation if there is no `valid_path`."""
     test_path: str = ""
-    """Test data; empty takes `test_share` from behind the validation share."""
-    test_share: float = 0.0
-    """Share of documents held out for a last test, from the very end."""
+    """Test data; if empty, `test_share` of the training data is held out."""
+    test_share: FractionBelowOne = 0.0
+    """Fraction of documents held out for a final test, from the end of the data."""
     tokenizer: str = ""
-    """Path of a tokenizer.json; empty means the one stored beside the data."""
+    """Path of a tokenizer.json; empty means the one stored with the data."""
     shuffle: bool = True
-    """Visit samples in a seeded random order, a new one each epoch; off keeps the order on disk."""
-    shuffle_window: int = 0
-    """Shuffle among about this many neighbouring rows instead of all: for remote data larger than the cache."""
+    """Shuffle samples with a new seeded order in each epoch; false keeps the order on disk."""
+    shuffle_window: NonNegativeInt = 0
+    """Shuffle only among about this many neighbouring rows: for remote data larger than the cache. 0 shuffles all."""
     order: Literal["keepstep", "gpt"] = "keepstep"
-    """gpt is Megatron's GPTDataset order, bit for bit."""
-    gpt_samples: int = 0
-    """order gpt: samples the Megatron run asked for (its order depends on it); 0 means one epoch."""
+    """gpt is exactly the order of Megatron's GPTDataset."""
+    gpt_samples: NonNegativeInt = 0
+    """With `order: gpt`: the number of samples of the Megatron run, on which its order depends; 0 means one epoch."""
     strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
-    """Documents to rows. pack cuts one endless stream; overflow gives a document as many rows as it needs; trunc keeps
-    its first row; best_fit puts whole documents together and cuts only those longer than a row."""
-    stride: int = 0
-    """overflow: tokens between the starts of a document's rows; 0 means seq_len, that is no overlap."""
+    """How documents become rows. pack concatenates all documents and cuts the stream into rows; overflow gives each
+    document as many rows as it needs; trunc keeps the first row of each document; best_fit packs whole documents and
+    splits only those longer than a row."""
+    stride: NonNegativeInt = 0
+    """With `strategy: overflow`: tokens between the starts of two rows of a document; 0 means seq_len, no overlap."""
     separate_documents: bool = False
-    """pack: attention and loss stay inside documents. The other strategies always do."""
+    """With `strategy: pack`: attention and loss do not cross document boundaries. Other strategies never cross them."""
     column: str = "tokens"
-    """MDS: the column that holds the tokens."""
+    """MDS data: the column that contains the tokens."""
     text_field: str = "text"
-    """Raw text: the JSON field or column that holds it."""
+    """Raw text data: the JSON field or column that contains the text."""
     eos: str = ""
-    """Raw text: the token put after each document, by its text, for example `<|endoftext|>`."""
+    """Raw text data: the token to append to each document, for example `<|endoftext|>`."""
     cache_dir: str = ""
-    """Where copies of remote files are kept; empty means `.data` below `runs_dir`. Use a local disk."""
-    cache_limit: ByteSize = ByteSize(64 << 30)
-    """Most bytes of remote files kept on a node."""
-    prefetch: int = 4
-    """Micro batches read ahead of the step that needs them."""
+    """Cache folder for remote files; empty means `.data` in `runs_dir`. Use a local disk. If you set it, the files of a
+    local path are copied into it too, for a `path` on a mounted store."""
+    cache_limit: Annotated[ByteSize, Range(min=1 << 20)] = ByteSize(64 << 30)
+    """Size limit of that cache on each node."""
+    prefetch: NonNegativeInt = 4
+    """Micro batches to load in advance."""
 
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Conversations: how they become tokens, and which of these carry a loss. Read where `data.path` names some."""
+    """How conversations become tokens, and which tokens have a loss. Used if `data.path` contains conversations."""
 
     format: Literal["auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"] = "auto"
-    """How rows are written; auto tells it from each row's keys."""
+    """Format of the rows; auto detects it from the keys of each row."""
     template: str = ""
-    """Path of a jinja2 chat template; empty takes the tokenizer's own, or a built-in one (ChatML, Hermes calls)."""
+    """Path of a Jinja chat template; empty means the tokenizer's own, or else a built-in one (ChatML, Hermes calls)."""
     loss_on: Literal["assistant", "tool_calls", "all"] = "assistant"
-    """Learn everything the assistant says, only its turns that call a tool, or the whole text."""
-    read_first: Duration = Duration(0, "ba")
-    """Learn the whole text for this long before `loss_on` counts: a model that starts from random weights has to learn
-    reading first. In steps, samples or tokens."""
+    """Compute the loss on all assistant messages, only on those with tool calls, or on the whole text."""
+    read_first: NonNegativeDuration = Duration(0, "ba")
+    """Compute the loss on the whole text for this long, then as `loss_on` says. A model with random weights must learn
+    to read first. In steps, samples or tokens."""
     packing: bool = True
-    """Put several conversations into one row; none sees another."""
-    generated_rows: int = 12000
-    """`data.path: toolcalls`: conversations to generate."""
+    """Pack several conversations into one row; attention does not cross from one to another."""
+    generated_rows: PositiveInt = 12000
+    """With `data.path: toolcalls`: number of conversations to generate."""
 
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Start from weights that are there instead of random ones."""
+    """Start from existing weights instead of random ones."""
 
     start_from: str = ""
-    """A run's folder, or a folder with a Hugging Face config.json and safetensors. The model's shape follows from
-    it; give `model` fields only to change what may change (seq_len, dropout)."""
-    neftune: float = 0.0
-    """NEFTune: noise on the input embeddings while training, this over √(tokens × hidden); 5 is usual, 0 is off."""
+    """A run folder, a Hugging Face folder with config.json and safetensors files, or OWNER/NAME on the Hub. The model's
+    shape is read from there; set `model` fields only for what may differ (seq_len, dropout)."""
+    neftune: NonNegativeFloat = 0.0
+    """NEFTune alpha: training noise on the input embeddings, alpha / √(tokens × hidden). 5 is usual, 0 disables it."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: the weights themselves stay as they are, and checkpoints hold the adapters only."""
+    """Low-rank adapters (LoRA): the base weights are frozen, and checkpoints contain only the adapters."""
 
-    rank: int = 0
-    """Width of the adapters; 0 trains all weights instead."""
-    alpha: float = 16.0
+    rank: NonNegativeInt = 0
+    """Rank of the adapters; 0 disables LoRA and trains all weights."""
+    alpha: PositiveFloat = 16.0
     """Adapters are scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout on what goes into the adapters."""
+    dropout: FractionBelowOne = 0.0
+    """Dropout on the input of the adapters."""
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Projections that get an adapter: any of q, k, v, o, gate, up, down."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights follow gradients."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw, decoupled; or muon for the blocks' matrices with adamw for all else."""
-    lr: float = 3e-4
+    """adamw, or muon for the matrices inside blocks and adamw for all other weights."""
+    lr: PositiveFloat = 3e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled: each step shrinks a decayed weight by lr × this."""
+    betas: Annotated[tuple[float, float], Range(min=0, below=1)] = (0.9, 0.95)
+    """Decay rates of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment, for numerical stability."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay: each step reduces a weight by lr × this × its value."""
     decay_norms: bool = False
-    """Decay norm weights and biases as well."""
+    """Apply weight decay to norm weights and biases as well."""
     decay_embeddings: bool = True
-    """Decay embedding tables as well."""
-    clip: float = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
-    muon_lr: float = 0.02
-    """Peak learning rate of the matrices under muon."""
-    muon_momentum: float = 0.95
-    """Momentum of muon (Nesterov)."""
+    """Apply weight decay to embeddings as well."""
+    clip: NonNegativeFloat = 1.0
+    """Maximum global gradient norm; 0 disables clipping."""
+    muon_lr: PositiveFloat = 0.02
+    """With muon: peak learning rate of the matrices."""
+    muon_momentum: FractionBelowOne = 0.95
+    """With muon: Nesterov momentum."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves over the run."""
+    """The learning rate over the run."""
 
     name: Literal["cosine", "linear", "two_stage", "wsd", "constant"] = "cosine"
-    """Shape after warmup. two_stage goes linearly to `stage_lr` at `stage_at`, then linearly to the end; wsd stays at
-    the peak, then decays."""
-    warmup: Duration = Duration(100, "ba")
-    """Linear rise from zero. In steps, tokens, samples or epochs."""
-    final: float = 0.1
-    """Learning rate at the end, as a share of the peak."""
-    stage_at: float = 0.5
-    """two_stage: where the second stage starts, as a share of the run."""
-    stage_lr: float = 0.5
-    """two_stage: learning rate at that point, as a share of the peak."""
-    decay_share: float = 0.1
-    """wsd: share of the run spent decaying at the end."""
+    """Shape after warmup. two_stage is linear to `stage_lr` at `stage_at`, then linear to `final`; wsd stays at the
+    peak, then decays."""
+    warmup: NonNegativeDuration = Duration(100, "ba")
+    """Linear warmup from zero. In steps, tokens, samples or epochs."""
+    final: Fraction = 0.1
+    """Learning rate at the end, as a fraction of the peak."""
+    stage_at: Annotated[float, Range(above=0, below=1)] = 0.5
+    """With two_stage: where the second stage starts, as a fraction of the run."""
+    stage_lr: Fraction = 0.5
+    """With two_stage: learning rate at that point, as a fraction of the peak."""
+    decay_share: Annotated[float, Range(above=0, max=1)] = 0.1
+    """With wsd: fraction of the run that decays at the end."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model spreads over processes. The degrees multiply to the number of processes."""
+    """How the model is distributed over processes. The degrees multiply to the number of processes."""
 
-    replicate: int = 1
-    """Copies of the sharded group (hybrid sharding): usually one a node. -1 takes what is left."""
-    shard: int = -1
-    """Processes that share one copy of weights, gradients and optimizer (FSDP); -1 takes what is left."""
-    tensor: int = 1
-    """Processes that split each matrix, and each row between matrices (sequence parallel)."""
-    pipeline: int = 1
-    """Processes that each hold some of the blocks and hand activations on."""
-    context: int = 1
-    """Processes that split each row of tokens; attention goes round them in a ring."""
+    replicate: Annotated[int, Range(above=0, or_equal=-1, limit=10**6)] = 1
+    """Replicas of the sharded group (hybrid sharding, HSDP), usually one per node; -1 takes the remaining processes."""
+    shard: Annotated[int, Range(above=0, or_equal=-1, limit=10**6)] = -1
+    """Processes that shard weights, gradients and optimizer state (FSDP); -1 takes the remaining processes. A single
+    process uses FSDP only if you write 1."""
+    tensor: PositiveInt = 1
+    """Tensor parallel degree: splits each matrix, and the sequence between matrices (sequence parallel)."""
+    pipeline: PositiveInt = 1
+    """Pipeline parallel degree: each process holds some of the blocks."""
+    context: PositiveInt = 1
+    """Context parallel degree: splits each row of tokens, with ring attention."""
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of micro batches in the pipeline. interleaved gives each process several stages; zero_bubble fills waits
-    with weight gradients."""
-    stages: int = 0
-    """Stages for each process of the pipeline; 0 means 2 with `interleaved` and 1 with the others."""
+    """Pipeline schedule. interleaved gives each process several stages; zero_bubble fills the bubbles with weight
+    gradients."""
+    stages: NonNegativeInt = 0
+    """Pipeline stages per process; 0 means 2 with `interleaved` and 1 with the others."""
     keep_gathered: bool = False
-    """Keep weights gathered between forward and backward (shard-grad-op): less traffic, more memory. A pipeline always
-    does."""
+    """Keep weights gathered between forward and backward (ZeRO-2, SHARD_GRAD_OP): less traffic, more memory. Always on
+    with a pipeline."""
     async_tensor: bool = False
-    """Overlap tensor-parallel traffic with products through symmetric memory; compiled blocks on GPUs with NVLink."""
+    """Overlap tensor parallel communication with matmuls through symmetric memory; needs `compute.compile` and
+    NVLink."""
     offload: bool = False
-    """Keep weights, gradients and optimizer in host memory and update there: slow, but fits far more on a GPU."""
+    """Keep weights, gradients and optimizer state in host memory and update them there: slow, but saves GPU memory."""
 
     @property
     def stages_per_process(self) -> int:
@@ -278,104 +306,109 @@ class ComputeConfig:
     """How one step is computed."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU where there is one."""
+    """auto uses a GPU if there is one."""
     compile: bool = False
     """torch.compile each block."""
     recompute: Literal["none", "selective", "full", "auto"] = "none"
-    """Activation checkpointing. selective keeps products of matrices and attention; full keeps block inputs only; auto
-    chooses for each block, so that as little is computed twice as the GPU's memory allows."""
+    """Activation checkpointing. selective saves the outputs of matmuls and attention; full saves block inputs and the
+    outputs of attention; auto chooses per block, so that as little is recomputed as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
-    """Kernel behind scaled dot-product attention. auto lets torch choose, but for causal attention with heads of 64 on
-    Hopper GPUs, which is differentiated by kernels of our own. With auto and flash, the flash kernel is told where
-    packed documents start and how far a sliding window reaches, and computes no pair of tokens outside. math and cudnn
-    compute and mask them, and so does auto where flash cannot: no GPU, fp32, ALiBi, a pipeline, context above 1, a head
-    size that is no multiple of 8 or above 256. There flash itself is an error."""
-    joined_products: bool = True
-    """Compute residual sums inside the products of matrices before them, on GPUs, and SwiGLU, GELU and rotary turns
-    inside those around them, on GPUs that have the kernels (Hopper); false computes all of it apart."""
-    loss_chunks: int = 0
-    """Compute head and cross-entropy in this many pieces so that all logits never exist at once; 0 chooses by size."""
-    threads: int = 0
-    """CPU threads for each process; 0 shares the cores evenly."""
+    """Attention kernel. auto lets torch choose, except for causal attention with head sizes 64 and 128 on Hopper
+    GPUs, which uses our own backward kernel. With auto and flash, packed documents and sliding windows are passed to
+    the flash kernel as bounds, so tokens outside them cost nothing. math and cudnn compute these tokens and mask them.
+    auto does so too where flash cannot be used: no GPU, fp32, ALiBi, pipeline or context parallelism, or a head size
+    that is above 256 or no multiple of 8. In these cases `flash` is an error. cudnn needs `reproducible: off`."""
+    fused_matmuls: bool = True
+    """Use matmuls with fused epilogues: the residual add on every GPU; SwiGLU, GELU and RoPE on Hopper GPUs. false
+    computes each of these in its own kernel."""
+    loss_chunks: NonNegativeInt = 0
+    """Compute the head and the cross-entropy in this many chunks, to save the memory of the logits; 0 chooses by
+    size."""
+    threads: NonNegativeInt = 0
+    """CPU threads per process; 0 divides the cores evenly."""
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Validation loss during the run."""
+    """Validation during the run."""
 
-    interval: Duration = Duration(500, "ba")
-    """How often; `0ba` only at the end."""
-    batches: int = 16
-    """Global batches of validation data each time."""
+    interval: NonNegativeDuration = Duration(500, "ba")
+    """How often; `0ba` means only at the end."""
+    batches: PositiveInt = 16
+    """Global batches of validation data per evaluation."""
     at_end: bool = True
     """Evaluate after the last step."""
     keep_best: bool = False
-    """Keep the weights with the lowest validation loss as `best` in the run's folder."""
-    patience: int = 0
-    """Stop after this many evaluations in a row without a lower validation loss; 0 never does."""
+    """Keep the weights with the lowest validation loss as `best` in the run folder."""
+    patience: NonNegativeInt = 0
+    """Stop after this many evaluations in a row without a lower validation loss; 0 never stops."""
     prompts: tuple[str, ...] = ()
-    """Texts that the model goes on from at each evaluation, to be read on the run's page and in TensorBoard. Not with
-    tensor, context or pipeline parallelism, nor in fp8: there `keepstep chat` asks the run's checkpoints."""
-    prompt_tokens: int = 48
-    """Tokens it writes after each prompt, the likeliest each time."""
+    """Prompts that the model continues at each evaluation; the samples appear on the run's page and in TensorBoard. Not
+    with tensor, context or pipeline parallelism or fp8: use `keepstep chat` with the run's checkpoints there."""
+    prompt_tokens: PositiveInt = 48
+    """Tokens to generate after each prompt (greedy)."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept, where, and how a run goes on."""
+    """Saving checkpoints and resuming from them."""
 
-    interval: Duration = Duration(1000, "ba")
-    """How often; `0ba` only at the end."""
+    interval: NonNegativeDuration = Duration(1000, "ba")
+    """How often; `0ba` means only at the end."""
     folder: str = ""
-    """Where steps are kept; empty means `checkpoints` inside the run's folder."""
-    keep: int = 3
-    """Newest committed checkpoints kept; older ones go after the next commit. 0 keeps all."""
+    """Checkpoint folder; empty means `checkpoints` in the run folder."""
+    keep: NonNegativeInt = 3
+    """Number of newest committed checkpoints to keep; older ones are deleted after the next commit. 0 keeps all."""
     at_end: bool = True
     """Save after the last step."""
+    retry_s: NonNegativeFloat = 600.0
+    """Seconds to retry a save that must succeed (after the last step, or on a stop request) when the disk is full or
+    not reachable. The run fails after that, instead of ending without its last step on disk."""
     autoresume: bool = True
-    """Start the same command again and it goes on from the newest whole checkpoint. Off, each command begins anew; what
-    is restarted because a process broke goes on all the same."""
+    """Running the same command again resumes from the newest complete checkpoint. With false, each command starts from
+    the beginning; restarts after a crash still resume."""
     resume_from: str = ""
-    """Begin from this step folder (another run's, for example). Started again, the run goes on from its own steps since
-    then; with `autoresume: false` it begins here each time."""
+    """Start from this checkpoint folder, for example of another run. Started again, the run resumes from its own newer
+    checkpoints; with `autoresume: false` it starts here each time."""
     skip_optimizer: bool = False
-    """With resume_from: take the weights only, and start optimizer, schedule and data afresh."""
+    """With resume_from: load only the weights; optimizer, schedule and data start from the beginning."""
     asynchronous: bool = True
-    """Write behind training: a step waits only for a copy in memory that it has not overtaken. Off waits for disk."""
+    """Write in the background: training waits only for the copy in memory. false waits for the disk."""
     format: Literal["sharded", "full", "local"] = "sharded"
-    """sharded: each process writes its own share at the same time. full: one file with whole tensors, gathered first.
-    local: shares on each node's own disk, with a copy on the next node. All load at any number of processes."""
+    """sharded: all processes write their own shards in parallel. full: one file with whole tensors, gathered first.
+    local: shards on each node's own disk, with a copy on the next node. All can be loaded with any number of
+    processes."""
     parity: Literal[0, 1] = 0
-    """1 adds a parity file for every eight data files: one lost or damaged file among them is rebuilt by itself."""
-    keep_every: int = 0
-    """Steps divisible by this are kept for good, beside the newest; 0 switches it off."""
-    keep_best: int = 0
-    """This many steps with the lowest loss are kept, beside the newest; 0 switches it off."""
+    """1 adds a parity file for every eight data files: one lost or damaged file among them is rebuilt automatically."""
+    keep_every: NonNegativeInt = 0
+    """Steps divisible by this are kept permanently, in addition to the newest; 0 disables this."""
+    keep_best: NonNegativeInt = 0
+    """This many steps with the lowest loss are kept, in addition to the newest; 0 disables this."""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What happens when numbers go wrong: NaN, loss spikes, gradients far out, bits that flip."""
+    """What to do about NaN, loss spikes, gradient outliers and silent data corruption."""
 
     nan: Literal["retry", "skip", "rollback", "stop"] = "retry"
-    """A loss or gradient norm that is not finite. retry: do the step once more from the last state in memory, so that a
-    passing fault leaves no trace, and skip it where it comes again. skip: this step changes neither weights nor
-    optimizer. rollback: go back to the last good state, and never use these samples. stop: end the run."""
+    """On a loss or gradient norm that is not finite. retry: repeat the step from the last state in memory, so that a
+    transient fault leaves no trace; if it happens again, skip the step. skip: do not update weights and optimizer in
+    this step. rollback: return to the last good state and never use these samples again. stop: end the run."""
     spike: Literal["ignore", "rollback"] = "ignore"
-    """A loss far above those before it, by `spike_factor`."""
-    spike_factor: float = 10.0
-    """A loss is a spike when it is this many median deviations above the median of the last `window` losses."""
-    outlier_factor: float = 10.0
-    """A gradient norm this many times the median of the last `window` is logged with its samples; 0 logs none."""
-    window: int = 100
-    """Steps that medians are taken over, and over which `limit` counts."""
-    limit: int = 5
-    """More skips and rollbacks than this within `window` steps end the run: something is wrong for good."""
-    keep_interval: int = 10
-    """Steps between two states kept in host memory to roll back to, where one of the policies is rollback."""
-    recheck_interval: int = 0
-    """Steps between two looks for silent corruption: all processes compute one micro batch and compare the bits of its
-    loss; 0 looks never."""
+    """On a loss far above the previous ones, see `spike_factor`."""
+    spike_factor: PositiveFloat = 10.0
+    """A loss is a spike if it is this many median absolute deviations above the median of the last `window` losses."""
+    outlier_factor: NonNegativeFloat = 10.0
+    """Log the samples of a step whose gradient norm is this many times the median of the last `window`; 0 logs none."""
+    window: PositiveInt = 100
+    """Number of steps for the medians and for `limit`."""
+    limit: NonNegativeInt = 5
+    """More skips and rollbacks than this within `window` steps end the run."""
+    keep_interval: PositiveInt = 10
+    """Steps between two snapshots in host memory, if one of the policies is rollback."""
+    recheck_interval: NonNegativeInt = 0
+    """Steps between two checks for silent data corruption: all processes compute the same micro batch and compare the
+    bits of its loss. 0 disables it."""
 
     @property
     def rolls_back(self) -> bool:
@@ -385,85 +418,94 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What the run tells while it runs."""
+    """Metrics and logs of the run."""
 
-    log_interval: int = 1
-    """Steps between log lines and metric flushes. The losses of all steps are recorded whatever this is."""
+    log_interval: PositiveInt = 1
+    """Steps between log lines and metric flushes. The losses of all steps are always recorded."""
     tensorboard: bool = True
-    """Write TensorBoard scalars into the run's folder."""
-    rank_interval: int = 20
-    """Steps between two looks at all ranks (step time, wait for data, memory of each); 0 takes none."""
-    metrics_port: int = 0
-    """Serve Prometheus metrics on this port of each node's first process; 0 serves none. 9464 is a usual choice."""
+    """Write TensorBoard scalars into the run folder."""
+    rank_interval: NonNegativeInt = 20
+    """Steps between two reports of every rank (step time, data wait, memory); 0 disables them."""
+    metrics_port: Annotated[int, Range(min=0, max=65535)] = 0
+    """Serve Prometheus metrics on this port in the first process of each node; 0 disables it. 9464 is a usual
+    choice."""
     metrics_host: str = "127.0.0.1"
-    """Address of that port. Any but loopback needs the environment variable KEEPSTEP_METRICS_TOKEN, which Prometheus
-    then sends as its credentials."""
+    """Address to listen on. Any other than loopback needs the environment variable KEEPSTEP_METRICS_TOKEN, which
+    Prometheus must send as its credentials."""
     wandb_project: str = ""
-    """Log into this Weights & Biases project as well (needs the package wandb); empty does not."""
+    """Also log to this Weights & Biases project (needs the package wandb); empty disables it."""
     mlflow_experiment: str = ""
-    """Log into this MLflow experiment as well (needs the package mlflow and MLFLOW_TRACKING_URI); empty does not."""
+    """Also log to this MLflow experiment (needs the package mlflow and MLFLOW_TRACKING_URI); empty disables it."""
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    """Callbacks with their options, for example `{my-alarm: {every: 10}}`: entry points of the group
+    keepstep.callbacks, or `package.module:function`."""
 
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """What happens when something breaks."""
+    """Crashes, hangs and restarts."""
 
-    max_restarts: int = 8
-    """Restarts in a row that bring the run no step further before it is given up; 0 restarts nothing."""
-    hang_s: float = 10.0
-    """A step that takes longer than this, and than three times the slowest in a hundred, counts as hanging."""
-    start_timeout_s: float = 1800.0
-    """The same limit for everything that is not a step: building, compiling, evaluating, saving."""
-    snapshot_interval: int = -1
-    """Steps between copies of the state into memory that survives the processes, so that a crash costs only the steps
-    since. -1 chooses: each step where that is cheap, about twice a minute on GPUs; 0 keeps none."""
-    grace_s: float = 0.0
-    """Seconds between a stop request and the kill, where they are known (KillWait of Slurm, Kubernetes' grace period):
-    a save that would not fit is left out, and the last checkpoint stands. 0 means there is time enough."""
+    max_restarts: NonNegativeInt = 8
+    """Give up after this many restarts in a row without a new step; 0 disables restarts."""
+    hang_s: PositiveFloat = 10.0
+    """A step that takes longer than this, and longer than three times the slowest of the last 100, counts as a hang."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """The same limit for everything that is not a step: building, compiling, evaluating, saving. In seconds."""
+    snapshot_interval: Annotated[int, Range(min=-1, limit=10**12)] = -1
+    """Steps between snapshots of the state in memory that survives a crash of the processes. A crash costs only the
+    steps since the last one. -1 chooses: every step where that is cheap, about twice a minute on GPUs. 0 disables
+    them."""
+    lease_s: Annotated[float, Range(min=1, max=3600)] = 30.0
+    """A run holds its folder against other runs by a heartbeat in the folder. After this many seconds without one,
+    another run may take over. Raise it where the storage shows changes of other machines late."""
+    grace_s: NonNegativeFloat = 0.0
+    """Seconds between a stop request and the kill, if known (Slurm's KillWait, Kubernetes' grace period). A save that
+    would not fit is left out, and the last checkpoint counts. 0 means that there is enough time."""
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A torch profiler schedule, and a memory snapshot when memory runs out."""
+    """Schedule of the torch profiler, and a memory snapshot on out-of-memory errors."""
 
-    active: int = 0
-    """Steps recorded in each cycle; 0 switches the profiler off."""
-    skip_first: int = 10
-    """Steps to let pass before anything."""
-    wait: int = 1
+    active: NonNegativeInt = 0
+    """Steps to record in each cycle; 0 disables the profiler."""
+    skip_first: NonNegativeInt = 10
+    """Steps to skip before the first cycle."""
+    wait: NonNegativeInt = 1
     """Idle steps at the start of each cycle."""
-    warmup: int = 1
-    """Steps run under the profiler but thrown away."""
-    repeat: int = 1
-    """Cycles; 0 goes on to the end."""
+    warmup: NonNegativeInt = 1
+    """Steps that run under the profiler but are discarded."""
+    repeat: NonNegativeInt = 1
+    """Number of cycles; 0 repeats until the end."""
     memory_snapshot: bool = True
-    """Record allocations and write a snapshot when a GPU runs out of memory."""
+    """Record allocations and write a memory snapshot if a GPU runs out of memory."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, whole."""
+    """All settings of one run."""
 
     name: str = "run"
-    """The run's name and its folder below `runs_dir`."""
+    """Name of the run, and of its folder in `runs_dir`."""
     runs_dir: str = "runs"
-    """Where run folders live."""
-    seed: int = 17
-    """Weights, data order and dropout follow from it."""
-    max_duration: Duration = Duration(1000, "ba")
-    """When the run ends. Wall-clock time needs `schedule.name: constant`."""
-    global_batch: int = 256
-    """Rows in one optimizer step over all processes. Accumulation follows from it."""
-    microbatch: int = 8
-    """Rows in one forward pass of one process."""
+    """Folder of all runs."""
+    seed: Annotated[int, Range(min=0, max=10**13)] = 17
+    """Seed of weights, data order and dropout."""
+    max_duration: PositiveDuration = Duration(1000, "ba")
+    """Length of the run. A time (`2h`) needs `schedule.name: constant`."""
+    global_batch: PositiveInt = 256
+    """Rows per optimizer step over all processes. Gradient accumulation follows from it."""
+    microbatch: PositiveInt = 8
+    """Rows per forward pass of one process."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """auto is bf16 on a GPU that has it and fp32 elsewhere. fp8 is bf16 with the blocks' matrix products in fp8. Master
-    weights and optimizer stay fp32 in all."""
-    reproducible: Literal["resume", "elastic"] = "resume"
-    """When two runs have bitwise equal losses. resume: at the same number of processes, stops and restarts included.
-    elastic: at any number, also one that changes on the way; data parallel only, whole weights on every process."""
+    """auto is bf16 on GPUs that support it, otherwise fp32. fp8 is bf16 with fp8 matmuls inside the blocks. Master
+    weights and optimizer state are always fp32."""
+    reproducible: Literal["off", "resume", "elastic"] = "resume"
+    """When two runs have bitwise equal losses. resume: with the same number of processes, including stops and restarts.
+    elastic: with any number of processes, even if it changes during the run; data parallel only, with whole weights on
+    every process. off: no promise on GPUs, where some kernels are then a little faster."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Free values that `${variables.name}` refers to."""
+    """Your own values, to be referenced as `${variables.name}`."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
@@ -481,5 +523,8 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
+RENAMED: Mapping[str, str] = {"compute.joined_products": "compute.fused_matmuls"}
+"""Old names of fields and their new ones. Files, overrides, references and stored runs may use either."""
+
 SHORT_FORMS: Mapping[str, str] = {"model": "preset", "data": "path", "optimizer": "name", "schedule": "name"}
-"""`model: llama-1b` means `model.preset: llama-1b`: the field a plain value given to a section sets."""
+"""The field that a plain value sets: `model: llama-1b` means `model.preset: llama-1b`."""

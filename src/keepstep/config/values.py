@@ -1,61 +1,24 @@
-"""Written values into typed ones. A value that does not fit raises `Misfit`, which says what the field must be."""
+"""Convert parsed values to the types of their fields. A value of the wrong type raises `Misfit` with the rule."""
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from keepstep.config.fields import allows_none, without_none
 from keepstep.config.parse import Node
+from keepstep.core.messages import listed, nearest, shown
 from keepstep.core.units import ByteSize, Duration
 
-_LONGEST_SHOWN = 80
 
-
-class Misfit(Exception):  # noqa: N818 - not a fault of ours: it becomes a line of the user's report
+class Misfit(Exception):  # noqa: N818 - it becomes a line of the user's report
     """The value breaks `rule` (read after "but it")."""
 
     def __init__(self, rule: str, hint: str | None = None) -> None:
         super().__init__(rule)
         self.rule = rule
         self.hint = hint
-
-
-def listed(choices: Sequence[Any]) -> str:
-    """`a, b or c`."""
-    words = [str(choice) for choice in choices]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def nearest(word: str, choices: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The choice most like `word`, if any is like it at all."""
-    found = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=cutoff)
-    return found[0] if found else None
-
-
-def shown(value: Any) -> str:
-    """A value as a message names it: text in quotes, YAML's names for null and booleans."""
-    match value:
-        case None:
-            return "empty"
-        case bool():
-            return "true" if value else "false"
-        case Duration() | ByteSize():
-            return str(value)
-        case Mapping():
-            return "a mapping" if value else "{}"
-        case list() | tuple():
-            return f"[{', '.join(shown(item) for item in value)}]"
-        case _:
-            return repr(value)
-
-
-def brief(value: Any) -> str:
-    """`shown`, cut where a line of a report would grow too long."""
-    text = shown(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
 
 
 def plain(node: Node) -> Any:
@@ -70,7 +33,7 @@ def plain(node: Node) -> Any:
 
 
 def convert(kind: Any, value: Any, text: str = "") -> Any:
-    """`value` as the field's type; `text` is what the user typed where that says more than the value."""
+    """`value` as the field's type; `text` is the original text, where it says more than the value."""
     if allows_none(kind):
         return None if value is None or value == "" else convert(without_none(kind), value, text)
     origin = get_origin(kind)
@@ -87,7 +50,7 @@ def _whole(value: Any, _text: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # `1e5` is how people write large whole numbers
+        return int(value)  # large whole numbers are often written as `1e5`
     raise Misfit("must be a whole number")
 
 
@@ -116,21 +79,15 @@ def _string(value: Any, text: str) -> str:
         return value
     if value is None:
         raise Misfit("must be text", 'write "" for an empty text')
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float | Duration | ByteSize):
         return text or shown(value)
-    if isinstance(value, Duration | ByteSize):
-        return str(value)
     raise Misfit("must be text")
 
 
 def _measure(parse: Callable[[str], Any]) -> Callable[[Any, str], Any]:
     def read(value: Any, text: str) -> Any:
-        if isinstance(value, Duration | ByteSize):
-            value = str(value)
-        if not isinstance(value, str):
-            text = text or shown(value)
         try:
-            return parse(value if isinstance(value, str) else text)
+            return parse(value if isinstance(value, str) else text or shown(value))
         except ValueError as error:
             raise Misfit(str(error)) from None
         except OverflowError:

@@ -1,9 +1,12 @@
-"""One tree of errors: each says what went wrong, how to mend it, and the exit code a script can branch on.
+"""All errors of keepstep. Each has a message, a hint and an exit code that scripts can test.
 
-A `KeepstepError` is the user's to mend and is printed without a traceback; anything else is our own bug.
+A `KeepstepError` is printed without a traceback, because the user can fix it. Anything else is our own bug.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -11,12 +14,14 @@ EXIT_CONFIG = 2
 EXIT_PREFLIGHT = 3
 EXIT_DATA = 4
 EXIT_HARDWARE = 5
+EXIT_STORAGE_FULL = 6
+"""No room to save: free some space and start the same command again."""
 EXIT_STOPPED = 75
-"""Saved and stopped on request: start the same command again and it goes on (EX_TEMPFAIL)."""
+"""Saved and stopped on request: the same command resumes (EX_TEMPFAIL)."""
 
 
 class KeepstepError(Exception):
-    """A mistake or a fault that the user can mend; `hint` says how."""
+    """An error that the user can fix; `hint` says how."""
 
     exit_code = EXIT_FAILED
 
@@ -26,11 +31,21 @@ class KeepstepError(Exception):
         self.hint = hint
 
     def lines(self) -> list[str]:
-        """What the command line prints, one `error:` line and perhaps a `hint:` line."""
+        """The lines to print: `error:` and, if there is one, `hint:`."""
         lines = [f"error: {self.message}"]
         if self.hint:
             lines.append(f" hint: {self.hint}")
         return lines
+
+
+@contextmanager
+def malformed_as(kind: type[KeepstepError], what: str, hint: str | None = None) -> Iterator[None]:
+    """Around the lines that parse a file: what Python and torch raise for values that do not fit becomes `kind`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        told = str(error) if isinstance(error, (TypeError, ValueError)) else repr(error)
+        raise kind(f"{what}: {told[:200]}", hint) from error
 
 
 class UsageError(KeepstepError):
@@ -39,12 +54,14 @@ class UsageError(KeepstepError):
     exit_code = EXIT_CONFIG
 
 
-class RunTakenError(UsageError):
-    """Another process trains in the run's folder."""
+class RunTakenError(KeepstepError):
+    """Another process trains in the run's folder, perhaps on another machine. A restart would only meet it again."""
+
+    exit_code = EXIT_HARDWARE
 
 
 class ConfigError(KeepstepError):
-    """All that is wrong with a configuration, reported at once."""
+    """All errors of a configuration, reported together."""
 
     exit_code = EXIT_CONFIG
 
@@ -64,37 +81,76 @@ class PreflightError(KeepstepError):
 
 
 class DataError(KeepstepError):
-    """Training data is missing, damaged or not what it claims to be."""
+    """Training data is missing, damaged or inconsistent."""
 
     exit_code = EXIT_DATA
 
 
 class NothingToReadError(DataError):
-    """A run cannot begin: its data is not where it should be, or not what it should be. Another attempt is no use."""
+    """The data of a run is missing or unusable, so the run cannot start. A retry does not help."""
+
+
+class DataAccessError(DataError):
+    """A file is missing or may not be read. A retry helps only where it was readable before."""
 
 
 class HardwareError(KeepstepError):
-    """A device, a host or the network between them is not usable."""
+    """A device, a host or the network does not work."""
 
     exit_code = EXIT_HARDWARE
 
 
 class DivergedError(KeepstepError):
-    """The numbers of the run went wrong and stayed wrong: starting it again would only repeat that."""
+    """Training diverged. A restart would only repeat that."""
 
 
 class CheckpointError(KeepstepError):
-    """A checkpoint cannot be written, or cannot be trusted."""
+    """A checkpoint cannot be written, or cannot be trusted. Only its subclasses for storage are worth a retry."""
 
 
-class StateMismatchError(CheckpointError):
-    """A checkpoint is whole, but it is not one of this state: no other attempt will find it fitting."""
+class StorageError(CheckpointError):
+    """The storage of checkpoints failed or did not answer. A retry may succeed."""
+
+
+class StorageFullError(StorageError):
+    """There is no room for a checkpoint; the same save succeeds once there is."""
+
+    exit_code = EXIT_STORAGE_FULL
+
+    def __init__(self, message: str, hint: str | None, needed_bytes: int, free_bytes: int | None) -> None:
+        super().__init__(message, hint)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        """None where only the failed write told that the disk is full."""
+
+    @property
+    def room(self) -> dict[str, int | None]:
+        """For an event."""
+        return {"needed_bytes": self.needed_bytes, "free_bytes": self.free_bytes}
+
+
+class NotSavedError(KeepstepError):
+    """A step that must be on disk is not, after all retries. The same command would only wait again."""
+
+    def __init__(self, message: str, hint: str | None, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
+class MissingCheckpointError(CheckpointError):
+    """The checkpoint that the configuration names does not exist."""
 
     exit_code = EXIT_CONFIG
 
 
-class StopRequested(KeepstepError):  # noqa: N818 - not a fault: the run was asked to stop and did
-    """The run saved and stopped because it was asked to."""
+class StateMismatchError(CheckpointError):
+    """A checkpoint is complete, but belongs to another model or layout. A retry does not help."""
+
+    exit_code = EXIT_CONFIG
+
+
+class StopRequested(KeepstepError):  # noqa: N818 - not an error: the run stopped on request
+    """The run saved and stopped on request."""
 
     exit_code = EXIT_STOPPED
 

@@ -1,4 +1,4 @@
-"""The same work on many things by several threads, which an interrupted command does not wait for."""
+"""A thread pool that an interrupted command does not wait for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Result = TypeVar("Result")
 
 
 def in_threads(act: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
-    """`[act(item) for item in items]`, several at a time.
+    """`[act(item) for item in items]` in several threads.
 
-    The first error is raised once those at work have ended, and nothing more is begun. An interrupt is raised at once:
-    a thread may wait minutes for a store that is away, and Python's own pools would keep the process alive for it.
+    After the first error no new item is started, and the error is raised when the running ones have ended. An interrupt
+    is raised immediately: a thread may wait minutes for a store, and Python's own pools would keep the process alive.
     """
     left = iter(enumerate(items))
     results: dict[int, Result] = {}
@@ -29,7 +29,7 @@ def in_threads(act: Callable[[Item], Result], items: Iterable[Item], threads: in
                 return
             try:
                 results[number] = act(item)  # type: ignore[arg-type]
-            except BaseException as error:  # raised where all is waited for
+            except BaseException as error:  # raised after the threads have ended
                 errors.append(error)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(max(1, threads))]

@@ -1,31 +1,30 @@
-"""The demo corpus: the Python standard library's own sources, on every machine that can run us, no download."""
+"""The demo corpus: the sources of Python's own standard library, which every machine has without a download."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
-import os
-import shutil
+import math
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from keepstep.core.errors import DataError
-from keepstep.core.files import sync_file, sync_folder, write_json
+from keepstep.core.files import write_json
 from keepstep.core.units import format_bytes
-from keepstep.data import tokenize
+from keepstep.core.verbosity import progress
+from keepstep.data import tokenization
+from keepstep.data.cache_folder import FACTS, prepare_folder
 from keepstep.data.formats.megatron import MegatronReader, MegatronWriter, token_dtype
-from keepstep.data.stats import unigram_perplexity
 
 HOLD_OUT_EVERY = 20
 LARGEST_VOCAB = 8192
 """A corpus of this size fills no larger vocabulary."""
-FACTS = "facts.json"
+_COUNT_CHUNK = 1 << 22
 
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
 _VERSION = 1
@@ -39,7 +38,7 @@ def standard_library_files() -> list[Path]:
 
 
 def read_texts(paths: list[Path]) -> Iterator[str]:
-    """Each file as one document; files that are empty or not UTF-8 are no text."""
+    """Each file as one document; files that are empty or not UTF-8 are left out."""
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
@@ -50,11 +49,11 @@ def read_texts(paths: list[Path]) -> Iterator[str]:
 
 
 def prepare_demo(cache_dir: Path, vocab: int) -> Path:
-    """The folder with `train`, `valid`, tokenizer.json and facts.json, made at first use."""
-    if vocab < tokenize.SMALLEST_VOCAB:
+    """The folder with `train`, `valid`, tokenizer.json and facts.json, built at first use."""
+    if vocab < tokenization.SMALLEST_VOCAB:
         raise DataError(
             f"model.vocab is {vocab}, too small for the demo's byte-level tokenizer",
-            f"set model.vocab to at least {tokenize.SMALLEST_VOCAB}",
+            f"set model.vocab to at least {tokenization.SMALLEST_VOCAB}",
         )
     size = min(vocab, LARGEST_VOCAB)
     key = hashlib.sha256(f"{_VERSION} {sys.version} {size}".encode()).hexdigest()[:12]
@@ -66,24 +65,18 @@ def _build_demo(folder: Path, vocab: int) -> None:
     if not files:
         raise DataError("this Python has no standard library sources", "point data.path at data of your own")
     size_bytes = sum(path.stat().st_size for path in files)
-    print(f"demo data: training a tokenizer on {len(files)} files, {format_bytes(size_bytes)}", file=sys.stderr)
+    progress(f"demo data: training a tokenizer on {len(files)} files, {format_bytes(size_bytes)}")
     path = folder / "tokenizer.json"
-    size = tokenize.train_bpe(read_texts(files), vocab, path)
-    encoder = tokenize.Encoder(path)
-    eos = encoder.special(tokenize.END_OF_TEXT)
-    print(f"demo data: encoding with {size:,} tokens", file=sys.stderr)
+    size = tokenization.train_bpe(read_texts(files), vocab, path)
+    encoder = tokenization.Encoder(path)
+    eos = encoder.special(tokenization.END_OF_TEXT)
+    progress(f"demo data: encoding with {size:,} tokens")
     encoder.prove(list(read_texts(files[:40])))
-    seen = 0
-    with (
-        MegatronWriter(folder / "train", token_dtype(size)) as train,
-        MegatronWriter(folder / "valid", token_dtype(size)) as valid,
-    ):
-        for text in read_texts(files):
-            ids, lengths = encoder.encode([text])
-            seen += 1
-            (valid if seen % HOLD_OUT_EVERY == 0 else train).add(
-                tokenize.add_ends(ids, lengths, None, eos, token_dtype(size))[0]
-            )
+    dtype = token_dtype(size)
+    with MegatronWriter(folder / "train", dtype) as train, MegatronWriter(folder / "valid", dtype) as valid:
+        for number, text in enumerate(read_texts(files), start=1):
+            tokens, _ = tokenization.add_ends(*encoder.encode([text]), None, eos, dtype)
+            (valid if number % HOLD_OUT_EVERY == 0 else train).add(tokens)
     train_tokens, valid_tokens = MegatronReader(folder / "train").tokens, MegatronReader(folder / "valid").tokens
     facts: dict[str, Any] = {
         "documents": train.documents,
@@ -95,66 +88,22 @@ def _build_demo(folder: Path, vocab: int) -> None:
         "unigram_perplexity": unigram_perplexity(train_tokens, valid_tokens, size),
     }
     write_json(folder / FACTS, facts)
-    print(f"demo data: {train.tokens:,} tokens to train on, {valid.tokens:,} held out", file=sys.stderr)
+    progress(f"demo data: {train.tokens:,} tokens to train on, {valid.tokens:,} held out")
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What is known about prepared data; empty when nobody wrote it down."""
-    path = folder / FACTS
-    if not path.is_file():
-        return {}
-    facts: dict[str, Any] = json.loads(path.read_text())
-    return facts
+def _token_counts(tokens: NDArray[Any], vocab: int) -> NDArray[np.int64]:
+    """How often each id below `vocab` occurs, counted a chunk of the mapped file at a time."""
+    counts = np.zeros(vocab, dtype=np.int64)
+    for first in range(0, len(tokens), _COUNT_CHUNK):
+        counts += np.bincount(np.asarray(tokens[first : first + _COUNT_CHUNK]).astype(np.int64), minlength=vocab)
+    return counts
 
 
-def prepare_folder(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Build `folder` once, whoever asks: aside first, then renamed, so that it is whole or absent.
+def unigram_perplexity(train: NDArray[Any], valid: NDArray[Any], vocab: int) -> float:
+    """Perplexity on `valid` of a model that knows only how frequent each token is in `train` (add-one smoothing).
 
-    The lock spares a second process the work; the rename alone keeps it correct, even where locks do not reach.
+    A model that learnt anything about the order of tokens is below this.
     """
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.parent / f".{folder.name}.lock") as alone:
-        if folder.is_dir():
-            return folder
-        if alone:
-            for leftover in folder.parent.glob(f".{folder.name}.*.aside"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".aside", dir=folder.parent))
-        try:
-            build(aside)
-            aside.chmod(0o755)
-            # On the disk first: after a power cut empty files would pass for what was prepared, for good.
-            for path in aside.rglob("*"):
-                (sync_folder if path.is_dir() else sync_file)(path)
-            sync_folder(aside)
-            _rename(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    sync_folder(folder.parent)
-    return folder
-
-
-def _rename(aside: Path, folder: Path) -> None:
-    try:
-        aside.rename(folder)
-    except OSError:
-        # Somebody beyond the lock's reach was faster: theirs holds the same bytes.
-        if not folder.is_dir():
-            raise
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock, which the kernel drops when we die; yields False where the file system has no locks."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            held = True
-        except OSError:
-            held = False
-        yield held
-    finally:
-        os.close(handle)
+    expected, counts = _token_counts(valid, vocab), _token_counts(train, vocab)
+    log_share = np.log(counts + 1.0) - math.log(float(counts.sum()) + len(counts))
+    return float(np.exp(-(expected * log_share).sum() / max(1, int(expected.sum()))))

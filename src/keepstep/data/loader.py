@@ -1,14 +1,12 @@
-"""From sample numbers to batches: `Loader` reads any row of any epoch, `StepFeed` reads ahead for one rank.
+"""From sample numbers to batches: `Loader` reads any row of any epoch, `build_loaders` opens the data of a run.
 
-The order is a pure function of (seed, global sample index), so all a checkpoint has to keep is one number, and any
-number of ranks sees the same global batches.
+The order is a pure function of (seed, global sample index). A checkpoint therefore stores one number, and any number of
+ranks sees the same global batches.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,26 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.config.schema import DataConfig
-from keepstep.core.errors import ConfigError, DataError
-from keepstep.data.blend import Blend
-from keepstep.data.opening import Cut, DataSet, open_data
-from keepstep.data.order import sample_order
-from keepstep.data.rows import NO_LOSS, Rows, RowSource, SyntheticRows, split_documents
+from keepstep.core.errors import DataError
+from keepstep.core.plugins import is_plugin
+from keepstep.data.batch import Batch, RowSource, SyntheticRows, document_positions, to_batch
+from keepstep.data.datasets import DataSet, RowOptions, check_vocabulary, split_documents
+from keepstep.data.open_dataset import open_data
+from keepstep.data.order import Blend, sample_order
+from keepstep.data.plugins.sequence import PluginSet, open_sequence
+from keepstep.data.tokenization import named_tokenizer
 
 _ORDER_BLOCK = 4096
-_CLOSE_WAIT_S = 1.0
-_WAITING_S = 1.0
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows for one forward pass, int64 [rows, seq]. `inputs` and `targets` are two views of one array."""
-
-    inputs: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    positions: NDArray[np.int64] | None
-    documents: NDArray[np.int64] | None
-    first_sample: int
 
 
 class Loader:
@@ -60,27 +48,33 @@ class Loader:
         facts = {"rows": self._source.count, "seed": self._seed, "shuffle": self._shuffle, "window": self._window}
         if self._shuffle:
             return facts
-        # Rows may come in an order of their own, which is no less one.
+        # A source may have its own order, such as GPTDataset's.
         return {"rows": self._source.count, "shuffle": False, **getattr(self._source, "order_facts", {})}
 
     def read_so_far(self, samples: int) -> list[tuple[int, int]]:
-        """Of each data set, the rows among the first `samples` of the stream, and the rows it has."""
+        """For each data set: its rows among the first `samples` of the stream, and all its rows."""
         return [(samples, self.samples_per_epoch)]
+
+    def state_at(self, samples: int) -> dict[str, Any] | None:  # noqa: ARG002 - streams of plug-ins need it
+        """What a checkpoint must hold to continue after so many samples; None where their number is enough."""
+        return None
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state_at` returned."""
 
     def rows(self, first_sample: int, count: int) -> Batch:
         """The samples [first_sample, first_sample + count) of the endless stream."""
         return to_batch(self._source.read(self._order(first_sample, count)), first_sample)
 
     def _order(self, first: int, count: int) -> NDArray[np.int64]:
-        """Which rows these samples are. A block is worked out at once: looking up one costs nearly as much as all."""
+        """The row of each sample. Computed a block at a time: one lookup costs nearly as much as a whole block."""
+        facts = self._source.count, self._seed, self._shuffle, self._window
         number, start = divmod(first, _ORDER_BLOCK)
         if start + count > _ORDER_BLOCK:
-            return sample_order(first, count, self._source.count, self._seed, self._shuffle, self._window)
+            return sample_order(first, count, *facts)
         known, order = self._block
         if known != number:
-            order = sample_order(
-                number * _ORDER_BLOCK, _ORDER_BLOCK, self._source.count, self._seed, self._shuffle, self._window
-            )
+            order = sample_order(first - start, _ORDER_BLOCK, *facts)
             self._block = (number, order)
         return order[start : start + count]
 
@@ -99,7 +93,7 @@ class BlendedLoader(Loader):
 
     @property
     def order_facts(self) -> dict[str, Any]:
-        """Each data set's own, and how they are mixed."""
+        """The facts of each data set, and how they are mixed."""
         return {"weights": self._blend.counts, "parts": [loader.order_facts for loader in self._loaders]}
 
     def read_so_far(self, samples: int) -> list[tuple[int, int]]:
@@ -122,17 +116,14 @@ class BlendedLoader(Loader):
         targets = np.concatenate([batch.targets for batch in batches])[back]
         if all(batch.documents is None for batch in batches):
             return Batch(inputs, targets, None, None, first_sample)
-        documents = np.concatenate([_documents_of(batch) for batch in batches])[back]
-        return Batch(inputs, targets, _positions(documents), documents, first_sample)
-
-
-def _documents_of(batch: Batch) -> NDArray[np.int64]:
-    """The document of each token; rows of a set that has none, made-up ones say, are one document each."""
-    return np.zeros_like(batch.inputs) if batch.documents is None else batch.documents
+        # Rows of a set without documents, such as synthetic ones, are one document each.
+        parts = [np.zeros_like(batch.inputs) if batch.documents is None else batch.documents for batch in batches]
+        documents = np.concatenate(parts)[back]
+        return Batch(inputs, targets, document_positions(documents), documents, first_sample)
 
 
 def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first place where two loaders' `order_facts` differ, in words."""
+    """The first difference between two loaders' `order_facts`, in words."""
     for name in sorted({*before, *now}):
         then, today = before.get(name), now.get(name)
         if then == today:
@@ -142,152 +133,6 @@ def changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             return f"data set {number + 1}: {changed_order(then[number], today[number])}"
         return f"{name} {then} then, {today} now"
     return "nothing"
-
-
-def to_batch(rows: Rows, first_sample: int) -> Batch:
-    """Shift rows into inputs and targets; no target is padding or, with document numbers, in the next document."""
-    inputs, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
-    if rows.loss is not None:
-        targets = np.where(rows.loss[:, 1:], targets, NO_LOSS)
-    if rows.filled is not None:
-        padding = np.arange(1, rows.tokens.shape[1]) >= rows.filled[:, None]
-        targets = np.where(padding, NO_LOSS, targets)
-    if rows.documents is None:
-        return Batch(inputs, targets, None, None, first_sample)
-    documents = rows.documents[:, :-1]
-    crosses = documents != rows.documents[:, 1:]
-    return Batch(inputs, np.where(crosses, NO_LOSS, targets), _positions(documents), documents, first_sample)
-
-
-def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places counted from the start of each document inside its row."""
-    places = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int64), documents.shape)
-    starts = np.zeros_like(documents)
-    starts[:, 1:] = np.where(documents[:, 1:] != documents[:, :-1], places[:, 1:], 0)
-    return places - np.maximum.accumulate(starts, axis=1)
-
-
-class GivenUpError(Exception):
-    """Data did not come for as long as somebody would wait for it."""
-
-
-class StepFeed:
-    """One rank's micro batches, step by step, read ahead by a thread.
-
-    Micro batch j of a global batch belongs to rank j % ranks; `uneven` lets some ranks have one more. No step touches
-    samples of the ranges (first, count) in `skipped`. An error in the thread is raised by `next_step`.
-    """
-
-    def __init__(
-        self,
-        loader: Loader,
-        at: int,
-        global_batch: int,
-        microbatch: int,
-        rank: int,
-        ranks: int,
-        prefetch: int,
-        *,
-        uneven: bool = False,
-        skipped: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        if global_batch % microbatch or (not uneven and global_batch % (microbatch * ranks)):
-            raise ConfigError(
-                f"global_batch is {global_batch}, but it must be a multiple of microbatch × data ranks "
-                f"({microbatch} × {ranks})",
-                f"global_batch={-(-global_batch // (microbatch * ranks)) * microbatch * ranks} would fit",
-            )
-        self._loader = loader
-        self._global_batch = global_batch
-        self._microbatch = microbatch
-        self._offsets = [microbatch * number for number in range(rank, global_batch // microbatch, ranks)]
-        self.position = at
-        """Global samples consumed by the steps handed out so far, over all ranks; skipped ones before them count."""
-        self._skipped = tuple(skipped)
-        self._prefetch = max(1, prefetch)
-        self._start_reading()
-
-    def next_step(
-        self, waiting: Callable[[], None] = lambda: None, given_up: Callable[[], bool] = lambda: False
-    ) -> list[Batch]:
-        """This rank's micro batches of the next step; calls `waiting` about each second that they are not here yet.
-
-        GivenUpError where it was `given_up` by then to wait for them.
-        """
-        batches = [self._take(waiting, given_up) for _ in self._offsets]
-        self.position = step_start(self.position, self._global_batch, self._skipped) + self._global_batch
-        return batches
-
-    def rewind(self, at: int, skipped: Sequence[tuple[int, int]]) -> None:
-        """Go on from another place, and leave these samples out."""
-        self.close()
-        self.position, self._skipped = at, tuple(skipped)
-        self._start_reading()
-
-    def _start_reading(self) -> None:
-        # Each thread has a queue and an end of its own: one that is still busy with a file cannot disturb the next.
-        self._closed = threading.Event()
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=self._prefetch)
-        arguments = (self.position, self._skipped, self._ready, self._closed)
-        self._thread = threading.Thread(target=self._read_ahead, args=arguments, name="keepstep-data", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop reading ahead; safe to call twice. Nobody waits for a store that is away: the thread ends by itself."""
-        self._closed.set()
-        self._thread.join(timeout=_CLOSE_WAIT_S)
-
-    def _take(self, waiting: Callable[[], None], given_up: Callable[[], bool]) -> Batch:
-        if self._closed.is_set():
-            raise RuntimeError("the feed is closed")
-        while True:
-            try:
-                found = self._ready.get(timeout=_WAITING_S)
-                break
-            except queue.Empty:
-                waiting()
-                if given_up():
-                    raise GivenUpError from None
-        if isinstance(found, BaseException):
-            # Keep it for a caller who tries again: the thread is gone and would never answer.
-            self._ready.put(found)
-            raise found
-        return found
-
-    def _read_ahead(
-        self,
-        at: int,
-        skipped: Sequence[tuple[int, int]],
-        ready: queue.Queue[Batch | BaseException],
-        closed: threading.Event,
-    ) -> None:
-        try:
-            while self._offsets and not closed.is_set():
-                at = step_start(at, self._global_batch, skipped)
-                for offset in self._offsets:
-                    if not _offer(self._loader.rows(at + offset, self._microbatch), ready, closed):
-                        return
-                at += self._global_batch
-        except BaseException as error:
-            _offer(error, ready, closed)
-
-
-def _offer(item: Batch | BaseException, ready: queue.Queue[Batch | BaseException], closed: threading.Event) -> bool:
-    while not closed.is_set():
-        try:
-            ready.put(item, timeout=0.2)
-            return True
-        except queue.Full:
-            continue
-    return False
-
-
-def step_start(at: int, count: int, skipped: Sequence[tuple[int, int]]) -> int:
-    """The first place from `at` on where `count` samples in a row touch none that are left out."""
-    for first, length in sorted(skipped):
-        if at < first + length and first < at + count:
-            at = first + length
-    return at
 
 
 @dataclass(frozen=True)
@@ -300,30 +145,30 @@ class Loaders:
     facts: dict[str, Any] = field(default_factory=dict)
     test: Loader | None = None
     names: tuple[str, ...] = ()
-    """What the data sets of the training data are called, one for each that is blended."""
+    """Name of each data set in the training data; several when they are blended."""
 
     def positions(self, samples: int) -> dict[str, dict[str, float]]:
-        """How far each data set has been read after so many samples: rows of its own, and epochs of it."""
+        """How far each data set has been read after this many samples: rows of its own, and epochs of it."""
         read = zip(self.names, self.train.read_so_far(samples), strict=True)
         return {name: {"samples": count, "epoch": count / rows} for name, (count, rows) in read}
 
 
 def build_loaders(config: DataConfig, seq_len: int, vocab: int, seed: int, cache_dir: Path) -> Loaders:
     """Open the data of a run; `demo` and raw text are prepared in `cache_dir` at first use."""
-    cut = Cut(config, seq_len, vocab, seed)
+    options = RowOptions(config, seq_len, vocab, seed)
     if config.blend:
-        opened = [_open(path, cut, cache_dir) for path in config.blend]
+        opened = [_open(path, options, cache_dir) for path in config.blend]
         weights = list(config.blend.values())
         return Loaders(
             BlendedLoader([one.train for one in opened], weights),
-            # Files of their own are the same for each set: blended with themselves their rows would come many times.
+            # A validation path of its own is the same for each set: a blend would repeat its rows.
             opened[0].valid if config.valid_path else _blended([one.valid for one in opened], weights),
             opened[0].tokenizer,
             {"kind": "blend", "parts": [one.facts for one in opened]},
             opened[0].test if config.test_path else _blended([one.test for one in opened], weights),
             tuple(config.blend),
         )
-    return _open(config.path, cut, cache_dir)
+    return _open(config.path, options, cache_dir)
 
 
 def _blended(parts: Sequence[Loader | None], weights: Sequence[float]) -> Loader | None:
@@ -332,90 +177,84 @@ def _blended(parts: Sequence[Loader | None], weights: Sequence[float]) -> Loader
     return BlendedLoader([part for part, _ in known], [weight for _, weight in known]) if known else None
 
 
-def _open(path: str, cut: Cut, cache_dir: Path) -> Loaders:
-    config = cut.config
+def _open(path: str, options: RowOptions, cache_dir: Path) -> Loaders:
+    config = options.config
     match path:
         case "synthetic":
-            rows = SyntheticRows(cut.seq_len, cut.vocab, cut.seed)
-            sources: list[RowSource | None] = [rows, _SecondHalf(rows), None]
+            # Validation rows are from row numbers that no training run reaches.
+            shape = options.seq_len, options.vocab, options.seed
+            sources: list[RowSource | None] = [SyntheticRows(*shape, first) for first in (0, 1 << 39)]
             tokenizer, facts = None, {"kind": "synthetic"}
         case "demo":
-            from keepstep.data.corpus import prepare_demo, read_facts
+            from keepstep.data.cache_folder import read_facts
+            from keepstep.data.corpus import prepare_demo
 
-            folder = prepare_demo(cache_dir, cut.vocab)
-            sources = [_whole(open_data(str(folder / name), config, cache_dir), cut) for name in ("train", "valid")]
+            folder = prepare_demo(cache_dir, options.vocab)
+            near = replace(config, cache_dir="")
+            sources = [
+                _all_rows(open_data(str(folder / name), near, cache_dir), options) for name in ("train", "valid")
+            ]
             tokenizer, facts = folder / "tokenizer.json", {"kind": "demo", "path": str(folder), **read_facts(folder)}
         case _:
-            data = open_data(path, config, cache_dir)
-            sources = _split(data, cut, cache_dir)
+            data = _open_checked(path, options, cache_dir)
+            sources = _split(data, options, cache_dir)
             tokenizer, facts = data.tokenizer, {"kind": data.kind, "path": path, **data.facts}
     train, valid, test = [*sources, None][:3]
     if train is None or not train.count:
         raise DataError(
-            f"{path} holds no whole row of {cut.seq_len} + 1 tokens", "give more data or a smaller model.seq_len"
+            f"{path} holds no whole row of {options.seq_len} + 1 tokens", "give more data or a smaller model.seq_len"
         )
     # Synthetic rows have no order worth shuffling; GPTDataset's rows are shuffled already.
     shuffle = config.shuffle and path != "synthetic" and config.order != "gpt"
     return Loaders(
-        Loader(train, seed=cut.seed, shuffle=shuffle, window=config.shuffle_window),
-        _held_out(valid),
-        _tokenizer(config, tokenizer),
+        Loader(train, seed=options.seed, shuffle=shuffle, window=config.shuffle_window),
+        validation_loader(valid),
+        named_tokenizer(config.tokenizer) or tokenizer,
         facts,
-        _held_out(test),
+        validation_loader(test),
         (path,),
     )
 
 
-def _split(data: DataSet, cut: Cut, cache_dir: Path) -> list[RowSource | None]:
+def _open_checked(
+    path: str, options: RowOptions, cache_dir: Path, field_name: str = "data.path"
+) -> DataSet | PluginSet:
+    """Open a data set and compare its ids with the vocabulary and the tokenizer of the run."""
+    if is_plugin("data", path):
+        return open_sequence(path, options, field_name)
+    data = open_data(path, options.config, cache_dir, field_name)
+    check_vocabulary(data, path, options.vocab, named_tokenizer(options.config.tokenizer))
+    return data
+
+
+def _split(data: DataSet | PluginSet, options: RowOptions, cache_dir: Path) -> list[RowSource | None]:
     """Training, validation and test rows, by share of the documents or from files of their own."""
-    config = cut.config
-    files = [config.valid_path, config.test_path]
-    shares = [
-        0.0 if file else share for file, share in zip(files, (config.valid_share, config.test_share), strict=True)
-    ]
-    ranges = split_documents(data.counts, shares)
+    config = options.config
+    held_out = (
+        ("data.valid_path", config.valid_path, config.valid_share),
+        ("data.test_path", config.test_path, config.test_share),
+    )
+    ranges = split_documents(data.counts, [0.0 if file else share for _, file, share in held_out])
     if sum(data.counts) and not any(ranges[0]):
         raise DataError(
             f"the data is {sum(data.counts)} document(s), and data.valid_share and data.test_share hold out all of it",
             "set both to 0, or give more documents: raw text has one a file, or one a line with data build --lines",
         )
-    # Held-out rows are read in a fixed order of their own, whatever order training follows.
-    plain = replace(cut, config=replace(config, order="keepstep"))
-    found: list[RowSource | None] = [data.rows(ranges[0], cut)]
-    fields = ("data.valid_path", "data.test_path")
-    for field_name, file, share, documents in zip(fields, files, shares, ranges[1:], strict=True):
+    # Held-out rows have a fixed order of their own, whatever order training follows.
+    plain = replace(options, config=replace(config, order="keepstep"))
+    found: list[RowSource | None] = [data.rows(ranges[0], options)]
+    for (field_name, file, share), documents in zip(held_out, ranges[1:], strict=True):
         if file:
-            found.append(_whole(open_data(file, config, cache_dir, field_name), plain))
+            found.append(_all_rows(_open_checked(file, options, cache_dir, field_name), plain))
         else:
             found.append(data.rows(documents, plain) if share > 0 else None)
     return found
 
 
-def _whole(data: DataSet, cut: Cut) -> RowSource:
-    return data.rows([range(count) for count in data.counts], cut)
+def _all_rows(data: DataSet | PluginSet, options: RowOptions) -> RowSource:
+    return data.rows([range(count) for count in data.counts], options)
 
 
-def _held_out(source: RowSource | None) -> Loader | None:
-    # One fixed shuffle for every run: the first rows stand for all, and are the same rows each time.
+def validation_loader(source: RowSource | None) -> Loader | None:
+    """One fixed shuffle for every run: the first rows represent all of them, and are the same rows each time."""
     return Loader(source, seed=0, shuffle=True) if source is not None and source.count else None
-
-
-def _tokenizer(config: DataConfig, beside: Path | None) -> Path | None:
-    """The tokenizer.json that was named, or else the one stored with the data."""
-    if not config.tokenizer:
-        return beside
-    if not Path(config.tokenizer).is_file():
-        raise DataError(f"data.tokenizer is {config.tokenizer!r}, which is missing", "give a tokenizer.json")
-    return Path(config.tokenizer)
-
-
-class _SecondHalf:
-    """Validation rows of the same synthetic chain, from numbers that no training run reaches."""
-
-    def __init__(self, source: SyntheticRows) -> None:
-        self._source = source
-        self.count = source.count // 2
-
-    def read(self, indices: NDArray[np.int64]) -> Rows:
-        """Read from the second half."""
-        return self._source.read(indices + self.count)

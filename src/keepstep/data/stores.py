@@ -1,7 +1,8 @@
-"""Data sets as documents that can be read by number, whether their files are here or far away."""
+"""Documents of a data set that can be read by number, from local or remote files."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,26 +13,24 @@ from numpy.typing import NDArray
 
 from keepstep.core.errors import DataError
 from keepstep.core.threads import in_threads
-from keepstep.data.formats.mds import ShardEntry, TokenShard
+from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.data.batch import Rows, check_vocab
+from keepstep.data.formats.mds_reader import ShardEntry, TokenShard
 from keepstep.data.formats.megatron import MegatronReader
 from keepstep.data.order import IndexArray
-from keepstep.data.rows import NO_LOSS, Rows, check_vocab
 
 
 class MegatronDocuments:
-    """Ranges of documents of several .bin/.idx pairs, numbered through."""
+    """Ranges of documents of several .bin/.idx pairs, numbered consecutively."""
 
     def __init__(self, readers: Sequence[MegatronReader], ranges: Sequence[range]) -> None:
         self._readers = readers
         self._ranges = ranges
         self.name = str(readers[0].prefix)
         self._ends = np.cumsum([len(documents) for documents in ranges])
-        self.lengths: NDArray[np.int64] = np.concatenate(
-            [
-                reader.document_lengths()[documents.start : documents.stop]
-                for reader, documents in zip(readers, ranges, strict=True)
-            ]
-        )
+        pairs = zip(readers, ranges, strict=True)
+        parts = [reader.document_lengths()[documents.start : documents.stop] for reader, documents in pairs]
+        self.lengths: NDArray[np.int64] = np.concatenate(parts)
 
     def part(self, document: int, offset: int, count: int) -> NDArray[Any]:
         """Tokens of one document."""
@@ -53,16 +52,15 @@ class MdsStore:
         open_shard: Callable[[ShardEntry], TokenShard],
         open_limit: int,
         *,
-        is_far: bool = False,
+        is_remote: bool = False,
     ) -> None:
         self.name = name
         self.entries = entries
         self._open_shard = open_shard
         self.open_limit = open_limit
-        self.is_far = is_far
+        self.is_remote = is_remote
         self._open: OrderedDict[int, TokenShard] = OrderedDict()
         self._lock = threading.Lock()
-        self._width: int | None = None
         self.ends: NDArray[np.int64] = np.cumsum([entry.samples for entry in entries], dtype=np.int64)
 
     @property
@@ -75,8 +73,7 @@ class MdsStore:
         with self._lock:
             found = self._open.get(number)
             if found is not None:
-                if self.open_limit:
-                    self._open.move_to_end(number)
+                self._open.move_to_end(number)
                 return found
         shard = self._open_shard(self.entries[number])
         with self._lock:
@@ -86,7 +83,7 @@ class MdsStore:
         return shard
 
     def open_together(self, numbers: Sequence[int]) -> dict[int, TokenShard]:
-        """Several shards, brought at the same time where they are not open, not one after the other."""
+        """Several shards; those that are not open are fetched at the same time."""
         with self._lock:
             found = {number: self._open[number] for number in numbers if number in self._open}
         absent = [number for number in numbers if number not in found]
@@ -94,32 +91,30 @@ class MdsStore:
             found.update(zip(absent, in_threads(self.shard, absent, min(8, len(absent))), strict=True))
         return found
 
+    @functools.cached_property
     def width(self) -> int:
-        """Tokens of each sample when all are equal, else 0: told from the first shard and the others' sizes, and held
-        against each when it is read."""
-        if self._width is None:
-            self._width = self._find_width()
-        return self._width
+        """Tokens of each sample if all samples are equally long, else 0.
 
-    def _find_width(self) -> int:
+        It follows from the first shard and the sizes of the others, and is checked when a shard is read.
+        """
         first = next((number for number, entry in enumerate(self.entries) if entry.samples), None)
         if first is None:
             return 0
         shard = self.shard(first)
-        # Beside its samples and an offset for each, a shard holds its columns' description: the same in all.
-        heads = {entry.bytes - entry.samples * (shard.sample_bytes + 4) for entry in self.entries if entry.samples}
-        return shard.width if len(heads) == 1 else 0
+        # Apart from its samples and their offsets, a shard holds a header, which is the same in all shards.
+        headers = {entry.bytes - entry.samples * (shard.sample_bytes + 4) for entry in self.entries if entry.samples}
+        return shard.width if len(headers) == 1 else 0
 
 
 class MdsRecordRows:
-    """One row a sample, for data that was cut to the model's row length when it was built."""
+    """One row for each sample, for data that was built with the model's row length."""
 
     def __init__(self, store: MdsStore, samples: range, length: int, vocab: int) -> None:
         self._store = store
         self._first = samples.start
         self._length = length
         self._vocab = vocab
-        self._width = store.width()
+        self._width = store.width
         self._starts: IndexArray = store.ends - np.array([entry.samples for entry in store.entries], dtype=np.int64)
         self.count = len(samples)
 
@@ -130,17 +125,14 @@ class MdsRecordRows:
         inside = places - self._starts[np.minimum(owners, len(self._starts) - 1)]
         tokens = np.empty((len(indices), self._length + 1), dtype=np.int64)
         text = tokens[:, : self._width]
-        # Held until the rows are read: more shards may be needed at a time than stay open.
-        shards = self._store.open_together(np.unique(owners).tolist()) if self._store.open_limit else {}
-        tables: dict[int, NDArray[Any]] = {}
+        # Referenced until the rows are read: one batch may need more shards than stay open.
+        shards = self._store.open_together(np.unique(owners).tolist())
+        tables = {number: self._table(number, shard) for number, shard in shards.items()}
         for row, (owner, sample) in enumerate(zip(owners.tolist(), inside.tolist(), strict=True)):
-            table = tables.get(owner)
-            if table is None:
-                table = tables[owner] = self._table(owner, shards.get(owner) or self._store.shard(owner))
-            text[row] = table[sample]
+            text[row] = tables[owner][sample]
         tokens[:, self._width :] = 0
         check_vocab(tokens, self._vocab, self._store.name)
-        tokens[:, self._width :] = NO_LOSS
+        tokens[:, self._width :] = IGNORE_INDEX
         return Rows(tokens)
 
     def _table(self, number: int, shard: TokenShard) -> NDArray[Any]:
@@ -160,9 +152,9 @@ class MdsDocuments:
         self._store = store
         self._first = samples.start
         self.name = store.name
-        width = store.width()
-        if width and store.is_far:
-            # Far away, looking into every shard would fetch them all; what differs is noticed when it is read.
+        width = store.width
+        if width and store.is_remote:
+            # Reading the lengths would fetch every shard. A shard with other lengths is noticed when it is read.
             self.lengths: NDArray[np.int64] = np.full(len(samples), width, dtype=np.int64)
         else:
             sizes = [store.shard(number).lengths() for number in range(len(store.entries))]

@@ -1,4 +1,4 @@
-"""Loss and perplexity over held-out batches, whatever computes the loss."""
+"""Loss and perplexity over held-out batches, with any function that computes the loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BatchT = TypeVar("BatchT")
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """Mean over tokens, not over batches: batches with more padding count less."""
+    """Mean over tokens and not over batches: batches with more padding count less."""
 
     loss: float
     """Mean cross-entropy of a token, in nats."""
     perplexity: float
-    """exp(loss); infinite where that does not fit a float."""
+    """exp(loss); infinite if that does not fit a float."""
     tokens: int
     """Tokens that had a target."""
 
@@ -37,7 +37,7 @@ def perplexity(forward_loss: Callable[[BatchT], tuple[float, int]], batches: Ite
         tokens += batch_tokens
     if tokens == 0:
         raise DataError("no token to evaluate: the validation batches hold none with a target", "check data.valid_path")
-    # fsum does not depend on the order or the size of batches, so equal data gives equal loss.
+    # fsum does not depend on the order or size of the batches, so equal data gives an equal loss.
     loss = math.fsum(sums) / tokens
     return PerplexityResult(loss, exponential(loss), tokens)
 

@@ -1,4 +1,4 @@
-"""What runs, where: the one description that every scheduler's text is rendered from."""
+"""What runs where: the description that every scheduler's text is rendered from, and the record of a submission."""
 
 from __future__ import annotations
 
@@ -10,62 +10,69 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from keepstep.core.errors import HardwareError, UsageError
+from keepstep.core.errors import HardwareError, UsageError, malformed_as
 from keepstep.core.files import write_json
+from keepstep.core.messages import invalid_value
 
-System = Literal["local", "slurm", "k8s"]
+System = Literal["local", "slurm", "k8s", "ssh", "sky"]
+WHERE = "local, slurm:PROFILE, k8s:PROFILE, sky:PROFILE or ssh:HOSTS"
+ENDED = ("", "finished", "failed", "stopped")
+"""States of a job that does not run any more; empty where the scheduler has forgotten it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """`--on`, read: which system, and which profile of it."""
+    """The value of `--on`: a system, and a profile of it."""
 
     system: System
     profile: str = ""
 
 
 def read_target(text: str) -> Target:
-    """Read `local`, `slurm`, `slurm:PROFILE` or `k8s:PROFILE`."""
-    match = re.fullmatch(r"(local|slurm|k8s)(?::(.+))?", text)
+    """Read `local`, `slurm`, `slurm:PROFILE`, `k8s:PROFILE`, `sky:PROFILE` or `ssh:HOSTS`."""
+    match = re.fullmatch(r"(local|slurm|k8s|ssh|sky)(?::(.+))?", text)
     if not match or (match[1] == "local" and match[2]):
-        raise UsageError(
-            f"--on is {text!r}, but it must be local, slurm:PROFILE or k8s:PROFILE", "--on slurm:azure-h100"
-        )
+        wrong = invalid_value("--on", text, f"must be {WHERE}")
+        raise UsageError(wrong, "--on slurm:azure-h100")
     return Target(match[1], match[2] or "")  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run as a job: the words after `keepstep` that every process gets, and how many of them."""
+    """One run as a job: the command that every process runs, and the number of nodes."""
 
     name: str
     """The run's name."""
     words: tuple[str, ...]
     """`train run.yaml a.b=c`, or another verb that several processes share."""
     folder: Path
-    """The run's folder: the job's script, record and logs lie below it."""
+    """The run's folder; the job's script, record and logs are below it."""
     nodes: int
     min_nodes: int = 0
     config_text: str = ""
-    """The run.yaml, word for word: it travels with the job, so that a later edit does not change one that waits."""
+    """The text of run.yaml. The job carries a copy, so that an edit does not change a job in the queue."""
     working_dir: Path = Path("/")
-    """Relative paths in the configuration start here (Slurm)."""
+    """Relative paths in the configuration start here (Slurm, ssh)."""
 
     @property
-    def node_range(self) -> str:
-        """`4`, or `2:4` where fewer will do."""
-        return f"{self.min_nodes}:{self.nodes}" if 0 < self.min_nodes < self.nodes else str(self.nodes)
+    def fewest_nodes(self) -> int:
+        """Nodes that are enough to start; 0 where all are needed."""
+        return self.min_nodes if 0 < self.min_nodes < self.nodes else 0
+
+    def submitted(self, system: System, profile: str, job_id: str, **places: str) -> JobRecord:
+        """The record of this job, which was submitted now."""
+        return JobRecord(self.name, system, profile, job_id, self.nodes, time.time(), **places)
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What `jobs`, `logs`, `stop` and `resume` need to know of a job that was submitted."""
+    """What `jobs`, `logs`, `stop` and `resume` need to know about a submitted job."""
 
     name: str
     system: System
     profile: str
     job_id: str
-    """Slurm's job id, or the Helm release."""
+    """Slurm's job id, the Helm release, or the attempt (ssh)."""
     nodes: int
     submitted: float
     log: str = ""
@@ -81,12 +88,12 @@ class JobRecord:
 
 
 def record_path(folder: Path) -> Path:
-    """Where a run's job record lies."""
+    """The file of a run's job record."""
     return folder / "job" / "job.json"
 
 
 def stop_mark(job_folder: Path) -> Path:
-    """A file that says that somebody wanted the job to stop, until it is submitted again."""
+    """A file that exists from a stop request until the job is submitted again."""
     return job_folder / "stop"
 
 
@@ -109,25 +116,19 @@ def all_records(runs_dir: Path) -> list[JobRecord]:
 
 
 def _read(path: Path) -> JobRecord:
-    try:
+    with malformed_as(UsageError, f"{path} is damaged", "remove it; the run itself is not touched"):
         return JobRecord(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{path} is damaged: {error}", "remove it; the run itself is not touched") from None
 
 
-def unreachable(record: JobRecord) -> HardwareError:
-    """For a job that may still run: a second one in its folder must not start."""
-    return HardwareError(
-        f"{record.system} cannot be asked whether run {record.name} still runs as {record.job_id}",
-        "try again when the scheduler answers",
-    )
-
-
-def now() -> float:
-    """The time a record carries."""
-    return time.time()
+def require_answer(record: JobRecord, state: str) -> None:
+    """Raise for a job that may still be running: no second job may start in its folder."""
+    if state == "unreachable":
+        raise HardwareError(
+            f"{record.system} does not answer whether run {record.name} is still running as {record.job_id}",
+            "try again when the scheduler answers",
+        )
 
 
 def absolute(path: str | Path) -> Path:
-    """A path as seen from any folder, with links left as they are (shared storage is often behind one)."""
+    """An absolute path that keeps its links: shared storage is often behind one."""
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links

@@ -1,9 +1,10 @@
-"""Kubernetes: the training chart rendered with the real helm, so that charts and `--on k8s` are one and the same."""
+"""Kubernetes: the training chart rendered by helm itself, so that `--on k8s` and the chart cannot differ."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,40 +18,35 @@ import yaml
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
-from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, unreachable
-from keepstep.launch.kept import is_kept
+from keepstep.core.messages import invalid_value
+from keepstep.core.verbosity import debug
+from keepstep.launch.environments import is_on_volume
+from keepstep.launch.job import Job, JobRecord, absolute, record_path, require_answer
 from keepstep.launch.profiles import KubernetesProfile
 from keepstep.launch.quoting import slug
 
-_KINDS = {"trainjob": "trainjobs.trainer.kubeflow.org", "pytorchjob": "pytorchjobs.kubeflow.org"}
 
-
-def chart_folder(chart: str) -> Path:
-    """Where a chart lies: $KEEPSTEP_CHARTS, beside the sources, or where the wheel put it."""
+def _chart() -> str:
+    """The folder of the training chart: in $KEEPSTEP_CHARTS, next to the sources, or where the wheel put it."""
     candidates = [Path(__file__).parents[3] / "charts", Path(sysconfig.get_path("data")) / "share/keepstep/charts"]
     if os.environ.get("KEEPSTEP_CHARTS"):
         candidates.insert(0, Path(os.environ["KEEPSTEP_CHARTS"]))
     for folder in candidates:
-        if (folder / chart / "Chart.yaml").is_file():
-            return folder / chart
-    raise UsageError(f"the chart {chart} is not installed", "set KEEPSTEP_CHARTS to the folder that holds the charts")
-
-
-def release(job: Job) -> str:
-    """The Helm release, which names the job and its pods."""
-    return slug(job.name)
+        if (folder / "training" / "Chart.yaml").is_file():
+            return str(folder / "training")
+    raise UsageError("the chart training is not installed", "set KEEPSTEP_CHARTS to the folder that holds the charts")
 
 
 def runs_folder(profile: KubernetesProfile) -> str:
-    """Where pods keep run folders; the chart says the same."""
+    """Where pods write run folders; the chart computes the same path."""
     if profile.runs_path.startswith("/"):
         return profile.runs_path
     return f"{profile.mount_path.removesuffix('/')}/{profile.runs_path}"
 
 
 def pod_overrides(overrides: Sequence[str], config: RunConfig, profile: KubernetesProfile) -> list[str]:
-    """The overrides that pods get. A `runs_dir` off their volume, as one in a file, is where the record lies here."""
-    if is_kept(config.runs_dir, [profile.mount_path], "/image"):
+    """The overrides that pods get, without a `runs_dir` that is not on their volume: that is for the record here."""
+    if is_on_volume(config.runs_dir, [profile.mount_path], "/image"):
         return list(overrides)
     return [word for word in overrides if not word.startswith("runs_dir=")]
 
@@ -59,9 +55,10 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
     """The profile and the job as values of the training chart."""
     repository, _, tag = profile.image.rpartition(":")
     if not repository or "/" in tag:
-        raise UsageError(f"image is {profile.image!r}, but it must be repository:tag", "image: keepstep:0.1.0")
+        raise UsageError(invalid_value("image", profile.image, "must be repository:tag"), "image: keepstep:0.1.0")
     training = job.words[0] == "train"
     return {
+        **profile.values,
         "jobKind": profile.job_kind,
         "image": {"repository": repository, "tag": tag, "pullSecrets": list(profile.pull_secrets)},
         "runName": job.name,
@@ -70,7 +67,7 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
         "instead": [] if training else list(job.words),
         "training": {
             "nodes": job.nodes,
-            "minNodes": job.min_nodes if 0 < job.min_nodes < job.nodes else None,
+            "minNodes": job.fewest_nodes or None,
             "gpusPerNode": profile.gpus_per_node,
             "useSharp": int(profile.sharp),
             "maxRestarts": profile.max_restarts,
@@ -90,7 +87,11 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
             {"name": name, "secretName": reference.split("/")[0], "secretKey": reference.split("/")[1]}
             for name, reference in profile.secrets.items()
         ],
-        "kueue": {"queueName": profile.queue},
+        "kueue": {
+            "queueName": profile.queue,
+            "requiredTopology": profile.required_topology,
+            "preferredTopology": profile.preferred_topology,
+        },
         "terminationGracePeriodSeconds": profile.grace_period_s,
         "tensorboard": {"enabled": profile.tensorboard, "serviceName": profile.tensorboard_service},
         "security": {"privileged": profile.privileged},
@@ -100,59 +101,54 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
     }
 
 
+def _as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
 def render(job: Job, profile: KubernetesProfile) -> str:
     """Every manifest that would be submitted."""
-    values = yaml.safe_dump(chart_values(job, profile), sort_keys=False, allow_unicode=True)
-    chart = str(chart_folder("training"))
-    return _run([_helm(), "template", release(job), chart, "--namespace", profile.namespace, "-f", "-"], values)
+    values = _as_yaml(chart_values(job, profile))
+    command = [_helm(), "template", slug(job.name), _chart(), "--namespace", profile.namespace, "-f", "-"]
+    return _run(command, values)
 
 
 def submit(job: Job, profile: KubernetesProfile, profile_name: str) -> JobRecord:
-    """Install the chart, and keep its values beside the run."""
+    """Install the chart, and write its values next to the run."""
     values = absolute(record_path(job.folder).parent) / "values.yaml"
-    write_atomic(values, yaml.safe_dump(chart_values(job, profile), sort_keys=False, allow_unicode=True))
-    record = JobRecord(
-        name=job.name,
-        system="k8s",
-        profile=profile_name,
-        job_id=release(job),
-        nodes=job.nodes,
-        submitted=now(),
-        script=str(values),
-        namespace=profile.namespace,
-        context=profile.context,
-    )
+    write_atomic(values, _as_yaml(chart_values(job, profile)))
+    places = {"script": str(values), "namespace": profile.namespace, "context": profile.context}
+    # The Helm release names the job and its pods.
+    record = job.submitted("k8s", profile_name, slug(job.name), **places)
     _install(record)
     record.save(job.folder)
     return record
 
 
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
-    """Install the same values again; the run goes on from its newest checkpoint. Returns the release."""
+    """Install the same values again; the run resumes from its newest checkpoint. Returns the release."""
     current = state(record)
-    if current == "unreachable":
-        raise unreachable(record)
+    require_answer(record, current)
     if current == "ending":
-        raise UsageError(f"pods of run {record.name} still save and stop", "again when keepstep jobs says stopped")
+        raise UsageError(f"pods of run {record.name} are still saving", "try again when keepstep jobs shows stopped")
     if current in ("waiting", "running"):
         raise UsageError(f"run {record.name} is {current} as {record.job_id}", f"keepstep stop {record.name} first")
     values = yaml.safe_load(Path(record.script).read_text())
     if exclude:
-        values["affinity"] = _without(exclude)
-        write_atomic(Path(record.script), yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        values["affinity"] = _exclude_nodes(exclude)
+        write_atomic(Path(record.script), _as_yaml(values))
     _install(record)
     return record.job_id
 
 
-def stop(record: JobRecord, at_once: bool) -> None:
-    """Take the job away: pods are asked to stop and save within their grace period, or killed."""
-    if at_once:
+def stop(record: JobRecord, immediately: bool) -> None:
+    """Uninstall the job: its pods save within their grace period, or are killed immediately."""
+    if immediately:
         _kubectl(record, ["delete", "pods", "-l", _selector(record), "--grace-period=0", "--force"])
     _run([_helm(), "uninstall", record.job_id, *_scope(record, "--kube-context")])
 
 
 def state(record: JobRecord) -> str:
-    """waiting, running, ending (stopped, but its pods still save), finished, failed, stopped, or unreachable."""
+    """waiting, running, ending (stopped, its pods are still saving), finished, failed, stopped or unreachable."""
     try:
         pods = json.loads(_kubectl(record, ["get", "pods", "-l", _selector(record), "-o", "json"]))["items"]
         installed = _run([_helm(), "list", "-q", "--filter", f"^{record.job_id}$", *_scope(record, "--kube-context")])
@@ -170,7 +166,7 @@ def state(record: JobRecord) -> str:
 
 
 def _newest_of_each_node(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A pod that stopped and was replaced stays there as failed; only its replacement says how the run stands."""
+    """One pod per node: a replaced pod stays listed as failed, and only its replacement shows the run's state."""
     newest: dict[str, dict[str, Any]] = {}
     for pod in sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", "")):
         labels = pod["metadata"].get("labels", {})
@@ -179,15 +175,15 @@ def _newest_of_each_node(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def logs_command(record: JobRecord, follow: bool) -> list[str]:
-    """kubectl's own log reader over all pods of the run."""
-    # One for each pod, those that were replaced included; kubectl refuses where there are more.
+    """The kubectl command that prints the logs of all pods of the run."""
+    # One request per pod, replaced ones included; kubectl refuses more than this limit.
     options = ["-f", f"--max-log-requests={max(64, 8 * record.nodes)}"] if follow else []
     return [_program("kubectl"), *_scope(record, "--context"), "logs", "-l", _selector(record), "--prefix", "--tail=-1",
             *options]  # fmt: skip
 
 
 def log_text(record: JobRecord) -> str:
-    """All that the pods have printed so far; nothing while there are none."""
+    """Everything the pods have printed so far; empty while there are none."""
     return subprocess.run(logs_command(record, follow=False), capture_output=True, text=True, check=False).stdout
 
 
@@ -195,15 +191,15 @@ def _selector(record: JobRecord) -> str:
     return f"app.kubernetes.io/instance={record.job_id},app.kubernetes.io/component=training"
 
 
-def _without(nodes: Sequence[str]) -> dict[str, Any]:
+def _exclude_nodes(nodes: Sequence[str]) -> dict[str, Any]:
     expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 def _install(record: JobRecord) -> None:
-    chart = str(chart_folder("training"))
-    # A finished job's pods cannot be changed, so the old release goes first; claims are not part of it.
+    chart = _chart()
+    # Pods of a finished job cannot be changed, so the old release is removed first; volume claims are not part of it.
     _run([_helm(), "uninstall", record.job_id, "--ignore-not-found", "--wait", *_scope(record, "--kube-context")])
     _run([_helm(), "install", record.job_id, chart, "-f", record.script, *_scope(record, "--kube-context")])
 
@@ -218,8 +214,8 @@ def _kubectl(record: JobRecord, words: Sequence[str]) -> str:
 
 
 def _helm() -> str:
-    beside = Path(sys.executable).parent / "helm"
-    return str(beside) if beside.is_file() else _program("helm")
+    own = Path(sys.executable).parent / "helm"
+    return str(own) if own.is_file() else _program("helm")
 
 
 def _program(name: str) -> str:
@@ -231,6 +227,7 @@ def _program(name: str) -> str:
 
 
 def _run(command: Sequence[str], text: str | None = None) -> str:
+    debug(shlex.join(command))
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         if 'Service "' in done.stderr and "exists and cannot be imported" in done.stderr:

@@ -1,7 +1,7 @@
-"""Profiles: what a cluster is like, written once as YAML and named by `--on slurm:NAME` or `--on k8s:NAME`.
+"""Profiles: a cluster's settings in a YAML file, named by `--on slurm:NAME`, and so with k8s, ssh and sky.
 
-A name is looked for as NAME.yaml in $KEEPSTEP_PROFILES, ./profiles and ~/.config/keepstep/profiles, then among those
-that come with keepstep; a path is taken as it is.
+NAME.yaml is searched in $KEEPSTEP_PROFILES, ./profiles and ~/.config/keepstep/profiles, then among the profiles that
+come with keepstep. A path is used as it is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
@@ -18,13 +18,17 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import yaml
 
-from keepstep.config.values import Misfit, convert, nearest, shown
+from keepstep.config.fields import texts_below
+from keepstep.config.parse import load_yaml
+from keepstep.config.values import Misfit, convert
 from keepstep.core.errors import ConfigError, KeepstepError, UsageError
-from keepstep.core.home import home_folder
+from keepstep.core.files import home_folder
+from keepstep.core.messages import invalid_value, suggestion
 from keepstep.launch.quoting import check_variables
+from keepstep.plan.cluster import read_profiles
 
 WARNED_EARLY_S = 60
-"""Slurm looks at time limits every 30 s, and warns up to a minute early."""
+"""Slurm checks time limits every 30 s, and warns up to a minute early."""
 Environment = Literal["none", "azure-ndv5", "nebius"]
 
 
@@ -33,7 +37,7 @@ class SlurmProfile:
     """A Slurm cluster: where to queue, on what, and in which software."""
 
     partition: str = ""
-    """Partition; empty takes the cluster's default. Likewise below."""
+    """Partition. Empty means the cluster's default, here and below."""
     account: str = ""
     """Account to charge."""
     qos: str = ""
@@ -41,19 +45,21 @@ class SlurmProfile:
     reservation: str = ""
     """Reservation to run in."""
     time_limit: str = ""
-    """Wall-clock limit as Slurm writes it: 2-00:00:00."""
+    """Wall-clock limit in Slurm's format: 2-00:00:00."""
     nodes: int = 1
     """Nodes; `-N` wins."""
     min_nodes: int = 0
-    """The run may start with this many where not all are free; 0 needs all of them."""
+    """The run may start with this many nodes; 0 needs all."""
     gpus_per_node: int = 8
     """GPUs on each node; 0 trains on CPUs."""
+    cluster: str = ""
+    """What its nodes are, by a name of `keepstep plan --cluster list`: degrees that nobody gave are chosen for it."""
     processes_per_node: int = 0
-    """Processes on each node; 0 means one a GPU."""
+    """Processes on each node; 0 means one per GPU."""
     cpus_per_node: int = 0
     """Cores on each node; 0 leaves it to Slurm."""
     memory: str = ""
-    """Memory on each node as Slurm writes it: 900G."""
+    """Memory on each node in Slurm's format: 900G."""
     exclusive: bool = True
     """Whole nodes only."""
     exclude: tuple[str, ...] = ()
@@ -65,9 +71,9 @@ class SlurmProfile:
     mounts: tuple[str, ...] = ()
     """Container mounts: /data:/data."""
     stage_image: str = ""
-    """Folder on each node's own disk; the squash file is copied there once a node before the run. Empty: no copy."""
+    """Folder on each node's local disk, to which the squash file is copied before the run. Empty: no copy."""
     venv: str = ""
-    """A virtual environment on shared storage; empty takes the Python that submits. Unused with an image."""
+    """A virtual environment on shared storage; empty means the Python that submits. Unused with an image."""
     environment: Environment = "none"
     """NCCL and UCX settings by machine."""
     sharp: bool = False
@@ -75,9 +81,9 @@ class SlurmProfile:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further environment variables."""
     secrets: Mapping[str, Any] = field(default_factory=dict)
-    """Environment variables whose values are read on the node, each from its file: {HF_TOKEN: /home/me/.hf_token}."""
+    """Environment variables whose values are read from files on the node: {HF_TOKEN: /home/me/.hf_token}."""
     warn_before_end_s: int = 300
-    """Save and requeue this long before the time limit; longer than a step and a save. Slurm looks every 30 s."""
+    """Save and requeue this long before the time limit: longer than a step and a save. Slurm checks every 30 s."""
     max_restarts: int = 3
     """Restarts of the workers in place."""
     max_requeues: int = 100
@@ -89,7 +95,7 @@ class KubernetesProfile:
     """A Kubernetes cluster: where to queue, on what, and in which image."""
 
     context: str = ""
-    """kubectl context; empty takes the current one."""
+    """kubectl context; empty means the current one."""
     namespace: str = "default"
     """Namespace of the job and its storage."""
     job_kind: Literal["trainjob", "pytorchjob", "jobset"] = "trainjob"
@@ -101,13 +107,15 @@ class KubernetesProfile:
     nodes: int = 2
     """Nodes; `-N` wins."""
     min_nodes: int = 0
-    """The run goes on with this many while others are replaced; 0 needs all of them."""
+    """The run continues with this many nodes while others are replaced; 0 needs all."""
     gpus_per_node: int = 8
-    """GPUs on each node; 0 trains on CPUs, one process a node."""
+    """GPUs on each node; 0 trains on CPUs, one process per node."""
+    cluster: str = ""
+    """What its nodes are, by a name of `keepstep plan --cluster list`: degrees that nobody gave are chosen for it."""
     gpu_resource: str = "nvidia.com/gpu"
     """Name of the GPU resource."""
     rdma_resource: str = "rdma/ib"
-    """Name of the RDMA resource; empty asks for none."""
+    """Name of the RDMA resource; empty requests none."""
     rdma_count: int = 0
     """RDMA devices for each node; 0 means as many as GPUs."""
     shm_size: str = "64Gi"
@@ -132,6 +140,10 @@ class KubernetesProfile:
     """Environment variables from Kubernetes Secrets: {HF_TOKEN: secret-name/key}."""
     queue: str = ""
     """Kueue LocalQueue."""
+    required_topology: str = ""
+    """Kueue topology level, as a node label: all pods must be in one domain of it."""
+    preferred_topology: str = ""
+    """The same as a preference; set one of the two."""
     grace_period_s: int = 600
     """Time to save after a stop request."""
     max_restarts: int = 3
@@ -145,47 +157,157 @@ class KubernetesProfile:
     priority_class: str = ""
     """Priority class of the pods."""
     privileged: bool = False
-    """Some RDMA set-ups without a device plugin need it; nothing else does."""
+    """Run privileged: needed only by some RDMA set-ups without a device plugin."""
     tensorboard: bool = True
-    """A TensorBoard Deployment and Service beside the run."""
+    """Deploy TensorBoard and its Service with the run."""
     tensorboard_service: str = "tensorboard"
-    """Name of that Service; one run of a namespace can have it."""
+    """Name of that Service; only one run of a namespace can use it."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Further values of the chart that have no key here: {localDisk: {kind: hostPath}}."""
 
 
-Profile = TypeVar("Profile", SlurmProfile, KubernetesProfile)
-_SYSTEMS: Mapping[type, str] = {SlurmProfile: "slurm", KubernetesProfile: "k8s"}
+@dataclass(frozen=True)
+class SshProfile:
+    """A few machines without a scheduler, on which this user has an account."""
+
+    hosts: tuple[str, ...] = ()
+    """[user@]host[:port], as in ~/.ssh/config. The first one hosts the rendezvous; `-N` takes the first N."""
+    user: str = ""
+    """User on hosts without one; empty leaves it to ssh."""
+    options: tuple[str, ...] = ()
+    """Further options of ssh, one each: IdentityFile=/home/me/.ssh/cluster."""
+    folder: str = ""
+    """Working folder on every host, on storage that they share; empty means this folder."""
+    python: str = ""
+    """The Python with keepstep on every host: /shared/env/bin/python; empty means this one."""
+    min_nodes: int = 0
+    """The run continues with this many hosts when others fail; 0 needs all."""
+    gpus_per_node: int = 8
+    """GPUs on each host; 0 trains on CPUs."""
+    processes_per_node: int = 0
+    """Processes on each host; 0 means one per GPU."""
+    environment: Environment = "none"
+    """NCCL and UCX settings by machine."""
+    sharp: bool = False
+    """SHARP in-network reduction."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further environment variables: {NCCL_SOCKET_IFNAME: eth0}."""
+    secrets: Mapping[str, Any] = field(default_factory=dict)
+    """Environment variables whose values are read from files on the host: {HF_TOKEN: /home/me/.hf_token}."""
+    max_restarts: int = 3
+    """Restarts of the workers in place."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes where `-N` names no number."""
+        return len(self.hosts)
+
+
+@dataclass(frozen=True)
+class SkyProfile:
+    """Machines that SkyPilot finds in a cloud, in one of several, or on Kubernetes."""
+
+    infra: str = ""
+    """Where: aws, aws/us-east-1, k8s/my-context; empty lets SkyPilot choose."""
+    accelerators: str = "H100:8"
+    """GPUs of each node, TYPE:COUNT; empty trains on CPUs."""
+    nodes: int = 1
+    """Nodes; `-N` wins."""
+    min_nodes: int = 0
+    """The run continues with this many nodes when others fail; 0 needs all."""
+    use_spot: bool = False
+    """Spot machines, which are cheaper and may be taken away at any time."""
+    image: str = ""
+    """Docker image, repository:tag; empty means SkyPilot's machine image."""
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    """Further resources of the task: {disk_size: 500, network_tier: best}."""
+    workdir: str = ""
+    """Folder of this machine that is copied to every node."""
+    file_mounts: Mapping[str, Any] = field(default_factory=dict)
+    """Buckets and files: {/runs: {source: "s3://my-bucket/runs", mode: MOUNT}}."""
+    setup: str = "pip install keepstep"
+    """Commands that run once on each node before the run."""
+    environment: Environment = "none"
+    """NCCL and UCX settings by machine."""
+    sharp: bool = False
+    """SHARP in-network reduction."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further environment variables."""
+    secrets: Mapping[str, Any] = field(default_factory=dict)
+    """Environment variables that have their values from variables here: {HF_TOKEN: HF_TOKEN}."""
+    max_restarts: int = 3
+    """Restarts of the workers in place."""
+    max_recoveries: int = 3
+    """New machines after a failed run; after a preemption there is no limit."""
+    strategy: str = ""
+    """SkyPilot's recovery strategy: FAILOVER or EAGER_NEXT_REGION; empty means its default."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """The count of TYPE:COUNT."""
+        return int(self.accelerators.partition(":")[2] or 1) if self.accelerators else 0
+
+
+AnyProfile = SlurmProfile | KubernetesProfile | SshProfile | SkyProfile
+Profile = TypeVar("Profile", SlurmProfile, KubernetesProfile, SshProfile, SkyProfile)
+PROFILES: Mapping[str, type[AnyProfile]] = {
+    "slurm": SlurmProfile, "k8s": KubernetesProfile, "ssh": SshProfile, "sky": SkyProfile,
+}  # fmt: skip
+_TYPED_MAPPINGS = ("values", "resources", "file_mounts")
+"""Mappings for another program, which distinguishes numbers and booleans from text."""
+_SYSTEMS = {kind: system for system, kind in PROFILES.items()}
+
+
+def load_hosts(text: str) -> SshProfile:
+    """What follows `--on ssh:`: the name or the path of a profile, or else hosts separated by commas."""
+    if "/" in text or text.endswith((".yaml", ".yml")) or _find_own(text):
+        return load_profile(SshProfile, text)
+    return _build(SshProfile, {"hosts": text.split(",")}, f"--on ssh:{text}")
+
+
+def split_host(text: str) -> tuple[str, str, str]:
+    """User, host and port of [user@]host[:port]; empty where not given. An IPv6 address is in brackets."""
+    match = _HOST.fullmatch(text)
+    assert match, text
+    return match[1] or "", match[2].strip("[]"), match[3] or ""
+
+
+# No host or user may look like an option of ssh.
+_HOST = re.compile(
+    r"(?:([A-Za-z0-9_][A-Za-z0-9_.-]*)@)?([A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9a-fA-F:.%]+\])(?::([0-9]+))?"
+)
 
 
 def load_profile(kind: type[Profile], name: str) -> Profile:
-    """Find, read and check a profile; an empty name is all defaults. Every problem is reported at once."""
+    """Find, read and check a profile; an empty name means all defaults. All problems are reported together."""
     if not name:
         return kind()
     place, text = _find(_SYSTEMS[kind], name)
     try:
-        content, written = yaml.safe_load(text) or {}, yaml.load(text, _AsWritten) or {}
+        content, written = load_yaml(text) or {}, load_yaml(text, _AsWritten) or {}
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{place} is not YAML: {error}", "keepstep launch profiles prints one to start from"
         ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{place} must be keys and values", "partition: gpu")
-    # YAML takes 12:00:00 for a number of seconds, 0123 for 83 and no for a truth value: texts stay as they are written.
-    texts = [name for name, hint in get_type_hints(kind).items() if _is_text(hint)]
+    # YAML reads 12:00:00 as seconds, 0123 as 83 and `no` as a boolean: text fields keep what the user wrote.
+    texts = [name for name, hint in get_type_hints(kind).items() if _is_text(hint) and name not in _TYPED_MAPPINGS]
     content = {name: written[name] if name in texts else content.get(name) for name in written}
     return _build(kind, content, place)
 
 
 class _AsWritten(yaml.SafeLoader):
-    """Every value as the text it is; only what is empty is nothing."""
+    """Reads every value as text, and an empty one as None."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as the library has it
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the library defines it so
         first: [pair for pair in found if pair[0].rpartition(":")[2] in ("null", "merge")]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 def _is_text(hint: Any) -> bool:
-    """Whether a key takes texts: one, a list of them, or some by name."""
+    """Whether a field holds text: one value, a list, or a mapping."""
     return hint in (str, tuple[str, ...]) or get_origin(hint) is Mapping
 
 
@@ -196,20 +318,15 @@ def _build(kind: type[Profile], content: dict[str, Any], place: str) -> Profile:
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in types:
-            near = nearest(str(key), names)
-            problems.append(
-                KeepstepError(
-                    f"{place} unknown key {key}",
-                    f"did you mean {near}?" if near else "keepstep launch profiles lists every key",
-                )
-            )
+            hint = suggestion(str(key), names, "keepstep launch profiles lists every key")
+            problems.append(KeepstepError(f"{place} unknown key {key}", hint))
             continue
         try:
             values[key] = convert(types[key], value)
             if key in ("variables", "secrets"):
                 check_variables(values[key], f"{place} {key}:", secret=key == "secrets")
         except Misfit as misfit:
-            problems.append(KeepstepError(f"{place} {key} is {shown(value)}, but it {misfit.rule}", misfit.hint))
+            problems.append(KeepstepError(f"{place} {invalid_value(key, value, misfit.rule)}", misfit.hint))
         except UsageError as error:
             problems.append(error)
     if not problems:
@@ -220,42 +337,69 @@ def _build(kind: type[Profile], content: dict[str, Any], place: str) -> Profile:
     raise ConfigError(problems)
 
 
-def _broken(profile: SlurmProfile | KubernetesProfile) -> list[tuple[str, str]]:
-    broken = []
+def _broken(profile: AnyProfile) -> Iterator[tuple[str, str]]:
+    """Message and hint of each rule that the profile breaks."""
+    if isinstance(profile, SkyProfile) and not re.fullmatch(r"(?:[\w.-]+(?::[1-9][0-9]*)?)?", profile.accelerators):
+        yield invalid_value("accelerators", profile.accelerators, "must be TYPE:COUNT"), "accelerators: H100:8"
+        return
     for name in ("nodes", "min_nodes", "gpus_per_node", "max_restarts"):
-        low = 1 if name == "nodes" else 0
+        low = 1 if name == "nodes" and not isinstance(profile, SshProfile) else 0
         if getattr(profile, name) < low:
-            broken.append((f"{name} is {getattr(profile, name)}, but it must be at least {low}", f"{name}: {low}"))
+            yield invalid_value(name, getattr(profile, name), f"must be at least {low}"), f"{name}: {low}"
+    if isinstance(profile, SlurmProfile | KubernetesProfile) and profile.cluster:
+        shipped = read_profiles()
+        known = [*shipped.clusters, *shipped.gpus]
+        if profile.cluster not in known:
+            hint = suggestion(profile.cluster, known, "keepstep plan --cluster list prints all names")
+            yield invalid_value("cluster", profile.cluster, "must be the name of a cluster or a GPU"), hint
     for name, value in profile.variables.items():
         if not isinstance(value, str | int | float):
-            broken.append((f"variables: {name} is {shown(value)}, but it must be a text or a number", f'{name}: ""'))
-    if isinstance(profile, SlurmProfile):
-        if profile.warn_before_end_s < 60:
-            broken.append(("warn_before_end_s must be at least 60: Slurm's clock ticks every 30 s", "300"))
-        limit_s = _limit_s(profile.time_limit)
-        if limit_s is not None and limit_s < profile.warn_before_end_s + WARNED_EARLY_S:
-            # It would save and requeue itself as soon as it has started, again and again.
-            broken.append(
-                (
-                    f"time_limit is {profile.time_limit}, {limit_s} s, but Slurm may warn {WARNED_EARLY_S} s before "
-                    f"warn_before_end_s ({profile.warn_before_end_s}): nothing is left to train in",
-                    "a longer time_limit (30 is minutes, 12:00:00 hours), or a smaller warn_before_end_s",
-                )
-            )
-        for name, path in profile.secrets.items():
-            if not isinstance(path, str) or not path.startswith("/"):
-                broken.append((f"secrets: {name} is {shown(path)}, but it must be the absolute path of a file", name))
-    else:
+            yield invalid_value(f"variables: {name}", value, "must be a text or a number"), f'{name}: ""'
+    if isinstance(profile, KubernetesProfile):
         for name, reference in profile.secrets.items():
             if not isinstance(reference, str) or reference.count("/") != 1:
-                broken.append(
-                    (f"secrets: {name} is {shown(reference)}, but it must be SECRET/KEY", "huggingface/token")
-                )
-    return broken
+                yield invalid_value(f"secrets: {name}", reference, "must be SECRET/KEY"), "huggingface/token"
+        return
+    if isinstance(profile, SkyProfile):
+        check_variables(dict.fromkeys(profile.secrets.values()), "secrets:", secret=True)
+        return
+    for name, path in profile.secrets.items():
+        if not isinstance(path, str) or not path.startswith("/"):
+            yield invalid_value(f"secrets: {name}", path, "must be the absolute path of a file"), name
+    yield from _broken_hosts(profile) if isinstance(profile, SshProfile) else _broken_times(profile)
+
+
+def _broken_hosts(profile: SshProfile) -> Iterator[tuple[str, str]]:
+    for host in profile.hosts or ("",):
+        if not _HOST.fullmatch(host):
+            yield (
+                invalid_value("a host", host, "must be [user@]host[:port]"),
+                "--on ssh:gpu1,gpu2 or hosts: [gpu1, gpu2]",
+            )
+    if len(set(profile.hosts)) < len(profile.hosts):
+        yield "hosts names a host twice", "each host once"
+    if profile.folder and not profile.folder.startswith("/"):
+        yield invalid_value("folder", profile.folder, "must be an absolute path"), f"folder: /home/me/{profile.folder}"
+    for option in profile.options:
+        if not re.fullmatch(r"[A-Za-z0-9]+[= ].+", option):
+            yield invalid_value("options", option, "must be an option of ssh_config"), "IdentityFile=/home/me/.ssh/key"
+
+
+def _broken_times(profile: SlurmProfile) -> Iterator[tuple[str, str]]:
+    if profile.warn_before_end_s < 60:
+        yield "warn_before_end_s must be at least 60: Slurm checks every 30 s", "300"
+    limit_s = _limit_s(profile.time_limit)
+    if limit_s is not None and limit_s < profile.warn_before_end_s + WARNED_EARLY_S:
+        # The job would save and requeue itself right after every start.
+        yield (
+            f"time_limit is {profile.time_limit}, {limit_s} s, but Slurm may warn {WARNED_EARLY_S} s before "
+            f"warn_before_end_s ({profile.warn_before_end_s}): nothing is left to train in",
+            "a longer time_limit (30 means minutes, 12:00:00 hours), or a smaller warn_before_end_s",
+        )
 
 
 def _limit_s(text: str) -> int | None:
-    """A time limit as Slurm reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for none or a wrong one."""
+    """A time limit in Slurm's format (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for no limit or a wrong one."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if not match:
         return None
@@ -264,38 +408,46 @@ def _limit_s(text: str) -> int | None:
     if days is None and len(numbers) < 3:
         numbers.insert(0, 0)
     hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    # Zero asks for no limit at all.
+    # Zero means no limit.
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 def _find(kind: str, name: str) -> tuple[str, str]:
     if "/" in name or name.endswith((".yaml", ".yml")):
         path = Path(name)
-        # The home of somebody whom this machine does not know: no such file, as for any other wrong path.
+        # ~name of a user that this machine does not know: no such file, like any other wrong path.
         with suppress(RuntimeError):
             path = path.expanduser()
         if not path.is_file():
             raise UsageError(f"there is no profile {name}", f"--on {kind}:NAME, or the path of a YAML file")
         return str(path), path.read_text()
-    folders = [Path("profiles"), home_folder() / ".config/keepstep/profiles"]
-    if os.environ.get("KEEPSTEP_PROFILES"):
-        folders.insert(0, Path(os.environ["KEEPSTEP_PROFILES"]))
-    for folder in folders:
-        path = folder / f"{name}.yaml"
-        if path.is_file():
-            return str(path), path.read_text()
+    if own := _find_own(name):
+        return str(own), own.read_text()
     shipped = resources.files("keepstep.launch") / "shipped" / kind
-    known = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
+    entries = shipped.iterdir() if shipped.is_dir() else ()
+    known = sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml"))
     if name in known:
         return f"{kind}:{name}", (shipped / f"{name}.yaml").read_text()
-    near = nearest(name, known)
+    folders = ", ".join(map(str, _own_folders()))
     raise UsageError(
-        f"there is no {kind} profile {name!r} in {', '.join(map(str, folders))} nor among ours ({', '.join(known)})",
-        f"did you mean {near}?" if near else f"keepstep launch profiles {kind} > profiles/{name}.yaml",
+        f"there is no {kind} profile {name!r} in {folders} nor among ours ({', '.join(known)})",
+        suggestion(name, known, f"keepstep launch profiles {kind} > profiles/{name}.yaml"),
     )
 
 
-def commented(kind: type[SlurmProfile] | type[KubernetesProfile]) -> str:
+def _own_folders() -> list[Path]:
+    folders = [Path("profiles"), home_folder() / ".config/keepstep/profiles"]
+    chosen = os.environ.get("KEEPSTEP_PROFILES")
+    return [Path(chosen), *folders] if chosen else folders
+
+
+def _find_own(name: str) -> Path | None:
+    """The user's profile of this name."""
+    paths = [folder / f"{name}.yaml" for folder in _own_folders()]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def commented(kind: type[AnyProfile]) -> str:
     """A profile of defaults with every key explained, to start from."""
     import ast
     import inspect
@@ -303,15 +455,8 @@ def commented(kind: type[SlurmProfile] | type[KubernetesProfile]) -> str:
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     lines = []
-    for entry, following in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
-            continue
-        assert isinstance(following, ast.Expr)
-        text = ast.literal_eval(following.value)
-        default = getattr(kind(), entry.target.id)
+    for name, text in texts_below(body):
+        default = getattr(kind(), name)
         default = list(default) if isinstance(default, tuple) else default
-        lines += [
-            f"# {text}",
-            yaml.safe_dump({entry.target.id: default}, default_flow_style=False).strip(),
-        ]
+        lines += [f"# {text}", yaml.safe_dump({name: default}, default_flow_style=False).strip()]
     return "\n".join(lines) + "\n"

@@ -1,26 +1,29 @@
-"""Slurm: render the batch script, submit it, and ask, stop or start again what was submitted."""
+"""Slurm: render the batch script, submit it, query it, stop it, and submit it again."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
-from keepstep.core.errors import HardwareError, UsageError
+from keepstep.core.errors import EXIT_DONE, EXIT_HARDWARE, EXIT_STOPPED, HardwareError, UsageError
 from keepstep.core.files import write_atomic
+from keepstep.core.verbosity import debug
 from keepstep.launch.environments import variables_for
-from keepstep.launch.job import Job, JobRecord, absolute, now, record_path, stop_mark, unreachable
+from keepstep.launch.job import ENDED, Job, JobRecord, absolute, record_path, require_answer, stop_mark
 from keepstep.launch.profiles import SlurmProfile
 from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
 from keepstep.resilience.signals import SHUTDOWN_S, SHUTDOWN_VARIABLE
 
 
 def render(job: Job, profile: SlurmProfile) -> str:
-    """The whole batch script: header, what to run, and the body that all jobs share."""
+    """The whole batch script: header, settings, and the body that all jobs share."""
     body = (resources.files("keepstep.launch") / "batch.sh").read_text()
     lines = ["#!/bin/bash", *_header(job, profile), "", *_settings(job, profile), "", body]
     return "\n".join(lines)
@@ -41,10 +44,10 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
         return f"#SBATCH --{name}={sbatch_value(name, value)}"
 
     yield option("job-name", slug(job.name))
-    fewest = job.min_nodes if 0 < job.min_nodes < job.nodes else 0
+    fewest = job.fewest_nodes
     yield option("nodes", f"{fewest}-{job.nodes}" if fewest else str(job.nodes))
     if not fewest:
-        # With a range it would make Slurm content with as many tasks, and so nodes, as the fewest: srun says it itself.
+        # With a node range this would let Slurm start only the smallest number of tasks; srun sets it instead.
         yield option("ntasks-per-node", "1")
     if profile.gpus_per_node:
         yield option("gpus-per-node", str(profile.gpus_per_node))
@@ -64,15 +67,17 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
             yield option(name, value)
     if profile.exclusive:
         yield "#SBATCH --exclusive"
+    # In a cloud the nodes of a job boot one after the other.
+    yield "#SBATCH --wait-all-nodes=1"
     yield option("chdir", str(job.working_dir))
     log = str(log_path(job.folder))
     if "\\" in log:
         raise UsageError(f"Slurm cannot write to {log!r}: it drops backslashes from names", "runs_dir= another folder")
-    # sbatch reads % as the start of a pattern.
+    # In sbatch, % starts a pattern.
     yield option("output", log.replace("%", "%%"))
     yield "#SBATCH --open-mode=append"
     yield "#SBATCH --requeue"
-    # Without B: the signal goes to the steps, where the training processes are.
+    # Without `B:` the signal goes to the job steps, which are the training processes.
     yield f"#SBATCH --signal=USR1@{profile.warn_before_end_s}"
     for further in profile.options:
         name, separator, value = further.removeprefix("--").partition("=")
@@ -82,18 +87,18 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
 
 
 def _settings(job: Job, profile: SlurmProfile) -> Iterator[str]:
-    # All the time that Slurm leaves for a save is there to be used: the agent must not end it before.
+    # The agent must give a save all the time that Slurm leaves for it.
     yield f"export {SHUTDOWN_VARIABLE}={max(int(SHUTDOWN_S), profile.warn_before_end_s)}"
     for name, value in variables_for(profile.environment, profile.sharp, profile.variables).items():
         yield f"export {name}={shell_word(value)}"
     for name, path in profile.secrets.items():
-        # Read on the node, so that the value is in no script, record or log.
+        # Read on the node, so that no script, record or log contains the value.
         yield f"{name}=$(<{shell_word(path)}) || exit 2; export {name}"
     processes = profile.processes_per_node or max(1, profile.gpus_per_node)
     yield f"export KEEPSTEP_JOB_FOLDER={shell_word(str(absolute(record_path(job.folder).parent)))}"
     yield f"KEEPSTEP_PROCESSES={processes}"
-    if 0 < job.min_nodes < job.nodes:
-        yield f"KEEPSTEP_MIN_NODES={job.min_nodes}"
+    if job.fewest_nodes:
+        yield f"KEEPSTEP_MIN_NODES={job.fewest_nodes}"
     yield f"KEEPSTEP_RESTARTS={profile.max_restarts}"
     yield f"KEEPSTEP_REQUEUES={profile.max_requeues}"
     yield f"KEEPSTEP_LAUNCH=({shell_words(_command(profile))})"
@@ -120,14 +125,15 @@ def _container(job: Job, profile: SlurmProfile) -> Iterator[str]:
         yield f'srun --ntasks-per-node=1 bash -c {shell_word(_STAGE)} stage "$image" "$staged" || exit 5'
         image = '"$staged"'
     mounts = [*profile.mounts, *(f"{path}:{path}" for path in _own_mounts(job))]
-    # No --container-name: what has a name stays on the node, and the next job of that name gets it, whatever its image.
+    # No --container-name: a named container stays on the node, and the next job with that name gets it, whatever image
+    # it asks for.
     options = ["--no-container-mount-home", f"--container-workdir={job.working_dir}"]
     options.append(f"--container-mounts={','.join(mounts)}")
     yield f"KEEPSTEP_SRUN=({shell_words(options)} --container-image={image})"
 
 
 def _own_mounts(job: Job) -> list[str]:
-    """The run's folder and the folder that relative paths start from are inside what they are outside."""
+    """The working directory and the run's folder have the same path inside the container as outside."""
     return list(dict.fromkeys(str(path) for path in (job.working_dir, absolute(job.folder))))
 
 
@@ -138,9 +144,9 @@ def volumes(job: Job, profile: SlurmProfile) -> list[str]:
     return [*(parts[min(1, len(parts) - 1)] for parts in mounts), *_own_mounts(job)]
 
 
-# A copy is taken for the image only where it has its size and its time: which of the two is newer says nothing where an
-# older image came back, or where the clocks of node and storage differ. One job of a node copies at a time, always by
-# way of the same name, so that copies that were cut short do not pile up.
+# A copy counts as the image only where size and modification time are equal: "newer" is wrong after a rollback to an
+# older image, or where the clocks of node and storage differ. One job per node copies at a time, always to the same
+# temporary name, so that interrupted copies do not pile up.
 _STAGE = """\
 same() { [ -e "$2" ] && [ "$(stat -Lc %s.%Y -- "$1")" = "$(stat -c %s.%Y -- "$2")" ]; }
 mkdir -p -- "${2%/*}" && { same "$1" "$2" || {
@@ -150,28 +156,20 @@ mkdir -p -- "${2%/*}" && { same "$1" "$2" || {
 
 
 def _staged(profile: SlurmProfile) -> str:
-    """Where a node keeps its copy of the image: two images may have the same name in different folders."""
+    """The path of a node's copy of the image; images in different folders may have the same name."""
     folder, name = profile.stage_image.rstrip("/"), profile.image.rpartition("/")[2]
     return f"{folder}/{hashlib.sha256(profile.image.encode()).hexdigest()[:8]}-{name}"
 
 
 def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
-    """Write the script beside the run and hand it to sbatch."""
+    """Write the script next to the run and pass it to sbatch."""
     script = absolute(record_path(job.folder).parent) / "job.sbatch"
     write_atomic(script, render(job, profile))
     if job.config_text:
         write_atomic(config_copy(job.folder), job.config_text)
     log_path(job.folder).parent.mkdir(parents=True, exist_ok=True)
-    record = JobRecord(
-        name=job.name,
-        system="slurm",
-        profile=profile_name,
-        job_id=_sbatch(script),
-        nodes=job.nodes,
-        submitted=now(),
-        log=str(log_path(job.folder)),
-        script=str(script),
-    )
+    log = str(log_path(job.folder))
+    record = job.submitted("slurm", profile_name, _sbatch(script), log=log, script=str(script))
     record.save(job.folder)
     return record
 
@@ -179,75 +177,89 @@ def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
     """Submit the same script again, without the nodes named; returns the new job id."""
     current = state(record)
-    if current == "unreachable":
-        raise unreachable(record)
-    if current not in ("", "finished", "failed", "stopped"):
+    require_answer(record, current)
+    if current not in ENDED:
         raise UsageError(f"run {record.name} is {current} as job {record.job_id}", "keepstep stop it first")
-    # sbatch's option replaces the script's, so nodes that are never to be used must be named again.
+    # sbatch's option replaces the script's, so nodes that the profile excludes must be named again.
     left_out = [*exclude, *_excluded(Path(record.script))] if exclude else []
     return _sbatch(Path(record.script), [f"--exclude={','.join(dict.fromkeys(left_out))}"] if left_out else [])
 
 
 def _excluded(script: Path) -> list[str]:
-    """Nodes that a script does without."""
     found = re.search(r'^#SBATCH --exclude="?([^"\n]*)', script.read_text(), re.MULTILINE)
     return [found[1]] if found else []
 
 
-def stop(record: JobRecord, at_once: bool) -> None:
-    """Ask the run to save and stop; `at_once` cancels it without a save."""
+def stop(record: JobRecord, immediately: bool) -> None:
+    """Ask the run to save and stop; `immediately` cancels it without a save."""
     current = state(record)
-    if current in ("", "finished", "failed", "stopped"):
-        raise UsageError(f"run {record.name} does not run: {current or 'Slurm has forgotten it'}", "keepstep jobs")
+    if current in ENDED:
+        raise UsageError(f"run {record.name} is not running: {current or 'Slurm has forgotten it'}", "keepstep jobs")
     mark = stop_mark(Path(record.script).parent)
     asked_before = mark.exists()
-    # Left first: a node that starts only now sees it, one that runs gets the signal, and nothing is requeued.
+    # The mark first: a node that is just starting sees it, a running one gets the signal, and nothing is requeued.
     mark.touch()
     try:
         waiting = _run(["squeue", "-h", "-j", record.job_id, "-o", "%T"]).strip() in (*_QUEUED, "CONFIGURING")
-        _run(["scancel", *([] if at_once or waiting else ["--signal=USR1"]), record.job_id])
+        _run(["scancel", *([] if immediately or waiting else ["--signal=USR1"]), record.job_id])
     except HardwareError:
         if not asked_before:
-            # Who is told that this failed must not find the run ended at its next time limit all the same.
+            # The user sees that this failed, so the run must not stop at its next time limit because of the mark.
             mark.unlink(missing_ok=True)
         raise
 
 
+def log_text(record: JobRecord) -> str:
+    """Everything the job has printed so far."""
+    path = Path(record.log)
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-"""States of a job that has no process anywhere and may start, by itself or when somebody releases it."""
+"""States of a job without processes that may start, by itself or when somebody releases it."""
 _FAILED = (
     "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED",
     "RECONFIG_FAIL", "REVOKED",
 )  # fmt: skip
-"""States that a job does not leave."""
+"""Final states."""
+_STATES = {
+    **dict.fromkeys(("CONFIGURING", "SUSPENDED", "STOPPED", *_QUEUED), "waiting"),
+    **dict.fromkeys(("COMPLETING", "STAGE_OUT"), "ending"),
+    "COMPLETED": "finished",
+    "CANCELLED": "stopped",
+    "": "",
+}
 
 
 def state(record: JobRecord) -> str:
-    """waiting, running, ending, finished, stopped, failed, unreachable, or empty where Slurm has forgotten the job."""
+    """waiting, running, ending, finished, stopped, failed or unreachable; empty where Slurm has forgotten the job."""
     try:
         known = _run(["scontrol", "-o", "show", "job", record.job_id])
     except HardwareError as error:
-        # A controller that is busy or away has forgotten nothing.
+        # A controller that is busy or down has forgotten nothing.
         return "" if "Invalid job id" in error.message else "unreachable"
     words = dict(re.findall(r"(?:^|\s)(JobState|ExitCode)=(\S+)", known))
-    match words.get("JobState", ""):
-        case "":
-            return ""
-        case "CONFIGURING" | "SUSPENDED" | "STOPPED":
-            return "waiting"
-        case state if state in _QUEUED:
-            return "waiting"
-        case "COMPLETING" | "STAGE_OUT":
-            return "ending"
-        case "COMPLETED":
-            return "finished"
-        case "CANCELLED":
-            return "stopped"
-        case state if state in _FAILED:
-            return "stopped" if words.get("ExitCode", "").startswith("75:") else "failed"
-        case _:
-            # Running, or something that Slurm may do to a job that runs: a second one in its folder must not start.
-            return "running"
+    job_state = words.get("JobState", "")
+    if job_state in _FAILED:
+        return "stopped" if words.get("ExitCode", "").startswith("75:") else "failed"
+    # Any other state is that of a running job: no second job may start in its folder.
+    return _STATES.get(job_state, "running")
+
+
+def record_exit(job_folder: Path, code: int) -> int:
+    """Tell the batch shell what srun cannot: that the run saved, or that this node failed. Returns this node's code."""
+    try:
+        if code == EXIT_STOPPED:
+            (job_folder / "saved").touch()
+            # With another code srun would end the other nodes, which may still be closing their files.
+            return EXIT_DONE
+        if code == EXIT_HARDWARE:
+            with (job_folder / "failed-nodes").open("a") as file:
+                file.write(os.environ.get("SLURMD_NODENAME", "") + "\n")
+    except OSError as error:
+        # A full or read-only disk: the exit code alone still says how the run ended.
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def idle_nodes(profile: SlurmProfile) -> list[str]:
@@ -255,7 +267,7 @@ def idle_nodes(profile: SlurmProfile) -> list[str]:
     where = ["-p", profile.partition] if profile.partition else []
     answer = _run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N %P", *where])
     default = [line.split()[0] for line in answer.splitlines() if where or line.endswith("*")]
-    # A profile may name nodes as n[1-3,7].
+    # A profile may list nodes as n[1-3,7].
     names = _run(["scontrol", "show", "hostnames", ",".join(profile.exclude)]).split() if profile.exclude else []
     return [name for name in dict.fromkeys(default) if name not in names]
 
@@ -266,13 +278,11 @@ def _sbatch(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
+    debug(shlex.join(command))
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
-        raise _no_slurm(command[0]) from None
+        remedy = "run this on a Slurm login node, or use --dry-run"
+        raise UsageError(f"there is no {command[0]} on this machine", remedy) from None
     except subprocess.CalledProcessError as error:
         raise HardwareError(f"{command[0]} failed: {error.stderr.strip()}", "sinfo shows the cluster's state") from None
-
-
-def _no_slurm(program: str) -> UsageError:
-    return UsageError(f"there is no {program} on this machine", "run this on a Slurm login node, or use --dry-run")

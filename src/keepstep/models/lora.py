@@ -11,7 +11,7 @@ and Hugging Face's separate q, k, v, gate and up come out of it by the same rule
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from keepstep.config.schema import LoraConfig, ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.models.init import keep_shard, parameter_seed
 from keepstep.models.mlp import gate_blocks
+from keepstep.models.ops.backend import backend
+from keepstep.models.ops.matmul import lora_matmul, matmul_add
 from keepstep.models.transformer import Transformer
 
 ADAPTER_NAMES = ("lora_a", "lora_b")
@@ -67,10 +69,16 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
         """The linear's output and the adapters' on top."""
+        dropout = self.shape.dropout if self.training else 0.0
+        fuses = backend().fuses_matmuls(input)
+        if fuses and not dropout:
+            return lora_matmul(input, self.weight, self.lora_a, self._spread() * self.shape.scale, self.bias)
+        inner = F.linear(F.dropout(input, dropout) if dropout else input, self.lora_a)
+        if fuses:
+            # The large matmul adds the adapters' output in its epilogue: no pass over the sum, and one rounding.
+            return matmul_add(input, self.weight, F.linear(inner, self._spread() * self.shape.scale, self.bias))
         output = F.linear(input, self.weight, self.bias)
-        adapted = F.dropout(input, self.shape.dropout, self.training) if self.shape.dropout else input
-        inner = F.linear(adapted, self.lora_a)
-        # One product adds itself to the output: the adapters cost no second pass over it.
+        # addmm adds to the output in the matmul itself, so the adapters cost no second pass over it.
         flat = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2), self._spread().t(), alpha=self.shape.scale)
         return flat.view(output.shape)
 
@@ -109,10 +117,9 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
         parameter.requires_grad_(False)
     found: set[str] = set()
     for block in model.blocks.values():
+        linears = dict(block.named_modules())
         for place, names in _FUSED.items():
-            parent = block.get_submodule(place.partition(".")[0])
-            child = place.partition(".")[2]
-            linear = getattr(parent, child, None)
+            linear = linears.get(place)
             if linear is None or not set(names) & set(config.targets):
                 continue
             if type(linear) is not nn.Linear:
@@ -120,12 +127,22 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
             found.update(names)
             slots, width = _slots(place, model.config, config.targets)
             shape = AdapterShape(config.rank, config.alpha / config.rank, config.dropout, slots, width)
-            setattr(parent, child, LoraLinear(linear, shape))
+            block.set_submodule(place, LoraLinear(linear, shape))
     missing = sorted(set(config.targets) - found)
     if missing:
         raise ConfigError(
             f"lora.targets names {', '.join(missing)}, which this model does not have", "leave them out of lora.targets"
         )
+
+
+def prepare_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype) -> None:
+    """Add adapters to a model on the meta device and keep its frozen weights in `dtype`: they need no fp32 masters."""
+    apply_lora(model, config)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                frozen = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                setattr(module, name, frozen)
 
 
 def _slots(place: str, config: ModelConfig, targets: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
@@ -164,16 +181,12 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 @torch.no_grad()
 def merge_lora(model: Transformer) -> None:
     """Turn adapters into plain weights, in place. The model must be whole (not sharded)."""
-    for block in model.blocks.values():
-        for place in _FUSED:
-            parent, child = block.get_submodule(place.partition(".")[0]), place.partition(".")[2]
-            linear = getattr(parent, child, None)
-            if isinstance(linear, LoraLinear):
-                plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-                plain.weight = nn.Parameter(linear.merged_weight())
-                if linear.bias is not None:
-                    plain.bias = nn.Parameter(linear.bias)
-                setattr(parent, child, plain)
+    for name, linear in list(lora_modules(model)):
+        plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        plain.weight = nn.Parameter(linear.merged_weight())
+        if linear.bias is not None:
+            plain.bias = nn.Parameter(linear.bias)
+        model.set_submodule(name, plain)
 
 
 def lora_modules(model: Transformer) -> Iterator[tuple[str, LoraLinear]]:
@@ -189,16 +202,3 @@ def projection_factors(name: str, linear: LoraLinear, targets: tuple[str, ...]) 
         wanted[number]: (factors_a[number], linear.grouped()[:, slots].flatten(0, 2))
         for number, slots in projection_slots(linear.shape).items()
     }
-
-
-@torch.no_grad()
-def set_projection_factors(
-    name: str, linear: LoraLinear, targets: tuple[str, ...], factors: Mapping[str, tuple[Tensor, Tensor]]
-) -> None:
-    """The inverse of `projection_factors`."""
-    wanted = [projection for projection in _FUSED[name.split(".", 2)[2]] if projection in targets]
-    for number, slots in projection_slots(linear.shape).items():
-        first_a, rows_b = factors[wanted[number]]
-        linear.lora_a[number * linear.shape.rank : (number + 1) * linear.shape.rank] = first_a
-        place = linear.grouped()[:, slots]
-        place.copy_(rows_b.view(place.shape))

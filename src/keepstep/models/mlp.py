@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models.activated import activated
-from keepstep.models.added import add_product
-from keepstep.models.fp8 import Fp8Linear, fp8_gated
-from keepstep.models.gated import gated
-from keepstep.models.linear import is_dense, is_plain, make_linear
-from keepstep.models.swiglu import swiglu
+from keepstep.models.block_plan import BlockPlan
+from keepstep.models.linear import Fp8Linear, fp8_swiglu_mlp, is_dense, is_plain, make_linear
+from keepstep.models.ops.backend import backend
+from keepstep.models.ops.fused_mlp import gelu_mlp, swiglu_mlp
+from keepstep.models.ops.matmul import matmul_add
+from keepstep.models.ops.swiglu import swiglu
 
 
 def gate_blocks(config: ModelConfig) -> int:
@@ -35,39 +35,32 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.block_width = config.ffn_size // gate_blocks(config)
-        self.gate_up = make_linear(config.linear, config.hidden, 2 * config.ffn_size, config.bias)
-        self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
-        self.joined = True
-        """Whether one operator may span both products; tensor parallelism works between them and says no."""
-        self.keeps_activation = True
-        """Whether what is between the products may be kept for the backward pass; selective recomputation says no."""
+        self.gate_up = make_linear(config, "up", config.hidden, 2 * config.ffn_size, config.bias)
+        self.down = make_linear(config, "down", config.ffn_size, config.hidden, config.bias)
+        self.plan = BlockPlan()
 
     def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
-        if residual_btd is not None:
+        if residual_btd is not None or (self.fuses_residual() and backend().fuses_matmuls(x_btd)):
             weights = self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype)
-            return gated(x_btd, *weights, self.block_width, residual_btd)
-        if self.joined and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
-            return fp8_gated(x_btd, self.gate_up, self.down, self.block_width)
-        if self._spans_products() and x_btd.is_cuda:
-            return gated(x_btd, self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype), self.block_width)
-        fused = self.gate_up(x_btd)
+            return swiglu_mlp(x_btd, *weights, self.block_width, residual_btd)
+        if not self.plan.tensor_parallel and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
+            return fp8_swiglu_mlp(x_btd, self.gate_up, self.down, self.block_width)
+        gate_up = self.gate_up(x_btd)
         # Torch's own operators are as fast on a CPU, and can be differentiated twice.
-        product = swiglu(fused, self.block_width) if fused.is_cuda else self._plain_swiglu(fused)
-        output_btd: Tensor = self.down(product)
+        has_kernel = backend().has_kernels(gate_up)
+        activation = swiglu(gate_up, self.block_width) if has_kernel else self._plain_swiglu(gate_up)
+        output_btd: Tensor = self.down(activation)
         return output_btd
 
-    def adds_inside(self) -> bool:
-        """Whether the last product may take the residual."""
-        return self._spans_products()
+    def fuses_residual(self) -> bool:
+        """Whether both matmuls may be fused: SwiGLU inside, the residual in the last one's epilogue."""
+        return self.plan.spans_matmuls and is_plain(self.gate_up) and is_plain(self.down)
 
-    def _spans_products(self) -> bool:
-        return self.joined and self.keeps_activation and is_plain(self.gate_up) and is_plain(self.down)
-
-    def _plain_swiglu(self, fused: Tensor) -> Tensor:
-        gate, up = fused.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
-        product: Tensor = F.silu(gate) * up
-        return product.flatten(-2)
+    def _plain_swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
+        activation: Tensor = F.silu(gate) * up
+        return activation.flatten(-2)
 
 
 class PlainMLP(nn.Module):
@@ -75,30 +68,27 @@ class PlainMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.joined = True
-        """Whether products may be joined with what is around them; tensor parallelism says no."""
-        self.keeps_activation = True
-        """Whether what is between the products may be kept for the backward pass; selective recomputation says no."""
+        self.plan = BlockPlan()
         self.by_tanh = config.activation == "gelu_tanh"
-        self.up = make_linear(config.linear, config.hidden, config.ffn_size, config.bias)
-        self.down = make_linear(config.linear, config.ffn_size, config.hidden, config.bias)
+        self.up = make_linear(config, "up", config.hidden, config.ffn_size, config.bias)
+        self.down = make_linear(config, "down", config.ffn_size, config.hidden, config.bias)
 
     def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
-        if x_btd.is_cuda and self._spans_products():
-            return activated(x_btd, self.up, self.down, self.by_tanh, residual_btd)
+        if self._fuses_gelu() and backend().fuses_matmuls(x_btd):
+            return gelu_mlp(x_btd, self.up, self.down, self.by_tanh, residual_btd)
         wide_btf = F.gelu(self.up(x_btd), approximate="tanh" if self.by_tanh else "none")
         if residual_btd is not None:
-            return add_product(wide_btf, self.down.weight.to(wide_btf.dtype), residual_btd)
+            return matmul_add(wide_btf, self.down.weight.to(wide_btf.dtype), residual_btd)
         output_btd: Tensor = self.down(wide_btf)
         return output_btd
 
-    def adds_inside(self) -> bool:
-        """Whether the last product may take the residual."""
-        return self.joined and is_plain(self.down)
+    def fuses_residual(self) -> bool:
+        """Whether the last matmul may add the residual in its epilogue."""
+        return self.plan.spans_matmuls and is_plain(self.down)
 
-    def _spans_products(self) -> bool:
-        return self.joined and self.keeps_activation and is_dense(self.up) and is_dense(self.down)
+    def _fuses_gelu(self) -> bool:
+        return self.plan.spans_matmuls and is_dense(self.up) and is_dense(self.down)
 
 
 def make_mlp(config: ModelConfig) -> GatedMLP | PlainMLP:

@@ -1,12 +1,21 @@
-"""Normalisation. Both kinds compute in fp32 inside torch's kernels and answer in the precision of their input."""
+"""Normalisation, and the residual stream before a sub-block: add the last one's output and normalise.
+
+Both kinds of norm compute in fp32 inside torch's kernels and return the precision of their input. On a GPU the sum and
+an RMS norm are one operator.
+
+Shape legend: b rows, t tokens, d hidden, m = b·t.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.ops.backend import backend, has_triton
 
 
 class LayerNorm(nn.Module):
@@ -34,7 +43,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return backend().rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -42,3 +51,94 @@ def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_eps)
     return LayerNorm(config.hidden, config.norm_eps, config.bias)
+
+
+def add_norm(x_btd: Tensor, added_btd: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """The stream plus `added_btd`, and its norm."""
+    # Tensor parallelism replaces the norm by a subclass that reads its weight in another way.
+    if type(norm) is RMSNorm and backend().fuses_matmuls(x_btd):
+        return fused_add_norm(x_btd, added_btd, norm.weight, norm.eps)
+    stream_btd = x_btd if added_btd is None else x_btd + added_btd
+    return stream_btd, norm(stream_btd)
+
+
+def fused_add_norm(x_btd: Tensor, added_btd: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same for an RMS norm through the fused operators, on any device."""
+    added_md = None if added_btd is None else added_btd.flatten(0, -2)
+    both: tuple[Tensor, Tensor] = _AddAndNorm.apply(x_btd.flatten(0, -2), added_md, weight_d.to(x_btd.dtype), eps)  # type: ignore[no-untyped-call]
+    return both[0].view_as(x_btd), both[1].view_as(x_btd)
+
+
+class _AddAndNorm(torch.autograd.Function):
+    """Passes the stream through, so that the backward kernel gets both gradients and adds them in the same pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if added_md is None:
+            stream_md = x_md
+            normed_md, inverses_m = rms_norm(x_md, weight_d, eps)
+        else:
+            stream_md, normed_md, inverses_m = add_rms_norm(x_md, added_md, weight_d, eps)
+        ctx.save_for_backward(stream_md, inverses_m, weight_d)
+        ctx.with_added = added_md is not None
+        return stream_md, normed_md
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        d_stream_md, d_normed_md = gradients
+        dx_md, d_weight = rms_norm_gradient(d_normed_md, d_stream_md, *ctx.saved_tensors)
+        return dx_md, dx_md if ctx.with_added else None, d_weight, None
+
+
+@torch.library.custom_op("keepstep::rms_norm", mutates_args=())
+def rms_norm(x_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm, and the inverse root of each row's mean square."""
+    return _forward(x_md, None, weight_d, eps)[1:]
+
+
+@rms_norm.register_fake
+def _(x_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - the operator's signature
+    return torch.empty_like(x_md), x_md.new_empty(x_md.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("keepstep::add_rms_norm", mutates_args=())
+def add_rms_norm(x_md: Tensor, added_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm, and the inverse root of each row's mean square."""
+    return _forward(x_md, added_md, weight_d, eps)
+
+
+@add_rms_norm.register_fake
+def _(x_md: Tensor, added_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(x_md), torch.empty_like(x_md), x_md.new_empty(x_md.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("keepstep::rms_norm_gradient", mutates_args=())
+def rms_norm_gradient(
+    d_normed_md: Tensor, d_stream_md: Tensor, stream_md: Tensor, inverses_m: Tensor, weight_d: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the stream, with what reaches it past the norm, and of the weight."""
+    if stream_md.is_cuda and has_triton():
+        from keepstep.models.kernels.block import rms_norm_backward
+
+        return rms_norm_backward(d_normed_md.contiguous(), d_stream_md.contiguous(), stream_md, inverses_m, weight_d)
+    unit = stream_md.float() * inverses_m[:, None]
+    by_unit = d_normed_md.float() * weight_d.float()
+    dx = inverses_m[:, None] * (by_unit - unit * (by_unit * unit).mean(1, keepdim=True))
+    d_weight = (d_normed_md.float() * unit).sum(0)
+    return (d_stream_md.float() + dx).to(stream_md.dtype), d_weight.to(weight_d.dtype)
+
+
+@rms_norm_gradient.register_fake
+def _(d_normed_md: Tensor, d_stream_md: Tensor, stream_md: Tensor, inverses_m: Tensor, weight_d: Tensor) -> Any:  # noqa: ARG001
+    return torch.empty_like(stream_md), torch.empty_like(weight_d)
+
+
+def _forward(x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if x_md.is_cuda and has_triton():
+        from keepstep.models.kernels.block import rms_norm_forward
+
+        added_md = None if added_md is None else added_md.contiguous()
+        return rms_norm_forward(x_md.contiguous(), added_md, weight_d, eps)
+    stream_md = x_md if added_md is None else x_md + added_md
+    inverses_m = torch.rsqrt(stream_md.float().square().mean(1) + eps)
+    return stream_md, F.rms_norm(stream_md, weight_d.shape, weight_d, eps), inverses_m

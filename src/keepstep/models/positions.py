@@ -1,4 +1,4 @@
-"""How the model tells places apart: document-relative positions, rotary angles, ALiBi slopes.
+"""Position encodings: document-relative positions, RoPE angles, ALiBi slopes.
 
 Shape legend: b rows, t tokens, f rotary frequencies (half a head), g key-value heads, r query heads a key-value head,
 n heads, e head size.
@@ -25,7 +25,7 @@ def document_positions(documents_bt: Tensor) -> Tensor:
     return index_t - starts_bt.cummax(dim=1).values
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Radians a token for each pair of a head's channels, in fp32, with `rotary_scaling` applied.
 
     Computed when needed instead of kept in a buffer: `model.to(bfloat16)` or a meta-device build cannot spoil it.
@@ -39,38 +39,74 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
         case "default":
             return frequency_f
         case "linear":
-            return frequency_f / float(_scaling_value(scaling, "factor"))
+            return frequency_f / _scaling_value(scaling, "factor")
         case "llama3":
             return _llama3_frequencies(frequency_f, scaling)
+        case "yarn":
+            return _yarn_frequencies(frequency_f, scaling, config.head_size, config.rotary_base)
         case other:
-            raise ConfigError(f"model.rotary_scaling has rope_type {other!r}", "known types: default, linear, llama3")
+            raise ConfigError(
+                f"model.rotary_scaling has rope_type {other!r}", "known types: default, linear, llama3, yarn"
+            )
 
 
 def _llama3_frequencies(frequency_f: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     # Wavelengths longer than the original context are stretched by `factor`, short ones kept, those between blended.
-    factor = float(_scaling_value(scaling, "factor"))
-    low = float(_scaling_value(scaling, "low_freq_factor"))
-    high = float(_scaling_value(scaling, "high_freq_factor"))
-    context = float(_scaling_value(scaling, "original_max_position_embeddings"))
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, context = (_scaling_value(scaling, key) for key in keys)
     wavelength_f = 2 * math.pi / frequency_f
     blend_f = ((context / wavelength_f - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend_f) * frequency_f / factor + blend_f * frequency_f
 
 
-def _scaling_value(scaling: Mapping[str, Any], key: str) -> Any:
+def _yarn_frequencies(frequency_f: Tensor, scaling: Mapping[str, Any], head_size: int, base: float) -> Tensor:
+    """Channels that rotate often within the original context keep their frequency, slow ones are stretched.
+
+    Between the channels that rotate `beta_fast` and `beta_slow` times in it, both are blended.
+    """
+    factor, context = (_scaling_value(scaling, key) for key in ("factor", "original_max_position_embeddings"))
+
+    def channel_of(rotations: float) -> float:
+        return head_size * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = channel_of(scaling.get("beta_fast") or 32), channel_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_size - 1)
+    channel_f = torch.arange(frequency_f.numel(), dtype=torch.float32, device=frequency_f.device)
+    stretched_f = ((channel_f - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return frequency_f / factor * stretched_f + frequency_f * (1 - stretched_f)
+
+
+def _yarn_amplitude(scaling: Mapping[str, Any]) -> float:
+    """What cosine and sine are multiplied by: YaRN makes attention a little sharper the longer the context."""
+    if scaling.get("attention_factor"):
+        return float(scaling["attention_factor"])
+    growth = math.log(max(_scaling_value(scaling, "factor"), 1.0))
+    sharp, smooth = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if sharp and smooth:
+        return float((0.1 * sharp * growth + 1.0) / (0.1 * smooth * growth + 1.0))
+    return 0.1 * growth + 1.0
+
+
+def _scaling_value(scaling: Mapping[str, Any], key: str) -> float:
     if key not in scaling:
         raise ConfigError(f"model.rotary_scaling lacks {key}", f"it has {', '.join(sorted(scaling))}")
-    return scaling[key]
+    return float(scaling[key])
 
 
-def rotary_tables(config: ModelConfig, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(config: ModelConfig, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, fp32 [b, t, f]; made once a forward and shared by all blocks."""
-    angle_btf = positions_bt.float()[..., None] * rotary_frequencies(config, positions_bt.device)
-    return angle_btf.cos(), angle_btf.sin()
+    angle_btf = positions_bt.float()[..., None] * rope_frequencies(config, positions_bt.device)
+    scaling = config.rotary_scaling or {}
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return angle_btf.cos(), angle_btf.sin()
+    amplitude = _yarn_amplitude(scaling)
+    return angle_btf.cos() * amplitude, angle_btf.sin() * amplitude
 
 
-def rotate(x_btge: Tensor, cos_btf: Tensor, sin_btf: Tensor) -> Tensor:
-    """Turn each head by its token's angles, in fp32: keys [b, t, g, e] or queries [b, t, g, r, e].
+def apply_rope(x_btge: Tensor, cos_btf: Tensor, sin_btf: Tensor) -> Tensor:
+    """Rotate each head by its token's angles, in fp32: keys [b, t, g, e] or queries [b, t, g, r, e].
 
     Channel i is paired with channel i + head_size / 2.
     """

@@ -12,7 +12,7 @@ def parameter_count(config: ModelConfig) -> int:
     embedding = config.padded_vocab * config.hidden
     positions = config.position_rows * config.hidden if config.positions == "learned" else 0
     head = 0 if config.tied else embedding
-    return embedding + positions + config.layers * _block_parameters(config) + _norm_parameters(config) + head
+    return embedding + positions + config.layers * block_parameters(config) + norm_parameters(config) + head
 
 
 def matmul_parameters(config: ModelConfig) -> int:
@@ -51,17 +51,19 @@ def _block_matrices(config: ModelConfig) -> int:
     return qkv + attention_width * config.hidden + mlp
 
 
-def _block_parameters(config: ModelConfig) -> int:
+def block_parameters(config: ModelConfig) -> int:
+    """Parameters of one block."""
     qkv_rows = (config.heads + 2 * config.key_value_heads) * config.head_size
     biases = qkv_rows if config.bias or config.qkv_bias else 0
     if config.bias:
         up_rows = (2 if config.activation == "swiglu" else 1) * config.ffn_size
         biases += config.hidden + up_rows + config.hidden
     qk_norms = 2 * config.head_size if config.qk_norm else 0
-    return _block_matrices(config) + biases + qk_norms + 2 * _norm_parameters(config)
+    return _block_matrices(config) + biases + qk_norms + 2 * norm_parameters(config)
 
 
-def _norm_parameters(config: ModelConfig) -> int:
+def norm_parameters(config: ModelConfig) -> int:
+    """Parameters of one norm."""
     return config.hidden * (2 if config.norm == "layernorm" and config.bias else 1)
 
 
@@ -78,7 +80,7 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """What the named device can do at most in this precision; None where nobody has said (a CPU, for example)."""
+    """Peak of the named device in this precision; None if it is not known (for example for a CPU)."""
     for part, by_precision in PEAK_FLOPS.items():
         if part.lower() in device_name.lower():
             return by_precision.get(precision)

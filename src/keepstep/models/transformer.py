@@ -5,23 +5,28 @@ Shape legend: b rows, t tokens, d hidden, v rows of the head (vocabulary with pa
 
 from __future__ import annotations
 
+import functools
+import math
+import platform
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from keepstep.config.check import check_shape
 from keepstep.config.schema import ModelConfig
-from keepstep.core.errors import ConfigError, UsageError
+from keepstep.core.errors import UsageError
 from keepstep.models.attention import Attention
-from keepstep.models.cache import KeyValueCache
-from keepstep.models.documents import Bounds
+from keepstep.models.attention_context import Context, KeyValueCache, make_context
+from keepstep.models.block_plan import BlockPlan
 from keepstep.models.head import Head, head_output
-from keepstep.models.masks import Context, make_context
 from keepstep.models.mlp import make_mlp
-from keepstep.models.norm import make_norm
+from keepstep.models.norm import add_norm, make_norm
+from keepstep.models.ops.backend import backend
+from keepstep.models.ops.varlen_attention import VarlenSpans
 from keepstep.models.positions import document_positions
-from keepstep.models.residual import add_and_norm
 
 
 class Block(nn.Module):
@@ -34,31 +39,27 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
-        self.hands_over = False
-        """Whether the last sum is left to the next norm, for one kernel to do both. Costs memory where block inputs are
-        kept, and FSDP wants outputs that are nobody's views."""
+        self.plan = BlockPlan()
+
+    def use(self, plan: BlockPlan) -> None:
+        """Compute by this plan from now on."""
+        self.plan = self.attention.plan = self.mlp.plan = plan
 
     def forward(self, x_btd: Tensor, context: Context, added_btd: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what is still to be added to it: taken and handed on alike."""
-        x_btd, normed_btd = add_and_norm(x_btd, added_btd, self.attention_norm)
-        if x_btd.is_cuda and self._adds_inside():
-            x_btd, normed_btd = add_and_norm(self.attention(normed_btd, context, x_btd), None, self.mlp_norm)
+        """The residual stream, and what is still to be added to it: accepted and returned alike."""
+        x_btd, normed_btd = add_norm(x_btd, added_btd, self.attention_norm)
+        if self._fuses_residual() and backend().fuses_matmuls(x_btd):
+            x_btd, normed_btd = add_norm(self.attention(normed_btd, context, x_btd), None, self.mlp_norm)
             return self.mlp(normed_btd, x_btd), None
         attended_btd = F.dropout(self.attention(normed_btd, context), self.dropout, self.training)
-        x_btd, normed_btd = add_and_norm(x_btd, attended_btd, self.mlp_norm)
+        x_btd, normed_btd = add_norm(x_btd, attended_btd, self.mlp_norm)
         added_btd = F.dropout(self.mlp(normed_btd), self.dropout, self.training)
-        return (x_btd, added_btd) if self.hands_over else (x_btd + added_btd, None)
+        return (x_btd, added_btd) if self.plan.deferred_add else (x_btd + added_btd, None)
 
-    def _adds_inside(self) -> bool:
-        """Whether both sub-blocks add to the stream inside their last products."""
-        dropped = self.dropout > 0 and self.training
-        # What is kept by selective recomputation must be the plain products.
-        return self.hands_over and not dropped and self.attention.adds_inside() and self.mlp.adds_inside()
-
-    def keep_products_apart(self) -> None:
-        """Compute what is between products beside them, and not inside."""
-        self.attention.joined = False
-        self.mlp.keeps_activation = False
+    def _fuses_residual(self) -> bool:
+        """Whether both sub-blocks add to the residual stream in the epilogues of their last matmuls."""
+        drops = self.dropout > 0 and self.training
+        return self.plan.deferred_add and not drops and self.attention.fuses_residual() and self.mlp.fuses_residual()
 
 
 class Transformer(nn.Module):
@@ -71,6 +72,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         check_shape(config)
+        fix_cpu_matmuls()
         self.config = config
         self.embed = nn.Embedding(config.padded_vocab, config.hidden)
         self.position = nn.Embedding(config.position_rows, config.hidden) if config.positions == "learned" else None
@@ -88,7 +90,7 @@ class Transformer(nn.Module):
         *,
         positions_bt: Tensor | None = None,
         documents_bt: Tensor | None = None,
-        document_bounds: Bounds | None = None,
+        spans: VarlenSpans | None = None,
         loss_chunks: int = 0,
         cache: KeyValueCache | None = None,
         last_only: bool = False,
@@ -98,9 +100,9 @@ class Transformer(nn.Module):
         With `last_only` logits [b, 1, v] of each row's last token: decoding needs no others, and those of whole prompts
         take more memory than the model.
 
-        A target of -100 adds no loss. `documents_bt` numbers the documents packed into a row: tokens attend within
-        their own, and positions start again with each unless `positions_bt` says otherwise. `document_bounds` say the
-        same to attention without a mask (`models/documents.py`). With a cache the tokens follow those it holds.
+        A target of IGNORE_INDEX adds no loss. `documents_bt` numbers the documents packed into a row: tokens attend
+        within their own, and positions start again with each unless `positions_bt` is given. `spans` say the same to
+        attention without a mask (`models/ops/varlen_attention.py`). With a cache the tokens follow those it holds.
 
         A stage of a pipeline holds a part of the blocks. It takes the residual stream of the stage before (numbers with
         a fraction, and explicit positions) in place of tokens, and without a norm of its own hands the stream on.
@@ -115,13 +117,13 @@ class Transformer(nn.Module):
             if cache is not None and cache.padding_b is not None:
                 positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
         x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
-        context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache, document_bounds)
+        context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache, spans)
         added_btd: Tensor | None = None
         for block in self.blocks.values():
             x_btd, added_btd = block(x_btd, context, added_btd)
         if self.norm is None:
             return x_btd if added_btd is None else x_btd + added_btd
-        _, x_btd = add_and_norm(x_btd, added_btd, self.norm)
+        _, x_btd = add_norm(x_btd, added_btd, self.norm)
         if cache is not None:
             cache.advance(tokens_bt.shape[1])
         if last_only:
@@ -155,17 +157,36 @@ class Transformer(nn.Module):
         return past
 
 
-def check_shape(config: ModelConfig) -> None:
-    """Raise where heads, groups and widths do not fit together."""
-    if config.heads % config.key_value_heads:
-        raise ConfigError(
-            f"model.kv_heads is {config.key_value_heads}, but it must divide model.heads ({config.heads})",
-            "every key-value head serves the same number of attention heads",
-        )
-    if not config.head_dim and config.hidden % config.heads:
-        raise ConfigError(
-            f"model.heads is {config.heads}, but it must divide model.hidden ({config.hidden})",
-            "or give model.head_dim",
-        )
-    if config.positions == "rotary" and config.head_size % 2:
-        raise ConfigError(f"rotary positions need an even head size, not {config.head_size}", "change model.head_dim")
+def add_embedding_noise(model: Transformer, alpha: float, row_parts: int = 1) -> None:
+    """NEFTune: add noise in ±alpha / √(tokens × hidden) to what the embedding returns; evaluation is left alone.
+
+    It makes fine-tuned answers less brittle. Tokens are those of a whole row, of which `row_parts` processes hold a
+    part each. A later stage of a pipeline embeds nothing and gets no noise.
+    """
+    if model._modules["embed"] is None:
+        return
+
+    def noisy(_module: Any, _inputs: Any, embedded_btd: Tensor) -> Tensor:
+        if not model.training:
+            return embedded_btd
+        bound = alpha / math.sqrt(embedded_btd.shape[1] * row_parts * embedded_btd.shape[2])
+        return embedded_btd + torch.empty_like(embedded_btd).uniform_(-bound, bound)
+
+    model.embed.register_forward_hook(noisy)
+
+
+@functools.cache
+def fix_cpu_matmuls() -> None:
+    """Decide once whether fp32 matmuls use oneDNN; called before the first model is built.
+
+    On Arm, torch tries oneDNN for bf16 matmuls on every CPU. If the CPU has no bf16 instructions, the first try fails
+    and torch switches oneDNN off for the rest of the process, so later fp32 results have other bits. Switching it off
+    from the start keeps them equal. On x86, torch asks the CPU first and switches nothing.
+    """
+    if platform.machine() in ("aarch64", "arm64") and not computes_bf16():
+        torch.backends.mkldnn.set_flags(False)
+
+
+def computes_bf16() -> bool:
+    """Whether oneDNN computes bf16 on this CPU. True where torch has no oneDNN: then nothing can be switched off."""
+    return not torch.backends.mkldnn.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

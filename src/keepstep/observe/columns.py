@@ -1,4 +1,4 @@
-"""Numbers by column and rising step: grows by appending, forgets what a rewind undid, and thins for the screen."""
+"""Metrics as columns with rising steps: append, roll back, smooth, and downsample for the screen."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.observe.folder import Record, number
+from keepstep.observe.run_folder import Record, number
 
 FloatArray = NDArray[np.float64]
 _BLOCK = 32
 
 
 class Columns:
-    """A table of float64 columns, a row for each step. Values that are absent are NaN."""
+    """A table of float64 columns, one row per step. Missing values are NaN."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,14 +26,14 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """Columns that exist."""
+        """Names of the columns."""
         return list(self._data)
 
     def __len__(self) -> int:
         return self.count
 
     def column(self, name: str) -> FloatArray:
-        """All values of one column; all NaN where it never came."""
+        """All values of one column; all NaN if it does not exist."""
         if name in self._data:
             return self._data[name][: self.count]
         return np.full(self.count, np.nan)
@@ -43,12 +43,12 @@ class Columns:
         return float(self._data[name][self.count - 1]) if self.count and name in self._data else math.nan
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add rows whose steps rise, all beyond the newest."""
+        """Add rows with rising steps, all larger than the newest step."""
         names = set(chain.from_iterable(records))
         self.append_arrays({name: _values(records, name) for name in names}, len(records))
 
     def append_arrays(self, arrays: dict[str, FloatArray], count: int) -> None:
-        """Add `count` rows that are columns already."""
+        """Add `count` rows given as columns."""
         end = self.count + count
         for name in arrays.keys() | self._data.keys():
             values = arrays.get(name)
@@ -63,8 +63,8 @@ class Columns:
             held[self.count : end] = np.nan if values is None else values
         self.count = end
 
-    def rewind(self, step: float, names: Sequence[str]) -> tuple[dict[str, FloatArray], int]:
-        """Forget rows at `step` and beyond; gives back these columns of theirs, and how many they were."""
+    def roll_back(self, step: float, names: Sequence[str]) -> tuple[dict[str, FloatArray], int]:
+        """Remove the rows from `step` on; return the columns `names` of them, and their number."""
         kept = int(np.searchsorted(self.column("step"), step))
         gone = {name: self.column(name)[kept:].copy() for name in names}
         count, self.count = self.count - kept, kept
@@ -82,7 +82,7 @@ def _values(records: Sequence[Record], name: str) -> FloatArray:
 
 
 def smooth(values: Sequence[float] | FloatArray, weight: float) -> FloatArray:
-    """Exponential moving average without the bias towards its start, as TensorBoard draws it; gaps stay gaps."""
+    """Exponential moving average with bias correction, as in TensorBoard; gaps stay gaps."""
     raw = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(raw)
     result = np.full_like(raw, np.nan)
@@ -91,16 +91,16 @@ def smooth(values: Sequence[float] | FloatArray, weight: float) -> FloatArray:
         result[finite] = solid
         return result
     sums = _running(solid * (1 - weight), weight)
-    # At the start the weights do not sum to one yet; expm1 keeps the difference exact for weights close to one.
+    # At the start the weights do not sum to 1 yet; expm1 stays exact for weights close to 1.
     mass = -np.expm1(np.arange(1, len(solid) + 1) * math.log(weight))
     result[finite] = sums / mass
     return result
 
 
 def _running(values: FloatArray, weight: float) -> FloatArray:
-    """y[t] = weight · y[t - 1] + values[t]: all blocks at once, then the same for what each hands to the next.
+    """y[t] = weight · y[t - 1] + values[t], over all blocks in parallel, then over the carries between blocks.
 
-    A plain loop over 100,000 steps would cost more than drawing them.
+    A plain loop over 100,000 steps would take longer than drawing them.
     """
     count, blocks = len(values), -(-len(values) // _BLOCK)
     sums = np.zeros(blocks * _BLOCK)
@@ -109,41 +109,44 @@ def _running(values: FloatArray, weight: float) -> FloatArray:
     for place in range(1, _BLOCK):
         sums[place] += weight * sums[place - 1]
     if blocks > 1:
-        handed = _running(sums[-1], weight**_BLOCK)
-        sums[:, 1:] += np.multiply.outer(weight ** np.arange(1, _BLOCK + 1), handed[:-1])
+        carries = _running(sums[-1], weight**_BLOCK)
+        sums[:, 1:] += np.multiply.outer(weight ** np.arange(1, _BLOCK + 1), carries[:-1])
     return sums.T.reshape(-1)[:count]
 
 
 @dataclass(frozen=True)
-class Thinned:
-    """A column in few pieces. Each piece keeps its smallest and largest value, so no spike vanishes."""
+class Downsampled:
+    """A column in few pieces. Each piece keeps its smallest and largest value, so that no spike is lost."""
 
     steps: list[float]
     low: list[float]
     high: list[float]
+    raw: list[float]
+    """The value of exactly the step in `steps`, the last one of each piece."""
     smooth: list[float]
+    """The average at that step; equal to `raw` where nothing is smoothed."""
 
 
-def thin(steps: FloatArray, values: FloatArray, averaged: FloatArray, pieces: int) -> Thinned:
-    """At most `pieces` equal pieces with the range of `values` and the last of `averaged` in each; gaps are left out.
+def downsample(steps: FloatArray, values: FloatArray, averaged: FloatArray, pieces: int) -> Downsampled:
+    """At most `pieces` equal pieces, each with the range of `values`, and the last of `values` and `averaged`.
 
-    Infinities count as spikes that have no height: the piece is kept if it has a finite value beside them.
+    Values that are not finite are left out.
     """
     finite = np.isfinite(values)
     steps, values, averaged = steps[finite], values[finite], averaged[finite]
     if not len(values):
-        return Thinned([], [], [], [])
+        return Downsampled([], [], [], [], [])
     edges = np.unique(np.linspace(0, len(values), min(pieces, len(values)) + 1).astype(np.int64))
     starts, ends = edges[:-1], edges[1:] - 1
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    return Thinned(*(_short(part) for part in (steps[ends], low, high, averaged[ends])))
+    return Downsampled(*(_short(part) for part in (steps[ends], low, high, values[ends], averaged[ends])))
 
 
 def _short(values: FloatArray) -> list[float]:
-    """Seven digits: more than a screen shows, and half the bytes on the wire."""
+    """Rounded to seven digits: more than a screen shows, and half the bytes to send."""
     sizes = np.abs(values, where=values != 0, out=np.ones_like(values))
     places = 6 - np.floor(np.log10(sizes))
-    # Beyond 10^±15 the scale has no exact float: such values are sent as they are.
+    # Beyond 10^±15 the scale is not an exact float: such values are not rounded.
     exact = np.abs(places) <= 15
     scale = 10.0 ** np.where(exact, places, 0)
     scaled = np.where(exact, np.rint(values * scale) / scale, values)

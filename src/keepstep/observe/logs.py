@@ -1,33 +1,26 @@
-"""Structured logs, a file for each role and rank, and one merged view in time order, the first real error on top."""
+"""Structured logs, one file per role and rank, and a merged view in time order with the first real error."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from keepstep.core.errors import StopRequested
-from keepstep.observe.folder import JsonLines, Record, number
-from keepstep.observe.history import tail
+from keepstep.core.verbosity import is_verbose
+from keepstep.observe.run_folder import JsonLines, Record, number, read_from, tail
 
-_FOLLOW_ON = (
-    "ChildFailedError",
-    "SignalException",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "ProcessGroup",
-    "watchdog",
-    "Timed out waiting",
-    "BrokenPipeError",
-    "ConnectionResetError",
+_FOLLOW_ON = re.compile(
+    "ChildFailedError|SignalException|Connection closed by peer|Connection reset by peer|Broken pipe|ProcessGroup|"
+    "watchdog|Timed out waiting|BrokenPipeError|ConnectionResetError"
 )
-"""What processes raise because another one died: never the cause itself."""
+"""Errors that a process raises because another one died. They are never the cause."""
 
 
 class JsonLogHandler(logging.Handler):
@@ -39,15 +32,14 @@ class JsonLogHandler(logging.Handler):
         self._who: Record = {"role": role, "rank": rank}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one line; a log that cannot be written is not a reason to stop."""
+        """Append one line; an error is reported through `logging` and does not stop the run."""
         line: Record = {"time": record.created, "level": record.levelname.lower(), **self._who}
         line |= {"logger": record.name, "text": record.getMessage()}
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        try:
+        # logging's own handleError would print a traceback for every line on a full disk.
+        with suppress(OSError):
             self._file.append(line)
-        except OSError:
-            self.handleError(record)
 
     def close(self) -> None:
         """Close the file."""
@@ -57,17 +49,17 @@ class JsonLogHandler(logging.Handler):
 
 @contextmanager
 def recording(logs: Path, role: str, rank: int) -> Iterator[logging.Logger]:
-    """Write what this process logs, and the error it ends with, into the run's folder."""
+    """Write the log of this process, and the error that ends it, into the run folder."""
     handler, logger = JsonLogHandler(logs, role, rank), logging.getLogger("keepstep")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG if is_verbose() else logging.INFO)
     try:
         yield logger
     except StopRequested:
         raise
     except Exception:
-        logger.exception("this process ends with an error")
+        logger.exception("this process failed")
         raise
     finally:
         logger.removeHandler(handler)
@@ -81,25 +73,17 @@ class MergedLogs:
 
     lines: list[Record]
     first_traceback: Record | None
-    """The earliest error that is not merely the echo of another process's death."""
+    """The earliest error that is not a consequence of another process's death."""
 
 
-def merged(logs: Path) -> MergedLogs:
-    """All lines."""
-    return _merge([JsonLines(path).read() for path in sorted(logs.glob("*.jsonl"))])
-
-
-def merged_tail(logs: Path, count: int) -> MergedLogs:
-    """The newest `count` lines, and the first traceback of all that was looked at."""
-    everything = _merge([tail(path, 2**18) for path in sorted(logs.glob("*.jsonl"))])
-    return MergedLogs(everything.lines[-count:], everything.first_traceback)
-
-
-def _merge(files: list[list[Record]]) -> MergedLogs:
+def merged(logs: Path, newest: int | None = None) -> MergedLogs:
+    """All lines, or the newest ones and the first traceback in the part of the files that was read for them."""
+    paths = [] if logs.is_symlink() else sorted(logs.glob("*.jsonl"))
+    files = [read_from(path)[0] if newest is None else tail(path, 2**18) for path in paths]
     lines = sorted(chain.from_iterable(files), key=lambda line: number(line.get("time")))
     errors = [line for line in lines if line.get("traceback")]
-    causes = [line for line in errors if not any(sign in str(line["traceback"]) for sign in _FOLLOW_ON)]
-    return MergedLogs(lines, next(iter(causes or errors), None))
+    causes = [line for line in errors if not _FOLLOW_ON.search(str(line["traceback"]))]
+    return MergedLogs(lines[-newest:] if newest else lines, next(iter(causes or errors), None))
 
 
 def format_line(line: Record) -> str:
@@ -109,8 +93,8 @@ def format_line(line: Record) -> str:
 
 
 def _moment(time_s: float) -> str:
-    """Time of day; a line whose time is damaged may still say what matters."""
+    """Time of day, or `?` if the time of the line is damaged."""
     try:
         return f"{time.strftime('%H:%M:%S', time.localtime(time_s))}.{int(time_s % 1 * 1000):03d}"
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, OSError):  # which one depends on how large the time is
         return f"{'?':<12}"

@@ -1,40 +1,47 @@
-"""Loss curves: as text for a terminal and as PNG for a report. Raw and smoothed, one run or several."""
+"""Curves of one or several runs: as text for a terminal, as PNG for a report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from keepstep.core.terminal import paint
 from keepstep.core.units import format_count
-from keepstep.observe.columns import FloatArray, smooth, thin
+from keepstep.observe.columns import FloatArray, downsample, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#2f6fb5", "#c8553d", "#3f8f5f", "#8a5fb0", "#b0832b", "#3d8f9c", "#a8477e", "#6b6b6b")
-"""Line colours, told apart by people who do not see red from green."""
-_TERMINAL_COLOURS = ("\x1b[36m", "\x1b[33m", "\x1b[35m", "\x1b[32m", "\x1b[34m", "\x1b[31m")
+"""Line colours that people with red-green blindness can distinguish."""
+_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One named line; values that are not finite are gaps."""
+    """One named curve; values that are not finite are gaps."""
 
     name: str
     steps: Sequence[float]
     values: Sequence[float]
+    smooth_weight: float = 0.0
+    """Weight of the moving average that a picture draws over the raw values; 0 draws the raw values alone."""
 
 
 def text_plot(
     curves: Sequence[Curve], width: int = 80, height: int = 16, *, title: str = "loss", colour: bool = False
 ) -> str:
-    """The curves in braille dots with labelled axes, `width` characters wide, `height` lines for the field itself."""
+    """The curves in braille dots with labelled axes: `width` characters wide, `height` lines without the axes."""
     cleaned = [(curve.name, *_finite(curve)) for curve in curves]
     shown = [(name, steps, values) for name, steps, values in cleaned if len(values)]
     if not shown:
-        return f"{title}: nothing to plot yet"
+        return f"{title}: no values yet"
     low, high = _range(np.concatenate([values for _, _, values in shown]))
     first = min(float(steps[0]) for _, steps, _ in shown)
     last = max(float(steps[-1]) for _, steps, _ in shown)
@@ -43,14 +50,10 @@ def text_plot(
     columns = max(8, width - margin - 1)
     canvas = _Canvas(columns, height)
     for index, (_, steps, values) in enumerate(shown):
-        across = (steps - first) / max(last - first, 1e-9)
-        upward = (values - low) / (high - low)
-        canvas.line(across, upward, index)
-    rows = canvas.rows(_TERMINAL_COLOURS if colour else ())
+        canvas.line((steps - first) / max(last - first, 1e-9), (values - low) / (high - low), index)
     marks = {0: labels[0], (height - 1) // 2: labels[1], height - 1: labels[2]}
-    lines = [
-        f"{marks.get(row, ''):>{margin - 1}} {'┤' if row in marks else '│'}{text}" for row, text in enumerate(rows)
-    ]
+    labelled = [f"{marks.get(row, ''):>{margin - 1}} {'┤' if row in marks else '│'}" for row in range(height)]
+    lines = [label + text for label, text in zip(labelled, canvas.rows(colour), strict=True)]
     left, right = format_count(first), f"step {format_count(last)}"
     axis = " " * margin + "└" + "─" * columns
     foot = " " * (margin + 1) + left + right.rjust(max(1, columns - len(left)))
@@ -62,7 +65,7 @@ def _legend(title: str, names: Sequence[str], width: int, colour: bool) -> str:
         return f"{title}: {names[0]}"[:width] if names[0] else title
     if not colour:
         return f"{title}: {', '.join(names)}"[:width]
-    painted = (f"{_TERMINAL_COLOURS[i % len(_TERMINAL_COLOURS)]}{name}\x1b[0m" for i, name in enumerate(names))
+    painted = (paint(name, _STYLES[index % len(_STYLES)]) for index, name in enumerate(names))
     return f"{title}: " + ", ".join(painted)
 
 
@@ -81,7 +84,7 @@ def _range(values: FloatArray) -> tuple[float, float]:
 
 
 class _Canvas:
-    """A field of braille characters: each is two dots wide and four high."""
+    """A canvas of braille characters, each two dots wide and four dots high."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self._dots = np.zeros((rows, columns), dtype=np.uint8)
@@ -89,7 +92,7 @@ class _Canvas:
         self._wide, self._high = columns * 2, rows * 4
 
     def line(self, across: FloatArray, upward: FloatArray, owner: int) -> None:
-        """Draw a line through points given as shares of the field; dot columns with many points span their range."""
+        """Draw a line through points given as shares of the canvas; a dot column with many points spans their range."""
         columns = np.clip((across * (self._wide - 1)).round().astype(int), 0, self._wide - 1)
         rows = np.clip(((1 - upward) * (self._high - 1)).round().astype(int), 0, self._high - 1)
         previous: tuple[int, int] | None = None
@@ -112,20 +115,18 @@ class _Canvas:
         self._dots[row // 4, column // 2] |= _DOTS[row % 4][column % 2]
         self._owner[row // 4, column // 2] = owner
 
-    def rows(self, colours: Sequence[str]) -> list[str]:
-        """The field as lines of text."""
-        return [self._row(row, colours) for row in range(self._dots.shape[0])]
-
-    def _row(self, row: int, colours: Sequence[str]) -> str:
-        cells: list[str] = []
-        for dots, owner in zip(self._dots[row].tolist(), self._owner[row].tolist(), strict=True):
-            mark = chr(0x2800 + dots) if dots else " "
-            cells.append(f"{colours[owner % len(colours)]}{mark}\x1b[0m" if colours and dots else mark)
-        return "".join(cells).rstrip()
+    def rows(self, colour: bool) -> Iterator[str]:
+        """The canvas as lines of text."""
+        for dots, owners in zip(self._dots.tolist(), self._owner.tolist(), strict=True):
+            marks = [chr(0x2800 + dot) if dot else " " for dot in dots]
+            if colour:
+                styles = [_STYLES[owner % len(_STYLES)] if dot else "" for dot, owner in zip(dots, owners, strict=True)]
+                marks = list(map(paint, marks, styles))
+            yield "".join(marks).rstrip()
 
 
-def png_bytes(curves: Sequence[Curve], *, title: str = "loss", smoothing: float = 0.9) -> bytes:
-    """The curves as a PNG picture: raw pale, smoothed on top."""
+def draw_figure(curves: Sequence[Curve], *, title: str = "loss") -> Figure:
+    """The curves as a picture: each with its raw values, noisy ones pale below their average, which is labelled."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -134,25 +135,33 @@ def png_bytes(curves: Sequence[Curve], *, title: str = "loss", smoothing: float 
     axes = figure.add_subplot()
     for index, curve in enumerate(curves):
         steps, values = _finite(curve)
-        tone = COLOURS[index % len(COLOURS)]
-        pieces = thin(steps, values, smooth(values, smoothing), 2000)
+        tone, weight = COLOURS[index % len(COLOURS)], curve.smooth_weight
+        pieces = downsample(steps, values, smooth(values, weight), 2000)
         if len(values) > len(pieces.steps):
             axes.fill_between(pieces.steps, pieces.low, pieces.high, color=tone, alpha=0.25, linewidth=0.4)
-        else:
+        elif weight:
             axes.plot(steps, values, color=tone, alpha=0.3, linewidth=0.8)
-        axes.plot(pieces.steps, pieces.smooth, color=tone, linewidth=1.6, label=curve.name)
+        label = f"{curve.name}, smoothed {weight:g}".removeprefix(", ") if weight else curve.name
+        # Few values, such as validations, are marked: the line between them was not measured.
+        marker = "" if weight or len(values) > 60 else "."
+        axes.plot(pieces.steps, pieces.smooth, color=tone, linewidth=1.6, label=label, marker=marker)
     axes.set_xlabel("step")
     axes.set_ylabel(title)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    if any(curve.name for curve in curves):
+    if any(curve.name or curve.smooth_weight for curve in curves):
         axes.legend(frameon=False)
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
+    return figure
 
 
-def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss", smoothing: float = 0.9) -> None:
+def png_bytes(curves: Sequence[Curve], *, title: str = "loss") -> bytes:
+    """The curves as a PNG image."""
+    image = BytesIO()
+    draw_figure(curves, title=title).savefig(image, format="png")
+    return image.getvalue()
+
+
+def png_plot(curves: Sequence[Curve], path: Path, *, title: str = "loss") -> None:
     """The curves as a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(png_bytes(curves, title=title, smoothing=smoothing))
+    path.write_bytes(png_bytes(curves, title=title))

@@ -1,32 +1,42 @@
-"""One file about a run, ready to share: what it did, how well, what broke, and how the plan compares with the truth."""
+"""One file about a run, to share: state, curves, goodput, events, and the plan compared with measurements."""
 
 from __future__ import annotations
 
 import base64
 import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
-from keepstep.core.units import format_count, format_seconds
-from keepstep.observe.folder import number
+from keepstep.core.requests import KINDS
+from keepstep.core.units import format_bytes, format_count, format_seconds
 from keepstep.observe.goodput import CAUSES, account
 from keepstep.observe.history import History
 from keepstep.observe.plot import Curve, png_bytes, text_plot
-from keepstep.observe.terminal import clock, shown
+from keepstep.observe.run_folder import number, whole
+from keepstep.observe.screen import LISTED_EVENTS, clock, shown
 from keepstep.observe.verdict import describe, judge
-from keepstep.observe.view import evaluations, plan_beside_truth
+from keepstep.observe.view import SMOOTHED, evaluations, plan_and_measured
 
-PLOTS = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("tokens_per_s", "Tokens per second"))
-_TOLD = ("start", "resume", "guard", "fault", "restart", "resize", "stop", "finish", "warning")
+PLOTS = (
+    ("loss", "Loss"),
+    ("grad_norm", "Gradient norm"),
+    ("lr", "Learning rate"),
+    ("tokens_per_s", "Tokens per second"),
+    ("mfu", "Model FLOPs utilisation"),
+    ("memory_gib", "Peak memory in GiB"),
+)
+_SMOOTH_WEIGHT = 0.9
 _ENVIRONMENT = ("keepstep", "torch", "python", "device", "host")
 _UNITS = {
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
-    "step_s": ("seconds a step", "{:.4g}"),
+    "step_s": ("seconds per step", "{:.4g}"),
     "memory_gib": ("peak memory, GiB", "{:.1f}"),
-    "checkpoint_s": ("seconds a checkpoint", "{:.3g}"),
+    "checkpoint_s": ("seconds per checkpoint", "{:.3g}"),
 }
 
 
@@ -40,8 +50,9 @@ class Table:
 
 
 def tables(history: History, now: float) -> list[Table]:
-    """Everything the report says in numbers, in reading order; empty tables are left out."""
-    made = [_facts(history, now), _plan(history), _goodput(history, now), _faults(history), _evaluations(history)]
+    """All tables of the report, in reading order; empty ones are left out."""
+    made = [_facts(history, now), _plan(history), _goodput(history, now), _requests(history)]
+    made += [_events(history), _evaluations(history)]
     return [table for table in made if table.rows]
 
 
@@ -57,7 +68,8 @@ def _facts(history: History, now: float) -> Table:
         ("tokens", format_count(train.last("tokens")) if math.isfinite(train.last("tokens")) else "–"),
         ("ranks", str(verdict.ranks or "–")),
         ("restarts", str(verdict.restarts)),
-        ("newest checkpoint", f"step {verdict.checkpoint_step:,}" if verdict.checkpoint_step >= 0 else "none"),
+        ("on disk", f"step {verdict.saved_step:,}" if verdict.saved_step >= 0 else "nothing"),
+        *([("skipped saves", str(verdict.skipped_saves))] if verdict.skipped_saves else []),
         *((str(key), str(value)) for key, value in environment.items()),
     ]
     return Table("The run", ("", ""), rows)
@@ -65,16 +77,16 @@ def _facts(history: History, now: float) -> Table:
 
 def _plan(history: History) -> Table:
     rows = []
-    for row in plan_beside_truth(history):
+    for row in plan_and_measured(history):
         name, pattern = _UNITS[row["what"]]
         planned, measured = row["planned"], row["measured"]
         ratio = measured / planned if planned and math.isfinite(planned) else math.nan
         rows.append((name, shown(planned, pattern), shown(measured, pattern), shown(ratio, "{:.2f}")))
-    return Table("The plan beside the truth", ("", "planned", "measured", "ratio"), rows)
+    return Table("Predicted, then measured", ("", "predicted", "measured", "ratio"), rows)
 
 
 def _goodput(history: History, now: float) -> Table:
-    goodput = account(history.events, history.train, history.undone, now)
+    goodput = account(history, now)
     rows = [
         (cause, CAUSES[cause], format_seconds(spent), f"{spent / goodput.wall_s:.1%}")
         for cause, spent in goodput.seconds.items()
@@ -85,17 +97,27 @@ def _goodput(history: History, now: float) -> Table:
     return Table("Goodput by cause", ("cause", "", "time", "share"), rows)
 
 
-def _faults(history: History) -> Table:
+def _requests(history: History) -> Table:
+    """What the run asked of object stores, to compare with the bill."""
+    found = [event for event in history.events if event.get("kind") == "storage_requests"]
+    sums = {kind: sum(whole(event.get(kind), 0) for event in found) for kind in KINDS}
+    rows = [
+        (kind, format_bytes(count) if kind.endswith("bytes") else f"{count:,}") for kind, count in sums.items() if count
+    ]
+    return Table("Requests to object stores", ("", ""), rows)
+
+
+def _events(history: History) -> Table:
     rows = []
     for event in history.events:
         kind = event.get("kind")
-        if kind not in _TOLD:
+        if kind not in LISTED_EVENTS:
             continue
         about = describe(event) if kind in ("fault", "guard", "warning") else ""
         if kind == "resize":
             about = f"{event.get('before', '?')} to {event.get('world_size', '?')} ranks"
         rows.append((clock(number(event.get("time"))), str(kind), str(event.get("step") or "–"), about))
-    return Table("What happened", ("time", "what", "step", ""), rows)
+    return Table("Events", ("time", "event", "step", ""), rows)
 
 
 def _evaluations(history: History) -> Table:
@@ -106,11 +128,12 @@ def _evaluations(history: History) -> Table:
 
 
 def curves(history: History) -> list[tuple[str, list[Curve]]]:
-    """The report's plots: title and lines."""
+    """The report's plots: title and curves."""
     steps = history.train.column("step").tolist()
     plots = []
     for name, title in PLOTS:
-        lines = [Curve("training" if name == "loss" else "", steps, history.train.column(name).tolist())]
+        weight = _SMOOTH_WEIGHT if name in SMOOTHED else 0.0
+        lines = [Curve("training" if name == "loss" else "", steps, history.train.column(name).tolist(), weight)]
         if name == "loss" and len(history.valid):
             valid = history.valid
             lines.append(Curve("validation", valid.column("step").tolist(), valid.column("valid_loss").tolist()))
@@ -120,67 +143,46 @@ def curves(history: History) -> list[tuple[str, list[Curve]]]:
 
 
 def markdown(history: History, now: float) -> str:
-    """The report as one Markdown file; its plots are text, so they show wherever the file does."""
-    parts = [f"# {history.folder.name}\n"]
+    """The report as one Markdown file; its plots are text."""
+    parts = [f"# {_cell(history.folder.name)}\n"]
     for title, lines in curves(history):
         parts.append(f"## {title}\n\n```text\n{text_plot(lines, 96, 14, title=title.lower())}\n```\n")
     for table in tables(history, now):
         rows = [table.heads, ["---"] * len(table.heads), *table.rows]
         body = "\n".join("| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows)
         parts.append(f"## {table.title}\n\n{body}\n")
-    # A fence longer than any in the text cannot be closed by it.
-    fence = "`" * (max((len(run) for run in _backticks(history.config_text())), default=2) + 1)
+    # A fence longer than any in the text cannot be closed by the text.
+    fence = "`" * (max(map(len, re.findall(r"`{3,}", history.config_text())), default=2) + 1)
     parts.append(f"## Configuration\n\n{fence}yaml\n{history.config_text().rstrip()}\n{fence}\n")
     return "\n".join(parts)
 
 
-def _backticks(text: str) -> list[str]:
-    import re
-
-    return re.findall(r"`{3,}", text)
-
-
 def _cell(text: str) -> str:
-    return html.escape(text, quote=False).replace("|", "\\|").replace("\n", " ")
-
-
-_STYLE = """
-:root { --ink: #1c1e21; --paper: #fff; --muted: #686d76; --line: #e6e3de; color-scheme: light dark; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7e7e4; --paper: #16181b; --muted: #979ca5; --line: #2b2f34; } }
-body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 880px;
-  margin: 40px auto; padding: 0 20px; font-variant-numeric: tabular-nums; }
-h1 { letter-spacing: -.02em; }
-h2 { font-size: 16px; margin-top: 36px; }
-table { border-collapse: collapse; font-size: 14px; width: 100%; }
-th { text-align: left; color: var(--muted); font-weight: 500; }
-td, th { padding: 5px 16px 5px 0; border-bottom: 1px solid var(--line); }
-img { width: 100%; border-radius: 10px; background: #fff; }
-pre { font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
-@media print { h2, img, tr { break-inside: avoid; } }
-"""
+    """Text from a run in one line, so that it is neither HTML nor a link, an image or another cell."""
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(text, quote=False)).replace("\n", " ")
 
 
 def page(history: History, now: float) -> str:
-    """The report as one self-contained HTML file. Text from the run is escaped and no script is in it."""
+    """The report as one self-contained HTML file without scripts. Text from the run is escaped."""
     name = html.escape(history.folder.name)
     parts = [
         f"<h1>{name}</h1>",
         f"<p>Written {clock(now)}.</p>",
-        *(_picture(title, lines) for title, lines in curves(history)),
+        *(_image(title, lines) for title, lines in curves(history)),
         *map(_html_table, tables(history, now)),
         f"<h2>Configuration</h2><pre>{html.escape(history.config_text())}</pre>",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
+    style = (resources.files("keepstep.observe.page") / "static" / "report.css").read_text(encoding="utf-8")
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    head += f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{_STYLE}</style>'
+    head += f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _picture(title: str, lines: list[Curve]) -> str:
+def _image(title: str, lines: list[Curve]) -> str:
     encoded = base64.b64encode(png_bytes(lines, title=title.lower())).decode()
-    return (
-        f'<h2>{html.escape(title)}</h2><img alt="{html.escape(title)} by step" src="data:image/png;base64,{encoded}">'
-    )
+    name = html.escape(title)
+    return f'<h2>{name}</h2><img alt="{name} by step" src="data:image/png;base64,{encoded}">'
 
 
 def _html_table(table: Table) -> str:
@@ -188,6 +190,5 @@ def _html_table(table: Table) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     heads = row("th", table.heads) if any(table.heads) else ""
-    return (
-        f"<h2>{html.escape(table.title)}</h2><table>{heads}{''.join(row('td', cells) for cells in table.rows)}</table>"
-    )
+    rows = "".join(row("td", cells) for cells in table.rows)
+    return f"<h2>{html.escape(table.title)}</h2><table>{heads}{rows}</table>"

@@ -7,54 +7,126 @@ FSDP must see the block as it will be called.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from keepstep.config.schema import ComputeConfig, ParallelConfig
+from keepstep.models.block_plan import BlockPlan, RecomputeMode
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.context import split_rows
-from keepstep.parallel.fsdp import ShardPolicy, shard_model
-from keepstep.parallel.mesh import Grid
+from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import split_stages
-from keepstep.parallel.recompute import Mode, apply_recompute
-from keepstep.parallel.tensor import split_tensors
+from keepstep.parallel.tensor import first_local_head, split_tensors
 from keepstep.parallel.vocabulary import repeat_output
+
+_ATTENTION = (
+    "aten::_flash_attention_forward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "keepstep::attention_forward",
+)
+_MATMULS = ("aten::mm", "aten::addmm")
 
 
 def apply_parallel(
     model: Transformer,
-    grid: Grid,
+    mesh: ParallelMesh,
     parallel: ParallelConfig,
     compute: ComputeConfig,
     shard_dtype: torch.dtype | None,
-    modes: Sequence[Mode],
+    modes: Sequence[RecomputeMode],
+    fused_attention: bool = False,
 ) -> list[Transformer]:
-    """Turn a model on the meta device into this process's part of it, in place.
+    """Reduce a model on the meta device to this process's part of it, in place.
 
     `shard_dtype` is the precision that sharded weights compute in; None leaves the model whole. `modes` says for each
-    block what it recomputes. Returns what is to be called: the model itself, or where there is a pipeline this
-    process's stages of it, whose parameters are the model's.
+    block what it recomputes. `fused_attention` says that this GPU has our attention kernels. Returns what is to be
+    called: the model itself or, with a pipeline, this process's stages, whose parameters are the model's.
     """
-    stages = split_stages(model, grid.pipeline_rank, grid.layout.pipeline, parallel.stages_per_process)
-    piped = grid.layout.pipeline > 1
+    stages = split_stages(model, mesh.pipeline_rank, mesh.layout.pipeline, parallel.stages_per_process)
+    piped, split = mesh.layout.pipeline > 1, mesh.layout.tensor > 1
     # A pipeline runs many micro batches through the same weights: gathering them each time costs more than it saves.
     keep_gathered = parallel.keep_gathered or piped
     for stage in stages:
-        if grid.layout.tensor > 1:
-            split_tensors(stage, grid.mesh["tensor"], parallel.async_tensor)
+        if split:
+            split_tensors(stage, mesh.device_mesh["tensor"], parallel.async_tensor)
         if piped and parallel.schedule == "zero_bubble":
-            repeat_output(stage, is_split=grid.layout.tensor > 1)
-        if grid.context_group is not None:
-            split_rows(stage, grid.context_group)
+            repeat_output(stage, is_split=split)
+        attend = split_rows(stage, mesh.context_group) if mesh.context_group is not None else None
         for layer, block in stage.blocks.items():
             assert isinstance(block, Block)
-            block.hands_over = shard_dtype is None and modes[int(layer)] == "none"
-            # Selective recomputation keeps what products give, and computes again what is between them.
-            if modes[int(layer)] == "selective" or not compute.joined_products:
-                block.keep_products_apart()
-            apply_recompute(block, modes[int(layer)])
+            mode = modes[int(layer)]
+            block.use(
+                BlockPlan(
+                    # Selective recomputation saves the plain outputs of matmuls.
+                    fused_matmuls=compute.fused_matmuls and mode != "selective",
+                    tensor_parallel=split,
+                    fused_attention=fused_attention and _is_whole(block, mesh),
+                    deferred_add=shard_dtype is None and mode == "none",
+                    recompute=mode,
+                    first_head=first_local_head(block.attention, mesh.device_mesh["tensor"]) if split else 0,
+                    attend=attend,
+                )
+            )
+            # What is saved serves one backward pass, and zero bubble makes two; a ring would save every step's output.
+            save_attention = attend is None and not (piped and parallel.schedule == "zero_bubble")
+            apply_recompute(block, mode, save_attention=save_attention)
             if compute.compile:
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if shard_dtype is not None:
-            shard_model(stage, grid.weights_mesh, ShardPolicy(shard_dtype, keep_gathered, parallel.offload))
+            _shard_model(stage, mesh.weights_mesh, shard_dtype, keep_gathered, parallel.offload)
     return stages
+
+
+def _is_whole(block: Block, mesh: ParallelMesh) -> bool:
+    """Whether one operator may compute the block's attention from its projection on."""
+    return mesh.layout.tensor == mesh.layout.context == 1 and block.attention.can_fuse_attention()
+
+
+def apply_recompute(block: nn.Module, mode: RecomputeMode, *, save_attention: bool = True) -> None:
+    """Wrap the block's forward in place, so that parameter names stay as they are.
+
+    `full` keeps the block's input and, with `save_attention`, what attention returns: as much memory again, and in long
+    rows most of the time that recomputation would take.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
+    if saved:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_save, saved))
+    block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _save(names: tuple[str, ...], _context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    saved = operation.name().split(".")[0] in names
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _shard_model(
+    model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, keep_gathered: bool, offload: bool
+) -> None:
+    """FSDP2, in place: each block is one unit, what is left belongs to the root.
+
+    Weights compute in `compute_dtype`; masters, gradients sums and reductions stay fp32. A (replicate, shard) mesh
+    shards inside a group and copies across groups; a mesh of one process shards nothing and still runs the same code.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=torch.float32,
+        # Inputs are token ids and integer positions: casting them would be wrong.
+        cast_forward_inputs=False,
+    )
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=where)
+    for block in model.blocks.values():
+        shard(block, reshard_after_forward=not keep_gathered)
+    shard(model, reshard_after_forward=False)

@@ -2,7 +2,7 @@
 
 Shape legend: b rows, t query tokens, s key tokens, n query heads, g key-value heads, e head size.
 
-Without a bias torch's fused kernels do the work where they can; else plain products do, some queries at a time, so that
+Without a bias torch's fused kernels do the work if they can, otherwise plain matmuls, some queries at a time, so that
 memory does not grow with t × s.
 """
 
@@ -65,20 +65,14 @@ class Block:
 
 def attend_block(block: Block) -> tuple[Tensor, Tensor]:
     """Mixed values and the log-sum-exp of the scores, both fp32: [b, n, t, e] and [b, n, t]."""
-    match _kernel(block):
-        case "cpu":
-            mixed, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-                block.query, block.key, block.value, 0.0, block.causal, scale=block.scale
-            )
-            return mixed.float(), lse.float()
-        case "flash":
-            mixed, lse = _ATEN._scaled_dot_product_flash_attention(
-                block.query, block.key, block.value, 0.0, block.causal, scale=block.scale
-            )[:2]
-            return mixed.float(), lse
-        case _:
-            parts = [_attend_some(block, queries) for queries in _query_slices(block)]
-            return torch.cat([mixed for mixed, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+    kernel = _kernel(block)
+    if kernel == "plain":
+        parts = [_attend_some(block, queries) for queries in _query_slices(block)]
+        return torch.cat([mixed for mixed, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+    on_cpu, on_gpu = _ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention
+    run = on_cpu if kernel == "cpu" else on_gpu
+    mixed, lse = run(block.query, block.key, block.value, 0.0, block.causal, scale=block.scale)[:2]
+    return mixed.float(), lse.float()
 
 
 def block_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,20 @@
-"""Context parallelism: each process holds a part of every row, and attention goes round them in a ring."""
+"""Context parallelism: each process holds a part of every row, and attention passes keys and values around a ring.
+
+Shape legend: b rows, t tokens on this process, n query heads, g key-value heads, e head size, r processes.
+
+Rows are cut zigzag: of 2c pieces process r holds piece r and piece 2c-1-r. The early piece attends to little, the late
+one to much, so that under a causal mask all processes have equal work in every round of the ring:
+- keys of an earlier process: all our queries attend to its early piece, none to its late one;
+- keys of a later process: our late queries attend to both its pieces, our early ones to none;
+- our own keys: plain causal attention, since our two pieces are in order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,17 +23,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepstep.config.schema import ModelConfig
-from keepstep.data.loader import Batch
-from keepstep.models.cache import KeyValueCache
-from keepstep.models.documents import Bounds
-from keepstep.models.masks import Context
-from keepstep.models.positions import alibi_slopes, rotary_tables
-from keepstep.models.transformer import Block, Transformer
-from keepstep.parallel.ring import Ring, RingMasks, ring_attention
+from keepstep.data.batch import Batch
+from keepstep.models.attention_context import Context, KeyValueCache
+from keepstep.models.ops.varlen_attention import VarlenSpans
+from keepstep.models.positions import alibi_slopes, rope_tables
+from keepstep.models.transformer import Transformer
+from keepstep.parallel.block_attention import Block, BlockMask, attend_block, block_gradients
 
 
 class RingContext(Context):
-    """What blocks share in a forward, with what the ring needs beside."""
+    """What blocks share in a forward, plus what the ring needs."""
 
     __slots__ = ("documents_rbt",)
 
@@ -30,13 +41,13 @@ class RingContext(Context):
         self.documents_rbt = documents_rbt
 
 
-def split_rows(model: Transformer, group: dist.ProcessGroup) -> None:
-    """Let a model (or a stage of one) work on parts of rows, in place. Positions must be given with every batch."""
-    ring = Ring(group)
-    model.make_context = partial(_ring_context, ring=ring)
-    for block in model.blocks.values():
-        assert isinstance(block, Block)
-        block.attention.attend = partial(_attend, config=model.config, ring=ring)
+def split_rows(model: Transformer, group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Let a model (or a stage of one) work on parts of rows, in place; returns what its blocks attend with.
+
+    Positions must be given with every batch.
+    """
+    model.make_context = partial(_ring_context, group=group)
+    return partial(_attend, config=model.config, group=group)
 
 
 def own_part(batch: Batch, rank: int, size: int) -> Batch:
@@ -76,18 +87,18 @@ def _ring_context(
     positions_bt: Tensor,
     documents_bt: Tensor | None,
     cache: KeyValueCache | None,
-    bounds: Bounds | None = None,
+    spans: VarlenSpans | None = None,
     *,
-    ring: Ring,
+    group: dist.ProcessGroup,
 ) -> Context:
     assert cache is None, "decoding does not split rows"
-    assert bounds is None, "the ring asks each process for its documents"
+    assert spans is None, "the ring asks each process for its documents"
     documents_rbt = None
     if documents_bt is not None:
-        everyone = [torch.empty_like(documents_bt) for _ in range(ring.size)]
-        dist.all_gather(everyone, documents_bt.contiguous(), group=ring.group)
+        everyone = [torch.empty_like(documents_bt) for _ in range(group.size())]
+        dist.all_gather(everyone, documents_bt.contiguous(), group=group)
         documents_rbt = torch.stack(everyone)
-    rotary = rotary_tables(config, positions_bt) if config.positions == "rotary" else None
+    rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
     return RingContext(rotary, documents_rbt)
 
 
@@ -100,7 +111,7 @@ def _attend(
     context: Context,
     *,
     config: ModelConfig,
-    ring: Ring,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     assert isinstance(context, RingContext)
     heads = query_btne.shape[2]
@@ -108,8 +119,139 @@ def _attend(
     if config.positions == "alibi":
         all_slopes = alibi_slopes(config.heads, config.alibi_bias_max, query_btne.device)
         slopes_n = all_slopes[first_head : first_head + heads]
-    tokens = query_btne.shape[1] * ring.size
+    tokens = query_btne.shape[1] * group.size()
     window = config.sliding_window if config.sliding_window < tokens else 0
-    masks = RingMasks(window, slopes_n, context.documents_rbt)
-    query, key, value = (each.transpose(1, 2) for each in (query_btne, key_btge, value_btge))
-    return ring_attention(query, key, value, ring, masks).transpose(1, 2)
+    masks = RingMasks(group, window, slopes_n, context.documents_rbt)
+    parts = (each.transpose(1, 2) for each in (query_btne, key_btge, value_btge))
+    mixed: Tensor = _RingAttention.apply(*parts, masks)  # type: ignore[no-untyped-call]
+    return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class RingMasks:
+    """The processes that share a row, and what decides which tokens attend to which in addition to their order."""
+
+    group: dist.ProcessGroup
+    window: int
+    slopes_n: Tensor | None
+    documents_rbt: Tensor | None
+    """Documents of every process's tokens."""
+
+    def between(self, source: int, query: Tensor, queries: slice, keys: slice) -> BlockMask | None:
+        """The mask of our queries against the keys of process `source`; None where order says it all."""
+        if not self.window and self.slopes_n is None and self.documents_rbt is None:
+            return None
+        rank, size, documents_rbt = self.group.rank(), self.group.size(), self.documents_rbt
+        return BlockMask(
+            query_places_t=_own_places(query.shape[2], rank, size, query.device)[queries],
+            key_places_s=_own_places(query.shape[2], source, size, query.device)[keys],
+            slopes_n=self.slopes_n,
+            query_documents_bt=None if documents_rbt is None else documents_rbt[rank][:, queries],
+            key_documents_bs=None if documents_rbt is None else documents_rbt[source][:, keys],
+            window=self.window,
+        )
+
+
+def _own_places(tokens: int, rank: int, size: int, device: torch.device) -> Tensor:
+    """Which tokens of the row process `rank` holds, in its order; `tokens` is the number it holds."""
+    half_t = torch.arange(tokens // 2, device=device)
+    return torch.cat([half_t + rank * len(half_t), half_t + (2 * size - 1 - rank) * len(half_t)])
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """A tensor on its way; the sent one is kept alive until it has left."""
+
+    sent: Tensor
+    received: Tensor
+    works: list[Any]
+
+    def wait(self) -> Tensor:
+        """What arrived."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> _Passing:
+    """Start sending a tensor to the next process and receiving its like from the one before."""
+    received = torch.empty_like(tensor)
+    ahead, behind = (dist.get_global_rank(group, (group.rank() + step) % group.size()) for step in (1, -1))
+    operations = [dist.P2POp(dist.isend, tensor, ahead, group), dist.P2POp(dist.irecv, received, behind, group)]
+    return _Passing(tensor, received, dist.batch_isend_irecv(operations))
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention of our queries [b, n, t, e] to the keys and values [b, g, t, e] of every process in the ring."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, masks: RingMasks) -> Tensor:
+        mixed, lse = _merge_all(query, torch.stack([key, value]), masks)
+        mixed_out = mixed.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mixed_out, lse)
+        ctx.masks = masks
+        return mixed_out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        query, key, value, mixed, lse = ctx.saved_tensors
+        key_value = torch.stack([key, value])
+        by_query, by_key_value = _all_gradients(query, key_value, mixed, lse, grad_outputs[0], ctx.masks)
+        by_key, by_value = by_key_value.to(key.dtype).unbind()
+        return by_query.to(query.dtype), by_key, by_value, None
+
+
+def _merge_all(query: Tensor, key_value: Tensor, masks: RingMasks) -> tuple[Tensor, Tensor]:
+    mixed = lse = torch.empty(0)
+    group = masks.group
+    for round_number in range(group.size()):
+        passing = _pass_on(key_value, group) if round_number < group.size() - 1 else None
+        block, queries, _ = _block(query, key_value, (group.rank() - round_number) % group.size(), masks)
+        block_mixed, block_lse = attend_block(block)
+        if round_number == 0:
+            # Every token attends to itself at least: from here on the sums are finite.
+            mixed, lse = block_mixed.clone(), block_lse.clone()
+        else:
+            before = lse[:, :, queries]
+            together = torch.logaddexp(before, block_lse)
+            kept, added = torch.exp(before - together)[..., None], torch.exp(block_lse - together)[..., None]
+            mixed[:, :, queries] = mixed[:, :, queries] * kept + block_mixed * added
+            lse[:, :, queries] = together
+        if passing is not None:
+            key_value = passing.wait()
+    return mixed, lse
+
+
+def _all_gradients(
+    query: Tensor, key_value: Tensor, mixed: Tensor, lse: Tensor, mixed_grad: Tensor, masks: RingMasks
+) -> tuple[Tensor, Tensor]:
+    """Gradients of keys and values travel with them, collect a part at each process, and end where they belong."""
+    by_query = torch.zeros_like(query, dtype=torch.float32)
+    returning: _Passing | None = None
+    group = masks.group
+    for round_number in range(group.size()):
+        passing = _pass_on(key_value, group) if round_number < group.size() - 1 else None
+        block, queries, keys = _block(query, key_value, (group.rank() - round_number) % group.size(), masks)
+        parts = block_gradients(block, mixed[:, :, queries], lse[:, :, queries], mixed_grad[:, :, queries])
+        by_query[:, :, queries] += parts[0]
+        groups = key_value.shape[2]
+        collected = torch.zeros_like(key_value, dtype=torch.float32) if returning is None else returning.wait()
+        for index, part in enumerate(parts[1:]):
+            # Query heads that share a key-value head each have a part in its gradient.
+            collected[index][:, :, keys] += part.unflatten(1, (groups, -1)).sum(dim=2)
+        returning = _pass_on(collected, group)
+        if passing is not None:
+            key_value = passing.wait()
+    assert returning is not None
+    return by_query, returning.wait()
+
+
+def _block(query: Tensor, key_value: Tensor, source: int, masks: RingMasks) -> tuple[Block, slice, slice]:
+    """What our queries have to do with the keys of process `source`, and which queries and keys take part."""
+    half, everything, rank = query.shape[2] // 2, slice(None), masks.group.rank()
+    repeats = query.shape[1] // key_value.shape[2]
+    key, value = key_value.repeat_interleave(repeats, dim=2).unbind() if repeats > 1 else key_value.unbind()
+    queries = slice(half, None) if source > rank else everything
+    keys = slice(0, half) if source < rank else everything
+    mask = masks.between(source, query, queries, keys)
+    return Block(query[:, :, queries], key[:, :, keys], value[:, :, keys], source == rank, mask), queries, keys

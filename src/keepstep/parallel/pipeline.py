@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ParallelConfig
 from keepstep.models.transformer import Transformer
-from keepstep.parallel.mesh import Grid
+from keepstep.parallel.mesh import ParallelMesh
 
 Held = TypeVar("Held")
 
@@ -85,8 +85,8 @@ class Rows:
     positions: Tensor
     documents: Tensor | None
 
-    def beside(self) -> dict[str, Tensor]:
-        """What every stage is given beside the stream of activations."""
+    def stage_inputs(self) -> dict[str, Tensor]:
+        """What every stage needs in addition to the activations."""
         given = {"targets_bt": self.targets, "positions_bt": self.positions, "documents_bt": self.documents}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
@@ -127,14 +127,16 @@ def gathered_once(actions: Sequence[Any]) -> list[Any]:
 class Pipeline:
     """This process's stages and the schedule that runs them."""
 
-    def __init__(self, stages: list[Transformer], grid: Grid, config: ParallelConfig, shape: PipelineShape) -> None:
-        group = grid.pipeline_group
+    def __init__(
+        self, stages: list[Transformer], mesh: ParallelMesh, config: ParallelConfig, shape: PipelineShape
+    ) -> None:
+        group = mesh.pipeline_group
         assert group is not None
         self._stages, self._group, self._shape = stages, group, shape
         self._rank, self._processes = group.rank(), group.size()
-        on_gpu = grid.mesh.device_type == "cuda"
+        on_gpu = mesh.device_mesh.device_type == "cuda"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self._stream_tokens = shape.tokens // grid.layout.tensor
+        self._stream_tokens = shape.tokens // mesh.layout.tensor
         self._sending: list[Any] = []
         self._weight = torch.ones(())
         self._loss_sum = torch.zeros((), device=self._device)
@@ -157,17 +159,17 @@ class Pipeline:
         self._loss_sum = torch.zeros((), device=self._device)
         first = (rows.tokens,) if self._rank == 0 else ()
         target = rows.targets if self.has_loss else None
-        self._schedule.step(*first, target=target, **rows.beside())
+        self._schedule.step(*first, target=target, **rows.stage_inputs())
         self._sum_tied_gradients()
         return self._loss_sum
 
     def evaluate(self, rows: Rows) -> Tensor:
-        """The sum of token losses, on the last process; zero elsewhere. A stage goes on while later ones still work."""
+        """The sum of token losses, on the last process; zero elsewhere. A stage does not wait for later ones."""
         loss_sum = torch.zeros((), device=self._device)
         for number, stage in enumerate(self._stages):
             is_first = number == 0 and self._rank == 0
             stream = rows.tokens if is_first else self._receive(rows.tokens.shape[0])
-            stream = stage(stream, **rows.beside())
+            stream = stage(stream, **rows.stage_inputs())
             if self.has_loss and number == len(self._stages) - 1:
                 loss_sum = stream
             else:

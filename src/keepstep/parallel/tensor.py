@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from keepstep.models.attention import Attention
-from keepstep.models.mlp import GatedMLP, PlainMLP
+from keepstep.models.mlp import GatedMLP
 from keepstep.models.transformer import Block, Transformer
-from keepstep.parallel.collectives import gather_parts, scatter_sums
-from keepstep.parallel.local import COLUMNS, ROWS, local_part, place_module, place_parameter
+from keepstep.parallel.parts import COLUMNS, ROWS, gather_parts, local_part, place_module, place_parameter, scatter_sums
 from keepstep.parallel.vocabulary import VocabularySlice, vocabulary_output
 
 TOKENS = 1
@@ -35,35 +34,25 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
         _overlap_traffic(group)
     for block in model.blocks.values():
         assert isinstance(block, Block)
-        _split_attention(block.attention, mesh)
-        _split_mlp(block.mlp, mesh)
-        place_module(block.attention_norm, mesh)
-        place_module(block.mlp_norm, mesh)
+        attention, mlp = block.attention, block.mlp
+        _split_matmuls(attention, attention.qkv, attention.out, mesh)
+        _split_matmuls(mlp, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, mlp.down, mesh)
+        for norm in (attention.query_norm, attention.key_norm, block.attention_norm, block.mlp_norm):
+            if norm is not None:
+                place_module(norm, mesh)
     if model.norm is not None:
         place_module(model.norm, mesh)
     _split_vocabulary(model, mesh)
 
 
-def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
-    attention.joined = False
+def first_local_head(attention: Attention, mesh: DeviceMesh) -> int:
+    """Number of the first query head on this process."""
     heads = attention.out.in_features // attention.head_size
-    attention.first_head = heads // mesh.size() * mesh.get_local_rank()
-    _split_products(attention, attention.qkv, attention.out, mesh)
-    for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None:
-            place_module(norm, mesh)
+    return heads // mesh.size() * mesh.get_local_rank()
 
 
-def _split_mlp(mlp: GatedMLP | PlainMLP, mesh: DeviceMesh) -> None:
-    mlp.joined = False
-    if isinstance(mlp, GatedMLP):
-        _split_products(mlp, mlp.gate_up, mlp.down, mesh)
-    else:
-        _split_products(mlp, mlp.up, mlp.down, mesh)
-
-
-def _split_products(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: DeviceMesh) -> None:
-    """A sub-block of two products: the first split by outputs, the last by inputs; adapters as the weights they are on.
+def _split_matmuls(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: DeviceMesh) -> None:
+    """A sub-block of two matmuls: the first split by outputs, the last by inputs; adapters like their weights.
 
     The adapters' other factors stay whole: all outputs come out of one `lora_a`, all inputs end in one `lora_b`.
     """
@@ -106,7 +95,7 @@ def _split_vocabulary(model: Transformer, mesh: DeviceMesh) -> None:
 def _embed_slice(
     embed: nn.Embedding, vocabulary: VocabularySlice, group: dist.ProcessGroup, tokens_bt: Tensor
 ) -> Tensor:
-    """Look up what is ours, zero for all else; exactly one process knows each token, so the sum is the embedding."""
+    """Look up the local rows, zero elsewhere; exactly one process has each token, so the sum is the embedding."""
     local_bt = tokens_bt - vocabulary.first
     others_bt = (local_bt < 0) | (local_bt >= vocabulary.rows)
     x_btd = F.embedding(local_bt.masked_fill(others_bt, 0), local_part(embed.weight, ROWS))
@@ -114,7 +103,7 @@ def _embed_slice(
 
 
 def _overlap_traffic(group: dist.ProcessGroup) -> None:
-    """Let the compiler take gathers and scatters apart and run them beside the products they feed (async TP)."""
+    """Let the compiler take gathers and scatters apart and run them during the matmuls they feed (async TP)."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -1,6 +1,6 @@
-"""Head and cross-entropy over a vocabulary split between processes, piece by piece as in `models/head`.
+"""Head and cross-entropy over a vocabulary split between processes, chunk by chunk as in `models/head`.
 
-Shape legend: b rows, t tokens, n tokens of one piece, d hidden, v this process's rows of the head.
+Shape legend: b rows, t tokens, n tokens of one chunk, d hidden, v this process's rows of the head.
 
 No process ever holds all logits of a token: maximum, sum of exponentials and the target's logit are small numbers that
 are combined over processes.
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepstep.models.head import NO_LOSS, default_chunks
+from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.models.head import default_chunks
 from keepstep.models.transformer import Transformer
-from keepstep.parallel.collectives import gather_parts
-from keepstep.parallel.local import ROWS, local_part
+from keepstep.parallel.parts import ROWS, gather_parts, local_part
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def vocabulary_output(
         logits_btv = logits_btv.masked_fill(padding_v, torch.finfo(logits_btv.dtype).min)
         return vocabulary.gather(logits_btv, 2)
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
-    pieces = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd)
+    chunk_count = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd)
     loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_nd, weight_vd, targets_n, vocab, pieces, vocabulary, backward_runs
+        hidden_nd, weight_vd, targets_n, vocab, chunk_count, vocabulary, backward_runs
     )
     return loss
 
@@ -93,26 +93,26 @@ class _VocabularyLoss(torch.autograd.Function):
         weight_vd: Tensor,
         targets_n: Tensor,
         vocab: int,
-        pieces: int,
+        chunk_count: int,
         vocabulary: VocabularySlice,
         backward_runs: int,
     ) -> Tensor:
         padding_v = _padding(vocabulary, vocab, hidden_nd.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         hidden_grad_nd = torch.empty_like(hidden_nd) if ctx.needs_input_grad[0] else None
-        # fp32: a sum over many pieces in bfloat16 would stop growing.
+        # fp32: a sum over many chunks in bfloat16 would stop growing.
         weight_grad_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        piece_size = -(-hidden_nd.shape[0] // pieces)
-        for start in range(0, hidden_nd.shape[0], piece_size):
-            piece = slice(start, start + piece_size)
-            logits_nv = torch.mm(hidden_nd[piece], weight_vd.t()).float().masked_fill_(padding_v, float("-inf"))
-            loss_n, logits_grad_nv = _piece_loss(logits_nv, targets_n[piece], vocabulary)
+        chunk_size = -(-hidden_nd.shape[0] // chunk_count)
+        for start in range(0, hidden_nd.shape[0], chunk_size):
+            chunk = slice(start, start + chunk_size)
+            logits_nv = torch.mm(hidden_nd[chunk], weight_vd.t()).float().masked_fill_(padding_v, float("-inf"))
+            loss_n, logits_grad_nv = _chunk_loss(logits_nv, targets_n[chunk], vocabulary)
             loss += loss_n.sum()
             logits_grad_nv = logits_grad_nv.to(hidden_nd.dtype)
             if hidden_grad_nd is not None:
-                hidden_grad_nd[piece] = torch.mm(logits_grad_nv, weight_vd)
+                hidden_grad_nd[chunk] = torch.mm(logits_grad_nv, weight_vd)
             if weight_grad_vd is not None:
-                weight_grad_vd += torch.mm(logits_grad_nv.t(), hidden_nd[piece])
+                weight_grad_vd += torch.mm(logits_grad_nv.t(), hidden_nd[chunk])
         ctx.grads = (hidden_grad_nd, weight_grad_vd, weight_vd.dtype)
         ctx.runs_left = backward_runs
         return loss
@@ -130,7 +130,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return by_hidden, by_weight, None, None, None, None, None
 
 
-def _piece_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+def _chunk_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
     """Token losses (0 where there is no target) and their gradient by our logits, which are overwritten."""
     local_n = targets_n - vocabulary.first
     ours_n = (local_n >= 0) & (local_n < vocabulary.rows)
@@ -143,7 +143,7 @@ def _piece_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlic
     sums_2n = torch.stack([exponential_nv.sum(dim=1), target_logit_n])
     vocabulary.combine(sums_2n)
     total_n, target_logit_n = sums_2n.unbind()
-    counts_n = targets_n != NO_LOSS
+    counts_n = targets_n != IGNORE_INDEX
     loss_n = (total_n.log() - target_logit_n).where(counts_n, 0.0)
     grad_nv = exponential_nv.div_(total_n[:, None])
     grad_nv.scatter_add_(1, local_n1, -ours_n[:, None].to(grad_nv.dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.core.errors import HardwareError
+from keepstep.core.proc import available_cores
 from keepstep.core.ranks import Ranks
 
 
@@ -47,35 +47,24 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> to
 
 def share_cores(threads: int, local_world_size: int) -> None:
     """Give each process its part of the cores: the default, all cores to each, makes them fight."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or max(1, cores // local_world_size))
+    torch.set_num_threads(threads or max(1, available_cores() // local_world_size))
 
 
 @contextmanager
 def joined_world(ranks: Ranks, device: torch.device, timeout_s: float = 600.0) -> Iterator[World]:
     """The process group for the length of a run; a single process gets a group of one, so that code has one path."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_s)
+    options: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks.store_file:
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{ranks.store_file}",
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=timeout,
-        )
-    elif ranks.launched:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=_private_store(), rank=0, world_size=1, timeout=timeout)
+        where = f"file://{ranks.store_file}"
+        options = {"init_method": where, "rank": ranks.rank, "world_size": ranks.world_size}
+    elif not ranks.launched:
+        # A store inside this process: a group of one needs no port.
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
     try:
         yield World(ranks, device)
     finally:
         dist.destroy_process_group()
-
-
-def _private_store() -> Any:
-    """A store inside this process: a group of one needs no port."""
-    return dist.HashStore()  # type: ignore[attr-defined]

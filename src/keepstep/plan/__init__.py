@@ -1,1 +1,1 @@
-"""What a run will need, told before it starts."""
+"""Predictions before a run starts: memory, speed, storage and goodput."""

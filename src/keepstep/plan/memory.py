@@ -1,31 +1,30 @@
-"""Peak memory of one process, part by part, at the instant of a step where it is highest.
+"""Peak memory of one process, by part, at the instant of a step where it is highest.
 
-The instants are those where something large is alive that is not alive a moment later: the loss (all activations and
-one piece of logits), the backward of the last block (all activations and a block's working set), the backward of the
-first block (all gradients), the reduction of the root unit, and the update.
+The instants are those at which something large is allocated that is freed soon after: the loss (all activations and one
+chunk of logits), the backward of the last block (all activations and a block's working set), the backward of the first
+block (all gradients), the reduction of the root unit, and the update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from keepstep.plan.activations import FP32, BlockActivations, block_activations, mask_bytes, stream_width
-from keepstep.plan.parameters import StageParameters, received_streams, stage_parameters
+from keepstep.plan.tensors import FP32, StageParameters, block_activations, mask_bytes, process_layers, stage_parameters
 from keepstep.plan.workload import Workload
 
-PIECE_SHARE = 16
-"""Logits of one piece of the loss take this part of a GPU's memory, as models/head.py chooses."""
+CHUNK_SHARE = 16
+"""Logits of one chunk of the loss take one part in so many of the GPU's memory, as models/head.py chooses."""
 CONTEXT_BYTES = int(0.55 * 2**30)
-"""CUDA context, cuBLAS workspaces and kernels, before the first tensor."""
+"""CUDA context, cuBLAS workspaces and kernels."""
 GROUP_BYTES = int(0.25 * 2**30)
-"""NCCL buffers of one group of processes."""
+"""NCCL buffers of one process group."""
 SLACK_SHARE = 0.03
-"""Free blocks between tensors that the caching allocator cannot hand out, as a share of what comes and goes."""
+"""Fragmentation of the caching allocator, as a share of the tensors that are allocated and freed within a step."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes by part; they add up."""
+    """Bytes by part."""
 
     parameters: int = 0
     gradients: int = 0
@@ -33,12 +32,12 @@ class Parts:
     activations: int = 0
     logits: int = 0
     buffers: int = 0
-    """Weights gathered for a block or for the ends, and gradients on their way to their shards."""
+    """Gathered weights of a block or of the ends, and gradients that are being reduced."""
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+        """The sum."""
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,13 @@ class MemoryPlan:
     """Peak of the fullest process."""
 
     parts: Parts
-    """Tensors alive at the peak: what torch.cuda.max_memory_allocated will say."""
+    """Tensors at the peak: what torch.cuda.max_memory_allocated reports."""
     instant: str
     stage: int
     slack: int
-    """What the device needs beside tensors: context, communication buffers, the allocator's gaps."""
-    instants: dict[str, int] = field(default_factory=dict)
-    """Bytes at every instant looked at, for the fullest stage."""
+    """What the device needs on top: context, communication buffers, fragmentation."""
+    instants: dict[str, int]
+    """Bytes at every instant, for the fullest stage."""
 
     @property
     def allocated(self) -> int:
@@ -72,103 +71,101 @@ def plan_memory(work: Workload) -> MemoryPlan:
     return max(plans, key=lambda plan: plan.allocated)
 
 
-def offloaded_bytes(work: Workload) -> int:
-    """Host memory that the fullest process takes for its weights, gradients and moments; 0 where they stay."""
-    if not work.offload:
-        return 0
-    last = work.degrees.pipeline - 1
-    accounts = [_Account(replace(work, offload=False), stage, earlier=False) for stage in {0, min(1, last), last}]
-    return max(each.fixed.total + FP32 * each.counts.trained // each.shard for each in accounts)
+def moment_bytes(work: Workload, counts: StageParameters) -> int:
+    """The optimizer's moments of one process: two per parameter; Muon has one for the blocks' matrices."""
+    shard = work.degrees.weight_shards
+    if work.optimizer == "adamw" or counts.adapters:
+        return 2 * FP32 * counts.trained // shard
+    return (FP32 * counts.block * counts.blocks + 2 * FP32 * counts.ends) // shard
 
 
 def in_flight(work: Workload, stage: int) -> int:
-    """Passes of micro batches through one of a process's stages whose activations it holds at once.
+    """Micro batches in flight: passes through a process's stages whose activations it holds at the same time.
 
-    Interleaved schedules begin with a round of each stage but the last, and wait there and back for the others.
-    Zero-bubble ones hold what weight gradients need until the bubble, the later the stage the longer.
+    Interleaved schedules start with a round of each stage but the last, and wait for the others in both directions.
+    Zero-bubble schedules hold what weight gradients need until the bubble, later stages longer.
     """
     pipeline, rounds = work.degrees.pipeline, work.stages_per_process - 1
     if pipeline == 1:
         return 1
-    match work.schedule:
-        case "1f1b":
-            passes = pipeline - stage
-        case "interleaved":
-            passes = rounds * pipeline + 2 * (pipeline - 1 - stage) + 1
-        case "zero_bubble":
-            passes = rounds * pipeline + pipeline
-    return min(passes, work.microbatches * work.stages_per_process)
+    passes = {
+        "1f1b": pipeline - stage,
+        "interleaved": rounds * pipeline + 2 * (pipeline - 1 - stage) + 1,
+        "zero_bubble": rounds * pipeline + pipeline,
+    }
+    return min(passes[work.schedule], work.microbatches * work.stages_per_process)
 
 
-def loss_pieces(work: Workload) -> int:
-    """Pieces in which head and loss are computed, as models/head.py chooses them on a GPU."""
+def loss_chunks(work: Workload) -> int:
+    """Chunks in which head and loss are computed, as models/head.py chooses them on a GPU."""
     tokens = work.tokens_per_microbatch
     logits = tokens * (work.model.padded_vocab // work.degrees.tensor) * work.compute_bytes
-    return max(1, min(tokens, work.loss_chunks or -(-logits // (work.device_bytes // PIECE_SHARE))))
+    return max(1, min(tokens, work.loss_chunks or -(-logits // (work.device_bytes // CHUNK_SHARE))))
 
 
 def stage_memory(work: Workload, stage: int) -> MemoryPlan:
     """Peak of the first process of one pipeline stage."""
-    instants = _Account(work, stage, earlier=False).instants()
+    instants = _StageMemory(work, stage, earlier=False).instants()
     if work.microbatches > 1:
-        later = _Account(work, stage, earlier=True).instants()
+        later = _StageMemory(work, stage, earlier=True).instants()
         instants = {name: max(parts, later[name], key=lambda each: each.total) for name, parts in instants.items()}
     name = max(instants, key=lambda each: instants[each].total)
     parts = instants[name]
     moving = parts.activations + parts.logits + parts.buffers
-    groups = sum(
-        1 for axis in ("replicate", "shard", "tensor", "pipeline", "context") if getattr(work.degrees, axis) > 1
-    )
-    slack = CONTEXT_BYTES + groups * GROUP_BYTES + int(SLACK_SHARE * moving)
+    slack = CONTEXT_BYTES + len(work.degrees.used_axes) * GROUP_BYTES + int(SLACK_SHARE * moving)
     return MemoryPlan(parts, name, stage, slack, {each: value.total for each, value in instants.items()})
 
 
-class _Account:
-    """One stage's terms, and the instants made from them.
+class _StageMemory:
+    """The terms of one stage, and the instants computed from them.
 
-    `earlier` says that a micro batch of the same step has left its gradients already; a pipeline may then hold fewer
-    others in flight.
+    `earlier` means that an earlier micro batch of the step has left its gradients; a pipeline may then have fewer
+    micro batches in flight.
     """
 
     def __init__(self, work: Workload, stage: int, earlier: bool) -> None:
         degrees = work.degrees
         self.work, self.stage = work, stage
         self.size, self.shard = work.compute_bytes, degrees.weight_shards
-        self.counts: StageParameters = stage_parameters(work, stage)
-        self.block: BlockActivations = block_activations(work)
-        self.stream = self.size * stream_width(work) * work.tokens_per_microbatch
+        self.counts = stage_parameters(work, stage)
+        blocks = {mode: block_activations(work, mode) for mode in set(work.modes)}
+        # What backward needs and allocates does not depend on the mode, but for weights that fp8 quantises again.
+        self.block = max(blocks.values(), key=lambda each: each.needed + each.working)
+        self.stream = self.size * work.stream_width * work.tokens_per_microbatch
         self.row = self.size * work.model.hidden * work.tokens_per_microbatch
         """The residual stream of a micro batch, split along the tensor axis and whole."""
         self.first, self.last = stage == 0, stage == degrees.pipeline - 1
         self.stages = work.stages_per_process if degrees.pipeline > 1 else 1
         self.stage_blocks = -(-self.counts.blocks // self.stages)
-        """Blocks that a micro batch goes through before it is handed on."""
+        """Blocks that a micro batch passes before it is sent to the next stage."""
+        self.saved = [[blocks[work.modes[layer]].saved for layer in layers] for layers in process_layers(work, stage)]
+        """Bytes that each block of each of the process's stages saves from forward to backward."""
         passes = work.microbatches * self.stages
         self.waiting = min(in_flight(work, stage) - 1, passes - (2 if earlier else 1))
-        """Other passes of micro batches through a stage whose activations are held."""
-        # The first stage has no inputs to give gradients to, and nothing to put off.
+        """Other micro batches in flight."""
+        # The first stage computes no gradient of its input, so it postpones nothing.
         self.splits = degrees.pipeline > 1 and work.schedule == "zero_bubble" and (stage > 0 or self.stages > 1)
-        """Gradients of weights are computed later than those of inputs, for which everything is kept."""
+        """Whether gradients of weights are computed later than those of inputs; activations are held until then."""
         self.unweighted = min(stage, passes - 1) if self.splits else 0
-        """Passes whose weights have no gradients yet."""
+        """Micro batches whose weight gradients are not computed yet."""
         self.accumulates = earlier
         self.local_gradients = work.stays_gathered and work.microbatches > 1
-        """Gradients are summed whole on each process and reduced once."""
-        # With a shard axis the gathered flat buffer lives beside the weights copied out of it.
+        """Whether gradients are summed unsharded on each process and reduced once."""
+        # With a shard axis, the gathered flat buffer exists next to the weights copied out of it.
         self.gather_copies = 2 if self.shard > 1 else 1
 
     @property
     def fixed(self) -> Parts:
-        """Alive from the first step to the last, and between steps."""
+        """Allocated for the whole run."""
         if self.work.offload:
             return Parts()
         weights = FP32 * self.counts.trained
         if self.counts.adapters:
             weights += self.size * self.counts.total
-        return Parts(parameters=weights // self.shard, optimizer=self._optimizer_bytes())
+        return Parts(parameters=weights // self.shard, optimizer=moment_bytes(self.work, self.counts))
 
     def instants(self) -> dict[str, Parts]:
-        """Bytes at each instant that can be the highest."""
+        """Bytes at each instant that can be the peak."""
         chosen = {
             "backward of the last block": self._backward(blocks_left=self.stage_blocks),
             "backward of the first block": self._backward(blocks_left=1),
@@ -176,53 +173,46 @@ class _Account:
         }
         if self.last:
             chosen["loss"] = self._loss()
-        if not self.work.whole:
+        if not self.work.unsharded:
             chosen["reduction of the last block"] = self._reduction(blocks_left=self.stage_blocks)
             chosen["reduction of the first block"] = self._reduction(blocks_left=1)
         if self.counts.table:
             chosen["gradient of the embedding"] = self._embedding()
-        if self.counts.table and self.work.exact:
-            chosen["sum of the embedding's gradients"] = self._exact_sum()
-        if self.counts.table and not self.work.whole:
+        if self.counts.table and not self.work.unsharded:
             chosen["reduction of embedding and head"] = self._root_reduction()
         return chosen
 
-    def _optimizer_bytes(self) -> int:
-        if self.work.optimizer == "adamw" or self.counts.adapters:
-            return 2 * FP32 * self.counts.trained // self.shard
-        matrices = self.counts.block * self.counts.blocks
-        return (FP32 * matrices + 2 * FP32 * self.counts.ends) // self.shard
-
     def _gradients(self, done: int) -> int:
-        """Gradients of `done` parameters; all of them where an earlier micro batch has left its sum."""
-        if self.work.exact:
-            # Sums in 64 bits; gradients are freed as they come.
+        """Gradients of `done` parameters; of all where an earlier micro batch has left its sums."""
+        if self.work.elastic:
+            # Sums in 64 bits; each gradient is added and freed.
             return 2 * FP32 * self.counts.trained
-        if self.work.whole:
-            # In compute precision as they come; sums of several micro batches are fp32.
+        if self.work.unsharded:
+            # In compute precision; sums of several micro batches are fp32.
             return self.size * done + (FP32 * self.counts.trained if self.accumulates else 0)
         if self.work.offload and not self.local_gradients:
-            # Shards go to host memory as they come.
+            # Each shard is copied to host memory and freed.
             return 0
         counted = self.counts.trained if self.accumulates else done
         return FP32 * counted // (1 if self.local_gradients else self.shard)
 
     def _gathered(self) -> int:
-        """Weights of the ends, and of all blocks where they are kept."""
-        if self.work.whole:
+        """Gathered weights of the ends, and of all blocks where they stay gathered."""
+        if self.work.unsharded:
             return 0
-        kept = self.counts.block * self.counts.blocks if self.work.stays_gathered else 0
-        return self.size * (self.counts.ends + kept)
+        blocks = self.counts.block * self.counts.blocks if self.work.stays_gathered else 0
+        return self.size * (self.counts.ends + blocks)
 
     def _activations(self, blocks: int) -> int:
-        """Kept by `blocks` blocks of this pass through a stage and by all blocks of the others in flight."""
-        waiting = self.waiting * (self.counts.blocks * self.block.kept // self.stages + self.stream)
-        return blocks * self.block.kept + waiting + mask_bytes(self.work) + self._received()
+        """Saved by `blocks` blocks of this micro batch and by all blocks of the others in flight."""
+        in_flight = self.waiting * (sum(map(sum, self.saved)) // self.stages + self.stream)
+        own = max(sum(stage[:blocks]) for stage in self.saved)
+        return own + in_flight + mask_bytes(self.work) + self._received()
 
     def _split_backward(self, passes: int) -> int:
-        """What passes hold between gradients of inputs and of weights: gradients of what each operation gave.
+        """Held between the gradients of inputs and those of weights: the gradient of each operation's output.
 
-        On the last stage also the head's own, which its loss computes on the way.
+        On the last stage also the head's gradient, which the loss computes.
         """
         model = self.work.model
         qkv = (model.heads + 2 * model.key_value_heads) * model.head_size
@@ -232,73 +222,69 @@ class _Account:
         return passes * (gradients + (FP32 * self.counts.table if self.last else 0))
 
     def _received(self) -> int:
-        """A pipeline's stage has a buffer for every micro batch of a step that it receives, each way."""
-        if self.work.degrees.pipeline == 1:
-            return 0
-        return self.work.microbatches * self.stream * received_streams(self.work, self.stage)
+        """Receive buffers of a pipeline stage: one per micro batch of a step and direction."""
+        return self.work.microbatches * self.stream * self.work.received_streams(self.stage)
 
     def _head_gradient(self) -> int:
-        """The head's gradient waits in compute precision for the root unit's reduction."""
+        """The head's gradient, held in compute precision until the root unit is reduced."""
         return self.size * self.counts.table if self.last else 0
 
     def _loss(self) -> Parts:
-        # The last gathered buffer waits for a next gather to be freed.
+        # The last gathered buffer is freed by the next gather.
         last_gather = 0 if self.shard == 1 else self.size * self.counts.block
         activations = self._activations(self.stage_blocks) + self._split_backward(self.unweighted)
         return replace(
             self.fixed,
             gradients=self._gradients(0),
             activations=activations + self.stream + self.row,
-            logits=self._pieces_bytes() + self.row,
+            logits=self._chunk_bytes() + self.row,
             buffers=self._gathered() + last_gather,
         )
 
-    def _pieces_bytes(self) -> int:
-        """What one piece of head and loss holds at its worst, with the head's gradient."""
-        work, tensor, pieces = self.work, self.work.degrees.tensor, loss_pieces(self.work)
-        piece = -(-work.tokens_per_microbatch // pieces) * (work.model.padded_vocab // tensor)
+    def _chunk_bytes(self) -> int:
+        """Peak of one chunk of head and loss, with the head's gradient."""
+        work, tensor, chunks = self.work, self.work.degrees.tensor, loss_chunks(self.work)
+        logits = -(-work.tokens_per_microbatch // chunks) * (work.model.padded_vocab // tensor)
         if tensor == 1 and not self.splits:
-            # The kernel overwrites logits with their gradient; one piece's product needs no wider sum.
-            return self.size * piece + (self.size if pieces == 1 else FP32) * self.counts.table
-        # fp32 logits, overwritten by their gradient, and that in compute precision; the head's gradient is added up.
-        held = piece * (FP32 + (self.size if self.size < FP32 else 0))
-        return held * (2 if pieces > 1 else 1) + (FP32 + (self.size if pieces == 1 else 0)) * self.counts.table
+            # The kernel overwrites logits with their gradient; with one chunk the head's gradient needs no fp32 sum.
+            return self.size * logits + (self.size if chunks == 1 else FP32) * self.counts.table
+        # fp32 logits, overwritten by their gradient, and a copy in compute precision; the head's gradient is summed.
+        held = logits * (FP32 + (self.size if self.size < FP32 else 0))
+        return held * (2 if chunks > 1 else 1) + (FP32 + (self.size if chunks == 1 else 0)) * self.counts.table
 
     def _backward(self, blocks_left: int) -> Parts:
         counts, model = self.counts, self.work.model
         done = (counts.blocks - blocks_left) * counts.trained_block
-        weight_gradient = self.size * model.hidden * model.ffn_size // self.work.degrees.tensor
-        if counts.adapters:
-            weight_gradient = 0
-        whole = self.work.whole
-        nothing_yet = whole or self.local_gradients or blocks_left == self.stage_blocks
+        inner = 0 if counts.adapters else model.hidden * model.ffn_size
+        unsharded = self.work.unsharded
+        nothing_yet = unsharded or self.local_gradients or blocks_left == self.stage_blocks
         reducing = 0 if nothing_yet else FP32 * counts.trained_block
-        gathered = 0 if whole or self.work.stays_gathered else self.gather_copies * self.size * counts.block
+        gathered = 0 if unsharded or self.work.stays_gathered else self.gather_copies * self.size * counts.block
         activations = self._activations((self.stage_blocks if self.splits else blocks_left) - 1)
         if self.splits:
             activations += self._split_backward(self.unweighted + 1)
         return replace(
             self.fixed,
-            gradients=self._gradients(done) + self._head_gradient() + weight_gradient,
-            activations=activations + self.block.whole + self.block.working,
+            gradients=self._gradients(done) + self._head_gradient() + self.size * inner // self.work.degrees.tensor,
+            activations=activations + self.block.needed + self.block.working,
             buffers=self._gathered() + gathered + reducing,
         )
 
     def _reduction(self, blocks_left: int) -> Parts:
-        """A block's gradients in compute precision and in fp32, before and after they reach their shards."""
+        """Reduction of a block's gradients: in compute precision and in fp32, unsharded and sharded."""
         counts = self.counts
         done = (counts.blocks - blocks_left) * counts.trained_block
         prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
-        # Sums kept on this process are what is copied into the buffer; else it is the last micro batch's gradients.
+        # Gradients summed on this process are copied into the buffer; else it is the last micro batch's gradients.
         incoming = 0 if self.local_gradients else self.size * counts.trained_block
         outgoing = 0 if self.local_gradients else FP32 * counts.trained_block // self.shard
-        # The block's own weights are let go just before.
-        let_go = self.size * counts.block if self.work.stays_gathered else 0
+        # The block's own weights are freed just before.
+        freed = self.size * counts.block if self.work.stays_gathered else 0
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient(),
             activations=self._activations(blocks_left - 1) + self.stream,
-            buffers=self._gathered() - let_go + prefetched + FP32 * counts.trained_block + max(incoming, outgoing),
+            buffers=self._gathered() - freed + prefetched + FP32 * counts.trained_block + max(incoming, outgoing),
         )
 
     def _embedding(self) -> Parts:
@@ -310,23 +296,13 @@ class _Account:
             self.fixed,
             gradients=self._gradients(blocks) + tables * self.size * counts.table,
             activations=self._activations(0) + self.stream,
-            buffers=self._gathered() + (0 if self.local_gradients or self.work.whole else FP32 * counts.block),
-        )
-
-    def _exact_sum(self) -> Parts:
-        """The largest gradient as it came, in fp32 and as whole numbers in 64 bits, on its way into the sums."""
-        widened = FP32 if self.size < FP32 else 0
-        gradient = (self.size + widened + 2 * FP32) * self.counts.table
-        return replace(
-            self.fixed,
-            gradients=self._gradients(0) + gradient,
-            activations=self._activations(0) + self.stream,
+            buffers=self._gathered() + (0 if self.local_gradients or self.work.unsharded else FP32 * counts.block),
         )
 
     def _root_reduction(self) -> Parts:
         counts = self.counts
         arriving = max(self.size * counts.ends, FP32 * counts.ends // self.shard)
-        # A pipeline lets go of weights at the very end.
+        # A pipeline frees gathered weights at the end of the step.
         gathered = self.size * counts.block * counts.blocks if self.work.degrees.pipeline > 1 else 0
         return replace(
             self.fixed,

@@ -1,23 +1,22 @@
-"""Bytes on the wire by axis, how long they take, and how much of that computation hides."""
+"""Communication by axis: bytes, seconds, and how much of the time computation hides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.plan.activations import FP32
 from keepstep.plan.cluster import Cluster
-from keepstep.plan.parameters import StageParameters, received_streams
+from keepstep.plan.tensors import FP32, StageParameters
 from keepstep.plan.workload import Workload
 
 LINK_SHARE = 0.85
-"""Of a link's rate, what collectives of megabytes reach."""
+"""Share of a link's rate that collectives of megabytes reach."""
 LATENCY_S = 12e-6
-"""One collective's start, and one hop between machines."""
+"""Latency of one collective, and of one hop between machines."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What one process's collectives carry in one step, as whole tensors (before the ring's (n-1)/n)."""
+    """Bytes of one process's collectives in one step, counted as whole tensors (before the ring's (n-1)/n)."""
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -31,23 +30,23 @@ class StepBytes:
 
 
 class Network:
-    """The wires of one cluster as one workload uses them."""
+    """One cluster's network as one workload uses it."""
 
-    def __init__(self, work: Workload, cluster: Cluster, factor: float = 1.0) -> None:
-        self._work, self._cluster, self._factor = work, cluster, factor
+    def __init__(self, work: Workload, cluster: Cluster) -> None:
+        self._work, self._cluster = work, cluster
 
     def ring_s(self, axis: str, size_bytes: float, degree: int | None = None) -> float:
-        """Seconds of a gather or a reduce-scatter of `size_bytes` in all along an axis."""
+        """Seconds of an all-gather or a reduce-scatter of `size_bytes` in total along an axis."""
         ranks = degree or int(getattr(self._work.degrees, axis))
         if ranks == 1 or not size_bytes:
             return 0.0
         seconds = size_bytes * (ranks - 1) / ranks / (self.rate_gb_s(axis, ranks) * 1e9)
-        return (seconds + LATENCY_S * self._machines(axis, ranks)) * self._factor
+        return seconds + LATENCY_S * -(-ranks // self._near(axis, ranks))
 
     def rate_gb_s(self, axis: str, ranks: int) -> float:
-        """What each process of a group along the axis gets: within a machine its link, else its share of the network.
+        """Rate of each process of a group along the axis: its link inside a machine, else its share of the network.
 
-        Neighbours in one machine add their network cards together, as rings and trees over all cards do.
+        Processes of one machine use all their network cards together, as rings and trees over all cards do.
         """
         cluster = self._cluster
         near = self._near(axis, ranks)
@@ -59,9 +58,6 @@ class Network:
         """Processes of one group that share a machine."""
         stride = self._work.degrees.stride(axis)
         return max(1, min(ranks, self._cluster.gpus_per_node // stride))
-
-    def _machines(self, axis: str, ranks: int) -> int:
-        return -(-ranks // self._near(axis, ranks))
 
     def traffic_s(self, counts: StageParameters) -> dict[str, float]:
         """Seconds of communication in a step by axis, hidden or not."""
@@ -81,14 +77,14 @@ class Network:
     def exposed_s(
         self, counts: StageParameters, forward_s: float, backward_s: float, attention_s: float
     ) -> dict[str, float]:
-        """Seconds of a step that wait for each axis; the arguments are one micro batch's computing time."""
+        """Seconds of a step spent waiting for each axis; the arguments are one micro batch's computing time."""
         work = self._work
         total = self.traffic_s(counts)
         gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
         gather_s = self.ring_s("shard", work.compute_bytes * counts.total, shards)
         reduce_s = self.ring_s("shard", FP32 * counts.trained, shards)
-        # The first gather and the last reduction have nothing to hide behind: one block's worth each, and the ends'.
+        # Nothing hides the first gather and the last reduction: one block each, and the ends.
         ends = (counts.block + counts.ends) / counts.total
         unhidden = (gather_s + reduce_s) * ends
         forward_gathers = gathers / 2 if not work.stays_gathered else gathers
@@ -105,7 +101,7 @@ class Network:
         }
 
     def _tensor_s(self, counts: StageParameters) -> float:
-        """A row is gathered before and scattered after attention and feed-forward, forward and backward."""
+        """Rows are gathered before and scattered after attention and feed-forward, in forward and backward."""
         work = self._work
         row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
         passes = 3 if work.recompute == "full" else 2
@@ -116,7 +112,7 @@ class Network:
         if degree == 1:
             return 0.0
         seconds = ring_bytes(self._work) / (self.rate_gb_s("context", degree) * 1e9)
-        return (seconds + 3 * degree * LATENCY_S) * counts.blocks * self._factor
+        return (seconds + 3 * degree * LATENCY_S) * counts.blocks
 
     def _pipeline_s(self) -> float:
         work = self._work
@@ -124,11 +120,11 @@ class Network:
             return 0.0
         row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch / work.degrees.tensor
         rate = self.rate_gb_s("pipeline", work.degrees.pipeline) * 1e9
-        return 2 * work.stages_per_process * (row / rate + LATENCY_S) * self._factor
+        return 2 * work.stages_per_process * (row / rate + LATENCY_S)
 
 
 def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes:
-    """What one process's collectives carry in one step, as whole tensors, for holding against a trace."""
+    """Bytes of one process's collectives in one step, as whole tensors, to compare with a trace."""
     degrees, each = work.degrees, work.microbatches
     gathers, reductions = weight_passes(work)
     blocks = (counts.block + counts.adapters) * counts.blocks
@@ -140,13 +136,13 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
     first, last = stage == 0, stage == degrees.pipeline - 1
     if degrees.tensor > 1:
-        # Each block gathers twice and scatters twice in forward, the other way round in backward; what is computed
-        # again ends before the last scatter.
+        # Each block gathers twice and scatters twice in forward, and the reverse in backward; recomputation ends before
+        # the last scatter.
         again = 0 if work.recompute == "none" else 1
         ends = int(last) + int(first)
         gathered += each * row * (counts.blocks * (4 + 2 * again) + ends)
         reduced += each * row * (counts.blocks * (4 + again) + ends)
-    sends = each * row // degrees.tensor * received_streams(work, stage) + each * counts.blocks * ring_bytes(work)
+    sends = each * row // degrees.tensor * work.received_streams(stage) + each * counts.blocks * ring_bytes(work)
     if degrees.pipeline > 1 and work.model.tied and (first or last):
         sends += FP32 * counts.table // degrees.weight_shards
     replicas = gradient_bytes(work) * counts.trained // degrees.weight_shards if degrees.replicate > 1 else 0
@@ -154,20 +150,20 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
 
 
 def gradient_bytes(work: Workload) -> int:
-    """Bytes of one number in sums of gradients over processes."""
-    return 2 * FP32 if work.exact else FP32
+    """Bytes of one element in gradient sums over processes."""
+    return 2 * FP32 if work.elastic else FP32
 
 
 def weight_passes(work: Workload) -> tuple[int, int]:
-    """Gathers of all blocks' weights and reductions of all gradients in one step."""
+    """How often all weights are gathered and all gradients reduced in one step."""
     if not work.stays_gathered:
         return 2 * work.microbatches, work.microbatches
-    # Without a pipeline weights are let go after each backward.
+    # Without a pipeline, weights are freed after each backward.
     return (1 if work.degrees.pipeline > 1 else work.microbatches), 1
 
 
 def ring_bytes(work: Workload) -> int:
-    """What a process sends round the ring for a block and micro batch: keys and values twice, fp32 gradients once."""
+    """Bytes a process sends around the ring per block and micro batch: keys and values twice, fp32 gradients once."""
     others = work.degrees.context - 1
     if not others:
         return 0

@@ -1,27 +1,28 @@
-"""How long a step takes: products, attention, memory traffic, communication that shows, and the pipeline's bubble."""
+"""Time of a step: matmuls, attention, memory traffic, exposed communication, and the pipeline's bubble."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from keepstep.models.size import flops_per_token, matmul_parameters
 from keepstep.plan.cluster import Cluster
 from keepstep.plan.network import Network
-from keepstep.plan.parameters import StageParameters, stage_parameters
+from keepstep.plan.tensors import StageParameters, stage_parameters
 from keepstep.plan.traffic import block_traffic, head_traffic, update_traffic, weight_traffic
 from keepstep.plan.workload import Workload
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What measured runs say about this machine: each part's time is multiplied by its factor."""
+    """Calibration by measured runs on this device: each part's time is multiplied by its factor."""
 
     matmul: float = 1.0
     attention: float = 1.0
     memory: float = 1.0
-    communication: float = 1.0
     step_s: float = 0.0
-    """Fixed seconds a step beside all else."""
+    """Fixed seconds per step."""
 
 
 UNCALIBRATED = Factors()
@@ -29,18 +30,18 @@ UNCALIBRATED = Factors()
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on the slowest process, by what they are spent on; they add up to `total_s`."""
+    """Seconds of one step on the slowest process, by kind of work; they add up to `total_s`."""
 
     matmul_s: float
     attention_s: float
     memory_s: float
-    """Element-wise work, loss, casting and reducing of weights."""
+    """Element-wise kernels, the loss, casts and reductions of weights."""
     update_s: float
-    exposed_s: dict[str, float] = field(default_factory=dict)
+    exposed_s: dict[str, float]
     """Communication that computation does not hide, by axis."""
-    bubble_s: float = 0.0
+    bubble_s: float
     """Waiting for the pipeline to fill and drain."""
-    fixed_s: float = 0.0
+    fixed_s: float
 
     @property
     def total_s(self) -> float:
@@ -77,20 +78,50 @@ class _MicroBatch:
 
 
 def plan_speed(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED) -> SpeedPlan:
-    """Predict one step on this cluster."""
+    """Predict one step on this cluster; blocks that recompute differently each count with their own time."""
+    if len(set(work.modes)) > 1:
+        return _mixed_speed(work, cluster, factors)
+    work = replace(work, recompute=work.modes[0], recompute_by_block=())
     slowest = max(
         ((stage, _micro_batch(work, cluster, stage, factors)) for stage in {0, work.degrees.pipeline - 1}),
         key=lambda pair: pair[1].total_s,
     )
     counts = stage_parameters(work, slowest[0])
     step = _step_time(work, cluster, counts, slowest[1], factors)
-    traffic = Network(work, cluster, factors.communication).traffic_s(counts)
+    traffic = Network(work, cluster).traffic_s(counts)
+    return _speed_plan(work, cluster, step, traffic)
+
+
+def _speed_plan(work: Workload, cluster: Cluster, step: StepTime, traffic_s: dict[str, float]) -> SpeedPlan:
     tokens_per_s = work.tokens_per_step / step.total_s
     gpus = work.degrees.world_size
     flops = flops_per_token(work.model, work.model.seq_len, frozen=work.lora_rank > 0)
-    # Utilisation is told against bf16 in every precision, so that numbers can be compared.
+    # Utilisation is relative to bf16 in every precision, so that numbers can be compared.
     peak = cluster.gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpus
-    return SpeedPlan(step, flops, tokens_per_s, tokens_per_s / gpus, tokens_per_s * flops / peak, traffic)
+    return SpeedPlan(step, flops, tokens_per_s, tokens_per_s / gpus, tokens_per_s * flops / peak, traffic_s)
+
+
+def _mixed_speed(work: Workload, cluster: Cluster, factors: Factors) -> SpeedPlan:
+    """All times are linear in the number of blocks, so the mean over blocks is the time of the mixture."""
+    counts = Counter(work.modes)
+    plans = [plan_speed(replace(work, recompute=mode, recompute_by_block=()), cluster, factors) for mode in counts]
+    steps = [plan.step for plan in plans]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * count for value, count in zip(values, counts.values(), strict=True)) / counts.total()
+
+    step = StepTime(
+        matmul_s=mean(each.matmul_s for each in steps),
+        attention_s=mean(each.attention_s for each in steps),
+        memory_s=mean(each.memory_s for each in steps),
+        update_s=steps[0].update_s,
+        exposed_s={axis: mean(each.exposed_s[axis] for each in steps) for axis in steps[0].exposed_s},
+        bubble_s=mean(each.bubble_s for each in steps),
+        fixed_s=steps[0].fixed_s,
+    )
+    return _speed_plan(
+        work, cluster, step, {axis: mean(plan.traffic_s[axis] for plan in plans) for axis in plans[0].traffic_s}
+    )
 
 
 def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors) -> _MicroBatch:
@@ -100,24 +131,23 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     head = model.padded_vocab * model.hidden if stage == degrees.pipeline - 1 else 0
     block = (matmul_parameters(model) - model.padded_vocab * model.hidden) / model.layers
     blocks = counts.blocks
-    # Forward costs 2 a parameter, backward 2 for gradients of inputs and 2 for those of weights, which frozen ones do
-    # not have; full recomputation repeats the blocks' forward.
+    # Forward costs 2 operations per parameter; backward 2 for gradients of inputs and 2 for those of weights, which
+    # frozen weights do not have. Full recomputation repeats the blocks' forward.
     learned = 4 if work.lora_rank else 6
     repeated = _repeated_parameters(work, block)
-    rate = gpu.flops(work.precision) * gpu.matmul_share
-    head_rate = gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpu.matmul_share
+    wide = gpu.flops("fp32" if work.precision == "fp32" else "bf16")
+    rate, head_rate = gpu.flops(work.precision) * gpu.matmul_share, wide * gpu.matmul_share
     block_flops = learned * block + 2 * repeated
     matmul_s = tokens * (block_flops * blocks / rate + learned * head / head_rate) / degrees.tensor
     passes = learned + (2 if work.recompute == "full" else 0)
-    # Adapters are split over the tensor axis already, and never in fp8.
+    # `adapters` counts one tensor-parallel process already; they are never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate
 
     span = min(model.seq_len, model.sliding_window) if model.sliding_window else model.seq_len
-    # Forward 4, backward 10 (it computes scores again) for each channel and token; a causal mask leaves half of them.
-    attention_passes = 18 if work.recompute == "full" else 14
+    # Forward 4, backward 10 (it recomputes the scores) per channel and token; a causal mask leaves half of them.
+    attention_passes = 18 if work.recompute == "full" and not work.saves_attention else 14
     scores = tokens * model.heads * model.head_size * span / 2 / degrees.tensor
-    attention_rate = gpu.flops("fp32" if work.precision == "fp32" else "bf16") * gpu.attention_share
-    attention_s = attention_passes * scores * blocks / attention_rate
+    attention_s = attention_passes * scores * blocks / (wide * gpu.attention_share)
 
     moved = tokens * (block_traffic(work, gpu) * blocks + (head_traffic(work) if head else 0.0))
     moved += weight_traffic(work, counts)
@@ -131,19 +161,19 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
 
 
 def _repeated_parameters(work: Workload, block: float) -> float:
-    """Of a block's parameters, those whose products recomputation repeats."""
+    """Parameters of a block whose matmuls recomputation repeats."""
     if work.recompute != "full":
         return 0
-    # Recomputation ends with the last tensor that was kept. The last product gives none, but in fp8, where it casts its
-    # own input, and with adapters, which follow it.
-    apart = work.precision == "fp8" or work.lora_rank
-    return block if apart else block - work.model.ffn_size * work.model.hidden
+    # Recomputation stops at the last tensor that backward needs. The last matmul produces none, except in fp8, which
+    # casts its input, and with adapters, which follow it.
+    repeats_last = work.precision == "fp8" or work.lora_rank
+    return block if repeats_last else block - work.model.ffn_size * work.model.hidden
 
 
 def _step_time(
     work: Workload, cluster: Cluster, counts: StageParameters, micro: _MicroBatch, factors: Factors
 ) -> StepTime:
-    network = Network(work, cluster, factors.communication)
+    network = Network(work, cluster)
     forward_s = micro.total_s * micro.forward_share
     exposed = network.exposed_s(counts, forward_s, micro.total_s - forward_s, micro.attention_s)
     each = work.microbatches
@@ -163,13 +193,8 @@ def _step_time(
 
 
 def bubble_share(work: Workload) -> float:
-    """Micro batches' worth of waiting in one step of the pipeline."""
+    """Waiting in one step of the pipeline, in micro batches."""
     waits = work.degrees.pipeline - 1
-    match work.schedule:
-        case "interleaved":
-            return waits / work.stages_per_process
-        case "zero_bubble":
-            # Weight gradients, a third of the work, fill most of the waits.
-            return waits / 3
-        case _:
-            return float(waits)
+    # Zero bubble: weight gradients, a third of the work, fill most of the waits.
+    shorter = {"interleaved": waits / work.stages_per_process, "zero_bubble": waits / 3}
+    return shorter.get(work.schedule, float(waits))

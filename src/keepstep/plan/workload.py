@@ -1,44 +1,24 @@
-"""What is planned: a model, how it spreads over processes, and how one step is computed. Plain values, no torch."""
+"""What is planned: a model, its layout over processes, and how one step is computed. Plain values, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from math import prod
-from typing import Literal
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-from keepstep.config.check import check_layout
-from keepstep.config.layout import Layout
-from keepstep.config.schema import ModelConfig, RunConfig
+from keepstep.config.check import RULES
+from keepstep.config.layout import Layout, check_layout
+from keepstep.config.schema import ComputeConfig, ModelConfig, ParallelConfig, RunConfig
+from keepstep.core.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
-Schedule = Literal["1f1b", "interleaved", "zero_bubble"]
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""From the furthest apart to the nearest: ranks of the last axis are neighbours."""
-
-
-@dataclass(frozen=True)
-class Degrees(Layout):
-    """A layout that a plan can compare and spell."""
-
-    replicate: int = 1
-    shard: int = 1
-
-    def stride(self, axis: str) -> int:
-        """Ranks between two neighbours along an axis."""
-        return prod(int(getattr(self, nearer)) for nearer in AXES[AXES.index(axis) + 1 :])
-
-    def spelled(self) -> str:
-        """For people: the axes that are used."""
-        used = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " × ".join(used) or "one process"
-
-    def words(self) -> Iterator[str]:
-        """As overrides of a run."""
-        for axis in reversed(AXES):
-            yield f"parallel.{axis}={getattr(self, axis)}"
+_DEFAULTS = RunConfig()
+_LAYOUT_RULES = tuple(
+    rule for rule in RULES if any(name.startswith(("parallel.", "microbatch")) for name in rule.fields)
+)
 
 
 @dataclass(frozen=True)
@@ -46,36 +26,37 @@ class Workload:
     """One step of one run: everything that memory and time depend on."""
 
     model: ModelConfig
-    degrees: Degrees
+    degrees: Layout
     global_batch: int
     microbatch: int
     precision: Precision = "bf16"
     recompute: Recompute = "none"
+    """What every block recomputes, unless `recompute_by_block` says otherwise."""
+    recompute_by_block: tuple[Recompute, ...] = ()
+    full_saves_attention: bool = True
+    """False for runs measured before full recomputation saved the output of attention."""
     keep_gathered: bool = False
     compiled: bool = False
-    joined_products: bool = True
+    fused_matmuls: bool = True
     loss_chunks: int = 0
     optimizer: Literal["adamw", "muon"] = "adamw"
-    schedule: Schedule = "1f1b"
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     stages_per_process: int = 1
     device_bytes: int = 80 * 2**30
-    """Memory of the device: the loss is cut into pieces by it."""
+    """Memory of the device; it also decides into how many chunks the loss is split."""
     offload: bool = False
-    exact: bool = False
-    """`reproducible: elastic`: whole weights on every process, gradients summed as whole numbers."""
+    explicit_shard: bool = False
+    """Whether the run sets `parallel.shard`: then even a single process uses FSDP."""
+    elastic: bool = False
+    """`reproducible: elastic`: whole weights on every process, gradients summed as integers."""
     lora_rank: int = 0
-    """Width of adapters; above 0 they alone are trained, and the weights are frozen in compute precision."""
+    """Rank of the adapters. Above 0 only they are trained; the weights are frozen in compute precision."""
     lora_targets: tuple[str, ...] = ()
-
-    @property
-    def layout(self) -> Layout:
-        """The degrees as training takes them."""
-        return Layout(**asdict(self.degrees))
 
     @property
     def microbatches(self) -> int:
         """Micro batches each process runs in one step."""
-        # Rounded up: in exact mode some processes may have one more than others.
+        # Rounded up: in an elastic run some processes may have one more than others.
         return max(1, -(-self.global_batch // (self.microbatch * self.degrees.data_ranks)))
 
     @property
@@ -84,57 +65,109 @@ class Workload:
         return self.microbatch * self.model.seq_len // self.degrees.context
 
     @property
+    def stream_width(self) -> int:
+        """Elements per token of the residual stream, which tensor parallelism splits along the row."""
+        return self.model.hidden // self.degrees.tensor
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens one optimizer step consumes over all processes."""
         return self.global_batch * self.model.seq_len
 
     @property
-    def layers_per_stage(self) -> int:
-        """Blocks of the fullest pipeline stage."""
-        return -(-self.model.layers // self.degrees.pipeline)
+    def modes(self) -> tuple[Recompute, ...]:
+        """What each block recomputes."""
+        return self.recompute_by_block or (self.recompute,) * self.model.layers
+
+    @property
+    def recompute_text(self) -> str:
+        """What the blocks recompute, for people: `full`, or `none for 10 blocks, full for 6`."""
+        counts = Counter(self.modes)
+        if len(counts) == 1:
+            return self.modes[0]
+        (first, count), *others = counts.items()
+        return ", ".join([f"{first} for {count} blocks", *(f"{mode} for {number}" for mode, number in others)])
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether full recomputation saves the output of attention, as parallel/apply.py decides."""
+        split_backward = self.degrees.pipeline > 1 and self.schedule == "zero_bubble"
+        return self.full_saves_attention and self.degrees.context == 1 and not split_backward
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether blocks' weights stay gathered from forward to backward and gradients are reduced once a step."""
+        """Whether the blocks' weights stay gathered between forward and backward; gradients are then reduced once."""
         return self.keep_gathered or self.degrees.pipeline > 1
 
     @property
-    def whole(self) -> bool:
-        """Whether each process holds everything, without FSDP: a process alone in half precision, and exact mode."""
-        alone = self.degrees.world_size == 1 and self.precision in ("bf16", "fp8") and not self.offload
-        return alone or self.exact
+    def unsharded(self) -> bool:
+        """Whether FSDP is not used: a single process in half precision, and elastic runs."""
+        alone = self.degrees.world_size == 1 and not self.explicit_shard and not self.offload
+        return (alone and self.precision in ("bf16", "fp8")) or self.elastic
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a number in products of matrices and activations."""
+        """Bytes of a number in matmuls and activations."""
         return 4 if self.precision == "fp32" else 2
+
+    def received_streams(self, stage: int) -> int:
+        """How often a process of the pipeline receives a micro batch: forward and backward, for each of its stages.
+
+        The first stage receives no activations, and the last no gradients.
+        """
+        if self.degrees.pipeline == 1:
+            return 0
+        return 2 * self.stages_per_process - int(stage == 0) - int(stage == self.degrees.pipeline - 1)
 
 
 def workload_of(
     config: RunConfig, world_size: int, precision: Precision = "bf16", device_bytes: int = 80 * 2**30
 ) -> Workload:
-    """The step that `config` means on `world_size` processes; `precision` is what `auto` stands for there.
+    """The step of `config` on `world_size` processes; `precision` is used where the config has `auto`.
 
-    Where recomputation is left to the device's memory, none is assumed.
+    Where the config leaves recomputation to the device's memory, none is assumed.
     """
-    layout = check_layout(config, world_size)
     return Workload(
         model=config.model,
-        degrees=Degrees(**asdict(layout)),
+        degrees=check_layout(config, world_size),
         global_batch=config.global_batch,
         microbatch=config.microbatch,
         precision=precision if config.precision == "auto" else config.precision,
         recompute="none" if config.compute.recompute == "auto" else config.compute.recompute,
         keep_gathered=config.parallel.keep_gathered,
         compiled=config.compute.compile,
-        joined_products=config.compute.joined_products,
+        fused_matmuls=config.compute.fused_matmuls,
         loss_chunks=config.compute.loss_chunks,
         optimizer=config.optimizer.name,
         schedule=config.parallel.schedule,
         stages_per_process=config.parallel.stages_per_process,
         device_bytes=device_bytes,
         offload=config.parallel.offload,
-        exact=config.reproducible == "elastic",
+        explicit_shard=config.parallel.shard != -1,
+        elastic=config.reproducible == "elastic",
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets if config.lora.rank else (),
     )
+
+
+def is_valid(work: Workload) -> bool:
+    """Whether training would accept this layout: asks the configuration's own rules."""
+    stages = work.stages_per_process
+    parallel = ParallelConfig(**vars(work.degrees), schedule=work.schedule, stages=stages, offload=work.offload)
+    config = replace(
+        _DEFAULTS,
+        model=work.model,
+        global_batch=work.global_batch,
+        microbatch=work.microbatch,
+        precision=work.precision,
+        reproducible="elastic" if work.elastic else "resume",
+        parallel=parallel,
+        compute=ComputeConfig(recompute=work.recompute, compile=work.compiled),
+    )
+    if any(rule.find(config) for rule in _LAYOUT_RULES):
+        return False
+    try:
+        # An elastic run holds whole weights, so a layout that shards them is not the one it would get.
+        return check_layout(config, work.degrees.world_size) == work.degrees
+    except ConfigError:
+        return False

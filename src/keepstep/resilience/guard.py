@@ -1,12 +1,12 @@
-"""Whether a step's numbers can be trusted, and what to do where they cannot. Pure: numbers in, a verdict out.
+"""Decide whether the loss and gradient norm of a step can be trusted, and what to do if not. Pure functions of numbers.
 
-All processes read the same loss, so all of them come to the same verdict without a message.
+All processes read the same loss, so they reach the same verdict without communication.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
 from statistics import median
 from typing import Literal
@@ -14,15 +14,15 @@ from typing import Literal
 from keepstep.config.schema import GuardConfig
 from keepstep.core.errors import DivergedError
 
-ENOUGH = 16
-"""Numbers that a median needs before anything is judged by it."""
-LEAST_DEVIATION = 0.01
-"""Share of the median that counts as deviation where losses hardly vary: else every ripple would be a spike."""
+MIN_SAMPLES = 16
+"""Values that a median needs before it is used."""
+MIN_DEVIATION = 0.01
+"""Lower bound of the deviation, as a share of the median: where losses hardly vary, small changes are not spikes."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers of one step, and the samples it was computed from."""
+    """The loss and gradient norm of one step, and its samples."""
 
     step: int
     loss: float
@@ -30,7 +30,7 @@ class Reading:
     first_sample: int
     count: int
     targets: int = 1
-    """Tokens that the loss is a mean of."""
+    """Tokens that the loss is averaged over."""
 
     def __str__(self) -> str:
         if not self.targets:
@@ -39,25 +39,19 @@ class Reading:
 
     def facts(self) -> dict[str, int | float]:
         """For an event."""
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "norm": self.norm,
-            "first_sample": self.first_sample,
-            "count": self.count,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "targets"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found, and what is to be done."""
+    """What was found, and what to do about it."""
 
     what: Literal["good", "nan", "spike", "no targets"] = "good"
-    action: Literal["go_on", "retry", "skip", "rollback"] = "go_on"
+    action: Literal["continue", "retry", "skip", "rollback"] = "continue"
 
 
 class Guard:
-    """Told every step's numbers in turn. `scaled` losses (fp16) overflow now and then: their norms are not judged."""
+    """Judges the steps of a run in order. With `scaled` losses (fp16) norms overflow at times and are not judged."""
 
     def __init__(self, config: GuardConfig, *, scaled: bool = False) -> None:
         self._config = config
@@ -69,31 +63,31 @@ class Guard:
         self._retried = -1
 
     def judge(self, reading: Reading) -> Verdict:
-        """What to do about a step; DivergedError where the run must end."""
+        """What to do about a step; DivergedError if the run must end."""
         self._read += 1
         verdict = self._verdict(reading)
         if verdict.what == "good":
             self._losses.append(reading.loss)
-        if verdict.action != "go_on":
+        if verdict.action != "continue":
             self._count(reading)
         return verdict
 
     def outlier(self, reading: Reading) -> float | None:
-        """The median norm where this step's is far above it, else None. Asked once a step."""
+        """The median norm if this step's norm is far above it, else None. Call it once per step."""
         if not isfinite(reading.norm):
             return None
-        usual = median(self._norms) if len(self._norms) >= min(ENOUGH, self._config.window) else None
+        usual = median(self._norms) if len(self._norms) >= min(MIN_SAMPLES, self._config.window) else None
         self._norms.append(reading.norm)
         factor = self._config.outlier_factor
         return usual if factor and usual is not None and reading.norm > factor * usual else None
 
     def _verdict(self, reading: Reading) -> Verdict:
         if not reading.targets:
-            # A mean of nothing is no number, and will be none again: the samples are to blame, not the weights.
+            # A mean over no tokens is NaN every time: the samples are the cause, not the weights.
             return Verdict("no targets", "skip")
         if not isfinite(reading.loss) or not (self._scaled or isfinite(reading.norm)):
             if self._config.nan == "stop":
-                raise DivergedError(f"{_spelled(reading)}: the weights saved before it are still good", _REMEDY)
+                raise DivergedError(f"{_describe(reading)}: the weights saved before it are still good", _HINT)
             if self._config.nan == "retry":
                 again = reading.step == self._retried
                 self._retried = reading.step
@@ -104,11 +98,11 @@ class Guard:
         return Verdict()
 
     def _is_spike(self, loss: float) -> bool:
-        if len(self._losses) < min(ENOUGH, self._config.window):
+        if len(self._losses) < min(MIN_SAMPLES, self._config.window):
             return False
         middle = median(self._losses)
         deviation = median(abs(each - middle) for each in self._losses)
-        return loss > middle + self._config.spike_factor * max(deviation, LEAST_DEVIATION * abs(middle))
+        return loss > middle + self._config.spike_factor * max(deviation, MIN_DEVIATION * abs(middle))
 
     def _count(self, reading: Reading) -> None:
         self._acted.append(self._read)
@@ -116,21 +110,21 @@ class Guard:
             self._acted.popleft()
         if len(self._acted) > self._config.limit:
             raise DivergedError(
-                f"{_spelled(reading)}, and {len(self._acted)} of the last {min(self._read, self._config.window)} "
+                f"{_describe(reading)}, and {len(self._acted)} of the last {min(self._read, self._config.window)} "
                 f"steps went wrong: guard.limit allows {self._config.limit}",
-                _REMEDY if reading.targets else _NO_TARGETS_REMEDY,
+                _HINT if reading.targets else _NO_TARGETS_HINT,
             )
 
 
-_REMEDY = "lower optimizer.lr or lengthen schedule.warmup, then start again from an earlier checkpoint"
+_HINT = "lower optimizer.lr or lengthen schedule.warmup, then start again from an earlier checkpoint"
 
-_NO_TARGETS_REMEDY = (
-    "what is learnt may lie behind model.seq_len: `keepstep data show` marks it; lengthen that, or take a larger "
-    "global_batch"
+_NO_TARGETS_HINT = (
+    "the trained tokens may be beyond model.seq_len (`keepstep data show` marks them): "
+    "increase model.seq_len or global_batch"
 )
 
 
-def _spelled(reading: Reading) -> str:
+def _describe(reading: Reading) -> str:
     if not reading.targets:
         return f"no token of the samples of step {reading.step} has a target"
     return f"the loss is {reading.loss} at step {reading.step}, the gradient norm {reading.norm}"

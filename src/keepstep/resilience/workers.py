@@ -1,9 +1,10 @@
-"""The processes of a run on this node: forked from a warm one, watched, and ended together with all they started.
+"""The processes of a run on this node: forked from a fork server, watched, and killed together with their children.
 
-A warm process (Python's fork server) has imported everything a worker needs, so that a start, and above all a restart,
-takes milliseconds where imports take seconds. It is single-threaded and has touched no GPU, which is what makes
-forking it safe. Requests to stop are not meant for it: terminals and schedulers send theirs to every process of a job,
-and the warm one must outlive its workers, or nobody would learn how they ended. It goes when the agent goes.
+Before processes that hang are killed, they are inspected: which one hangs, and where.
+Python's fork server has imported everything a worker needs, so that a start, and above all a restart, takes
+milliseconds where imports take seconds. It is single-threaded and has touched no GPU, which makes forking safe.
+Terminals and schedulers send stop signals to every process of a job. The fork server must not react to them: it has to
+outlive the workers, or the agent would not learn how they ended. It ends with the agent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +24,29 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from keepstep.resilience.signals import STOP_SIGNALS, heeded_signals, shutdown_s
+from keepstep.core import proc
+from keepstep.resilience.failure_cause import Cause
+from keepstep.resilience.heartbeat import HeartbeatRecord
+from keepstep.resilience.signals import STOP_SIGNALS, active_stop_signals, shutdown_s
 
 STACKS_FILE = "KEEPSTEP_STACKS_FILE"
-"""Environment variable: where a process writes its stacks when the agent asks for them."""
+"""Environment variable: the file for a process's stacks when the agent requests them."""
 STACKS_SIGNAL = signal.SIGUSR2
-_NOT_FOR_THE_WARM = (*STOP_SIGNALS, signal.SIGQUIT)
+STACKS_WAIT_S = 0.5
+_STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a file system"}
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
+_BLOCKED_IN_FORK_SERVER = (*STOP_SIGNALS, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every process of a run does."""
+    """What every process of a run executes."""
 
     target: Callable[[list[str]], int]
-    """Importable by name; gets `arguments` and returns an exit code."""
+    """Importable by name; receives `arguments` and returns an exit code."""
     arguments: Sequence[str]
     preload: Sequence[str] = ()
-    """Modules that the warm process imports ahead."""
+    """Modules that the fork server imports in advance."""
 
 
 class Workers:
@@ -45,116 +54,186 @@ class Workers:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        # Threads would not survive a fork: the numeric libraries must start none in the warm process.
+        # Threads do not survive a fork: the numeric libraries must not start any in the fork server.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(task.preload))
-        self._heeded = (*heeded_signals(), signal.SIGQUIT)
+        self._stop_signals = (*active_stop_signals(), signal.SIGQUIT)
         self._processes: list[BaseProcess] = []
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a process for each environment; its place in the list is its local rank."""
+        """Start one process per environment; the position in the list is the local rank."""
         self._processes = [
-            self._context.Process(target=_work, args=(self._task, dict(environment), self._heeded))
+            self._context.Process(target=_work, args=(self._task, dict(environment), self._stop_signals))
             for environment in environments
         ]
-        _start_warm_process()
+        _start_fork_server()
         for process in self._processes:
             process.start()
 
     def wait(self, seconds: float, also: int) -> None:
-        """Return when a process ends, when the file descriptor `also` can be read, or when the time is over."""
+        """Wait until a process ends, the file descriptor `also` is readable, or the time is over."""
         running = [process.sentinel for process in self._processes if process.is_alive()]
         connection.wait([*running, also], seconds)
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """By local rank; None while it runs, negative for a signal."""
+        """By local rank: None while the process runs, negative for a signal."""
         return [process.exitcode for process in self._processes]
 
     @property
     def pids(self) -> list[int]:
-        """By local rank; each is also the number of its process group."""
+        """By local rank; each is also the id of a process group."""
         return [process.pid or 0 for process in self._processes]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the processes that still run."""
+        """Send a signal to all running processes."""
         for process in self._processes:
             if process.is_alive() and process.pid:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def kill(self) -> None:
-        """End all processes and what they started, now: after a fault there is nothing left for them to do."""
+        """Kill all processes and everything they started; after a fault they have nothing left to do."""
         groups = [process.pid for process in self._processes if process.pid]
         for group in groups:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         for process in self._processes:
             if process.pid:
-                # A process that has not yet made its group is missed above.
+                # A process that has not created its group yet is missed above.
                 process.kill()
                 process.join()
                 process.close()
         self._processes = []
         _wait_until_gone(groups)
 
+    def kill_all_but_writers(self) -> None:
+        """Kill the processes and their helpers; checkpoint writers may finish their save."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for group in self.pids:
+            # Writers ignore this signal and end when their save is done.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGTERM)
 
-def _start_warm_process() -> None:
-    """Start the process that workers are forked from, unless it runs, with the stop signals blocked from its birth.
+    def wait_for_writers(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until no helper of a killed process is left; False when the time is over or there is a hurry."""
+        return _wait_until_gone(self.pids, seconds, hurry)
 
-    Blocked, not ignored: what is sent to a worker that has only just been forked waits until the worker can take it.
+
+def _start_fork_server() -> None:
+    """Start the fork server with stop signals blocked, unless it runs already.
+
+    Blocked, not ignored: a signal to a worker that was just forked stays pending until the worker can handle it.
     """
-    # Python starts its tracker along with the fork server, and unblocks signals when it has.
+    # Python starts its resource tracker together with the fork server, and unblocks signals afterwards.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_WARM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_IN_FORK_SERVER)
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait_until_gone(groups: Sequence[int], seconds: float = 1.0) -> None:
-    """A helper of a dead process must not touch files that the next attempt writes."""
+def _wait_until_gone(groups: Sequence[int], seconds: float = 1.0, hurry: Callable[[], bool] = lambda: False) -> bool:
+    """Wait for the helpers of dead processes: they must not touch files that the next attempt writes."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and _has_members(set(groups)):
+    while any(process.group in groups and process.running for process in proc.processes()):
+        if time.monotonic() > deadline or hurry():
+            return False
         time.sleep(0.005)
+    return True
 
 
-def _has_members(groups: set[int]) -> bool:
-    """Whether a process of one of the groups still runs; the dead whom nobody has waited for do not count."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError):
-                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(group) in groups and state not in "ZX":
-                    return True
-    return False
-
-
-def _work(task: Task, environment: dict[str, str], heeded: Sequence[int]) -> None:
+def _work(task: Task, environment: dict[str, str], stop_signals: Sequence[int]) -> None:
     """In the new process."""
-    # A group of its own: helpers it starts can be ended with it, and a terminal's Ctrl-C reaches the agent alone.
+    # A process group of its own: its helpers can be killed with it, and a terminal's Ctrl-C reaches only the agent.
     os.setpgid(0, 0)
-    for number in heeded:
-        # All but what the agent was started to ignore.
+    for number in stop_signals:
+        # All except those that the agent was started to ignore.
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_THE_WARM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_IN_FORK_SERVER)
     os.environ.update(environment)
+    proc.set_process_name(f"keepstep r{environment.get('RANK', '')}")
     threading.Thread(target=_stop_with_agent, name="agent-watch", daemon=True).start()
     stacks = environment.get(STACKS_FILE)
     if stacks:
-        # The handler is C code: it also works while the interpreter waits inside a collective.
+        # The handler is C code, so it works while the interpreter waits inside a collective.
         faulthandler.register(STACKS_SIGNAL, file=Path(stacks).open("a"), all_threads=True)  # noqa: SIM115
     raise SystemExit(task.target(list(task.arguments)))
 
 
 def _stop_with_agent() -> None:
-    """When the agent is gone, save and stop as on any request: nobody is left who could restart us."""
+    """When the agent dies, save and stop as on any request: nobody is left to restart this process."""
     agent = multiprocessing.parent_process()
     assert agent is not None
     connection.wait([agent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(shutdown_s())
-    # It hangs, and the agent that would have noticed is gone: its GPU and its helpers must not be held for ever.
+    # It hangs, and no agent is left to notice: release its GPU and its helpers.
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What is known about one process that may hang."""
+
+    local_rank: int
+    state: str
+    """The kernel's one-letter state: R, S, D, T."""
+    collective: str
+    """The collective that it waits in, or an empty string."""
+    stack: str
+
+    def describe(self) -> str:
+        """In a few words."""
+        if self.state in _STATES:
+            return _STATES[self.state]
+        if self.collective:
+            return f"waiting in {self.collective}"
+        innermost = _FRAME.search(self.stack)
+        return f"in {innermost['name']} ({Path(innermost['file']).name})" if innermost else "silent"
+
+
+def hang_cause(
+    workers: Workers, stack_files: Sequence[Path], records: Sequence[HeartbeatRecord], first_rank: int
+) -> Cause:
+    """Which of the processes hangs, in one sentence."""
+    states = _inspect(workers, stack_files)
+    suspect = most_suspect(states, records)
+    silent_s = max(record.age_s for record in records if record.overdue)
+    rank = first_rank + suspect.local_rank
+    others = {state.collective for state in states if state.collective and state is not suspect}
+    waiting = f"; others wait in {', '.join(sorted(others))}" if others else ""
+    message = f"no step for {silent_s:.1f} s: rank {rank} is {suspect.describe()}{waiting}"
+    return Cause("hang", message, rank, socket.gethostname())
+
+
+def _inspect(workers: Workers, stack_files: Sequence[Path]) -> list[WorkerState]:
+    """Make every process write its stacks, and read its state from the kernel."""
+    sizes = [file.stat().st_size if file.exists() else 0 for file in stack_files]
+    workers.signal(STACKS_SIGNAL)
+    time.sleep(STACKS_WAIT_S)
+    states = []
+    for local_rank, (pid, file, size) in enumerate(zip(workers.pids, stack_files, sizes, strict=True)):
+        stack = file.read_text(errors="replace")[size:] if file.exists() else ""
+        status = proc.status(pid)
+        states.append(WorkerState(local_rank, status.state if status else "?", _collective(stack), stack))
+    return states
+
+
+def most_suspect(states: Sequence[WorkerState], records: Sequence[HeartbeatRecord]) -> WorkerState:
+    """A process that the kernel holds, else one that waits in no collective, else the one that got least far."""
+    held = [state for state in states if state.state in _STATES]
+    outside = [state for state in states if state.stack and not state.collective]
+    return (held or outside or sorted(states, key=lambda state: records[state.local_rank].count))[0]
+
+
+def _collective(stack: str) -> str:
+    """The innermost torch collective that any thread is in."""
+    for frame in _FRAME.finditer(stack):
+        if frame["file"].endswith("distributed_c10d.py") and frame["name"] != "wrapper":
+            return frame["name"]
+    return ""

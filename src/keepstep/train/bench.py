@@ -1,4 +1,4 @@
-"""How fast a step is on the machine at hand: the same parts as a run, synthetic rows, no files."""
+"""Step time on this machine: the same parts as a run, synthetic rows, no files."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
-from keepstep.config.check import check_layout
+from keepstep.config.layout import check_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.ranks import from_environment
-from keepstep.data.loader import Batch, Loader
-from keepstep.data.rows import SyntheticRows
+from keepstep.data.batch import Batch, SyntheticRows
+from keepstep.data.loader import Loader
 from keepstep.models.size import flops_per_token, parameter_count
-from keepstep.parallel.mesh import build_grid
+from keepstep.parallel.mesh import build_mesh
 from keepstep.parallel.world import choose_device, joined_world, share_cores
-from keepstep.train.build import build_learner, compute_dtype, device_name, device_peak_flops
-from keepstep.train.kernels import chosen_kernels
-from keepstep.train.readback import Readback
+from keepstep.train.build import build_learner
+from keepstep.train.device import chosen_kernels, compute_dtype, device_name, known_peak_flops, peak_memory_gib
+from keepstep.train.telemetry.async_metrics import AsyncMetrics
 
-_JOINED = ("gated_forward", "gated_backward", "activated_forward", "activated_backward", "turned")
-"""Products of our own, with what else happens inside them."""
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
-    ("matmul", ("gemm", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm", *_JOINED)),
+    ("matmul", ("gemm", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm")),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("communication", ("nccl", "gloo", "all_gather", "reduce_scatter", "all_reduce")),
     ("copies", ("memcpy", "memset", "copy")),
@@ -36,7 +33,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class StepBench:
-    """One measurement; `calibration` files for the planner are made of these."""
+    """One measurement; the planner's calibration files consist of these."""
 
     model: str
     parameters: int
@@ -54,16 +51,13 @@ class StepBench:
     """Median over the measured steps."""
     steps_s: list[float]
     tokens_per_s: float
-    mfu: float
+    mfu: float | None
+    """None where the peak of the device is unknown."""
     peak_memory_gib: float
     first_step_s: float
     loss: float
     breakdown: dict[str, float] = field(default_factory=dict)
-    """Device seconds a step by kind of kernel."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    """Device seconds per step by kind of kernel."""
 
 
 def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: bool = True) -> StepBench:
@@ -71,13 +65,13 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
     ranks = from_environment()
     layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
-    exact = config.reproducible == "elastic"
-    share_cores(config.compute.threads or int(exact), ranks.local_world_size)
+    threads = config.compute.threads or int(config.reproducible == "elastic")
+    share_cores(threads, ranks.local_world_size)
     with chosen_kernels(config), joined_world(ranks, device):
         dtype = compute_dtype(config.precision, device)
-        grid = build_grid(layout, device.type)
-        train_step = build_learner(config, grid, device).step
-        batches = synthetic_batches(config, grid.data_rank, layout.data_ranks)
+        mesh = build_mesh(layout, device.type)
+        train_step = build_learner(config, mesh, device).step
+        batches = synthetic_batches(config, mesh.data_rank, layout.data_ranks)
 
         def one() -> torch.Tensor:
             return train_step.run(batches, lr_share=1.0)
@@ -90,7 +84,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         # Read one step late, as a run does, so that the device never waits for the host.
-        pending, seconds, loss = Readback(device), [], 0.0
+        pending, seconds, loss = AsyncMetrics(device), [], 0.0
         for _ in range(steps):
             pending.push(one())
         for _ in range(steps):
@@ -99,7 +93,8 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             loss = numbers[0]
         step_s = statistics.median(seconds)
         tokens_per_s = config.global_batch * config.model.seq_len / step_s
-        peak = device_peak_flops(device, dtype) * ranks.world_size
+        peak = known_peak_flops(device, dtype)
+        flops_per_s = tokens_per_s * flops_per_token(config.model, config.model.seq_len)
         return StepBench(
             model=config.model.preset,
             parameters=parameter_count(config.model),
@@ -108,7 +103,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             microbatch=config.microbatch,
             recompute=config.compute.recompute,
             compile=config.compute.compile,
-            joined_products=config.compute.joined_products,
+            joined_products=config.compute.fused_matmuls,
             precision=config.precision,
             device=device_name(device),
             world_size=ranks.world_size,
@@ -116,8 +111,8 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             step_s=step_s,
             steps_s=seconds,
             tokens_per_s=tokens_per_s,
-            mfu=tokens_per_s * flops_per_token(config.model, config.model.seq_len) / peak,
-            peak_memory_gib=_peak_memory_gib(device),
+            mfu=flops_per_s / (peak * ranks.world_size) if peak else None,
+            peak_memory_gib=peak_memory_gib(device),
             first_step_s=first_step_s,
             loss=loss,
             breakdown=_breakdown(one, device) if breakdown else {},
@@ -131,14 +126,6 @@ def synthetic_batches(config: RunConfig, rank: int, ranks: int) -> list[Batch]:
     )
     numbers = range(rank, config.global_batch // config.microbatch, ranks)
     return [loader.rows(number * config.microbatch, config.microbatch) for number in numbers]
-
-
-def _peak_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _breakdown(step: Callable[[], torch.Tensor], device: torch.device) -> dict[str, float]:

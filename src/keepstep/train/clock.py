@@ -1,34 +1,11 @@
-"""Where the run stands, and when something is due: steps, samples, tokens, epochs and seconds in one place."""
+"""How far the run is, and when something is due: steps, samples, tokens, epochs and seconds in one place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.core.units import Duration
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What one step consumes; fixed for the whole run, whatever the number of processes."""
-
-    samples_per_step: int
-    tokens_per_sample: int
-    samples_per_epoch: int
-
-    def steps(self, duration: Duration) -> int | None:
-        """`duration` in steps, rounded up; None for wall-clock time, which no arithmetic turns into steps."""
-        match duration.unit:
-            case "ba":
-                return int(duration.value)
-            case "sp":
-                return -(-int(duration.value) // self.samples_per_step)
-            case "tok":
-                return -(-int(duration.value) // (self.samples_per_step * self.tokens_per_sample))
-            case "ep":
-                return -(-round(duration.value * self.samples_per_epoch) // self.samples_per_step)
-            case "s":
-                return None
+from keepstep.core.units import Duration, Pace
 
 
 @dataclass
@@ -41,13 +18,18 @@ class Clock:
     """Global samples consumed: the data position, right even where a resumed run changes its batch size."""
     elapsed_s: float = 0.0
 
+    @classmethod
+    def of(cls, global_batch: int, seq_len: int, samples_per_epoch: int) -> Clock:
+        """A clock at the beginning of a run."""
+        return cls(Pace(global_batch, seq_len, samples_per_epoch))
+
     @property
     def tokens(self) -> int:
         """Global tokens consumed."""
         return self.samples * self.pace.tokens_per_sample
 
     def advance(self, step_s: float, samples: int | None = None) -> None:
-        """One step is done; the data stands at `samples`, which is further than one step where some were left out."""
+        """One step is done. The data position is `samples` then: more than one step further where some were skipped."""
         self.step += 1
         self.samples = self.samples + self.pace.samples_per_step if samples is None else samples
         self.elapsed_s += step_s
@@ -58,9 +40,9 @@ class Clock:
         return self.elapsed_s >= duration.value if steps is None else self.steps_towards(duration) >= steps
 
     def steps_towards(self, duration: Duration) -> int:
-        """How many of the steps of `duration` are behind us; of data, as many as steps of this size would have taken.
+        """Steps of `duration` that are done; for a duration in data, the steps of today's size that it would take.
 
-        These are the steps done, unless a resumed run changed its batch size or samples were left out.
+        The two differ where a resumed run changed its batch size, or samples were skipped.
         """
         return self.step if duration.unit in ("ba", "s") else self.samples // self.pace.samples_per_step
 
@@ -69,14 +51,14 @@ class Clock:
         return {"step": self.step, "samples": self.samples, "elapsed_s": self.elapsed_s}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's numbers."""
+        """Continue from a checkpoint's numbers."""
         self.step = int(state["step"])
         self.samples = int(state["samples"])
         self.elapsed_s = float(state["elapsed_s"])
 
 
 class Interval:
-    """Says when something that recurs is due. `0ba` is never."""
+    """When something that recurs is due. `0ba` means never."""
 
     def __init__(self, every: Duration, clock: Clock) -> None:
         self._every = every
@@ -98,10 +80,10 @@ class Interval:
         return passed
 
     def falls_on_this_step(self) -> bool:
-        """Whether the step just done is one of those it comes due at; never of times, which steps do not tell."""
+        """Whether it is due at the step just done; never for durations in seconds."""
         steps = self._clock.pace.steps(self._every) if self._every.value else None
         return steps is not None and self._clock.step > 0 and self._clock.step % max(1, steps) == 0
 
-    def again(self) -> None:
-        """What was due could not be done: be due again at the next chance."""
+    def retry(self) -> None:
+        """What was due could not be done: be due again at the next step."""
         self._last -= 1

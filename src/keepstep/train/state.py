@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from keepstep.data.loader import Loader
+from keepstep.interop.initial_weights import WeightsId
+from keepstep.models.transformer import Transformer
 from keepstep.train.clock import Clock
-from keepstep.train.optimizer import Optimizers
-from keepstep.train.scaler import LossScaler
+from keepstep.train.optim.loss_scaler import LossScaler
+from keepstep.train.optim.optimizer import Optimizers
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a run stands, beside its weights and its optimizer."""
+class StepState:
+    """What changes with a step next to weights and optimizer: counts and random generators."""
 
     numbers: dict[str, Any]
     rng: dict[str, torch.Tensor]
@@ -27,39 +29,47 @@ class Moment:
 class TrainState:
     """The live parts whose state is saved and restored."""
 
-    model: nn.Module
+    model: Transformer
     optimizers: Optimizers
     scaler: LossScaler
     clock: Clock
+    origin: WeightsId | None = None
+    """Which pretrained weights the model started with; None for weights made from the seed."""
+    data: Loader | None = None
+    """The training data, which may have a state of its own."""
 
     def tensors(self) -> dict[str, Any]:
-        """What is saved; loading fills these and `adopt` takes them over."""
+        """The tensors to save; loading fills them and `adopt` takes them over."""
         return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
 
     def weights(self) -> dict[str, Any]:
-        """Trained weights by name, in fp32; frozen ones come back from where the run starts."""
+        """Trained weights by name, in fp32. Frozen ones are not saved: a resumed run reads them again."""
         return dict(self.optimizers.weights())
 
     def numbers(self) -> dict[str, Any]:
-        """Plain values that go along."""
-        return {"clock": self.clock.state(), "scaler": self.scaler.state()}
+        """Plain values that are saved with the tensors."""
+        numbers = {"clock": self.clock.state(), "scaler": self.scaler.state()}
+        stream = self.data and self.data.state_at(self.clock.samples)
+        return {**numbers, "stream": stream} if stream else numbers
 
-    def moment(self) -> Moment:
-        """Where the run stands beside its tensors: numbers and random generators, in copies."""
-        return Moment(self.numbers(), _rng_tensors())
+    def step_state(self) -> StepState:
+        """A copy of the numbers and random generators, before a step."""
+        return StepState(self.numbers(), _rng_tensors())
 
-    def return_to(self, moment: Moment) -> None:
-        """Take back steps that changed no tensor."""
-        self._adopt_beside(moment.numbers, moment.rng)
+    def restore_step_state(self, before: StepState) -> None:
+        """Undo steps that changed no weights."""
+        self._adopt_numbers(before.numbers, before.rng)
 
     def adopt(self, numbers: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Take over what a load returned (plain values) and filled (`tensors()`)."""
+        """Take over loaded values, and the tensors that a load has filled."""
         self.optimizers.adopt(tensors["model"])
-        self._adopt_beside(numbers, tensors["rank"])
+        self._adopt_numbers(numbers, tensors["rank"])
 
-    def _adopt_beside(self, numbers: dict[str, Any], rng: dict[str, torch.Tensor]) -> None:
+    def _adopt_numbers(self, numbers: dict[str, Any], rng: dict[str, torch.Tensor]) -> None:
         self.clock.restore(numbers["clock"])
         self.scaler.restore(numbers["scaler"])
+        if self.data is not None and "stream" in numbers:
+            self.data.restore(numbers["stream"])
         torch.set_rng_state(rng["cpu"])
         if "cuda" in rng:
             torch.cuda.set_rng_state(rng["cuda"])

@@ -12,46 +12,59 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from keepstep.data.loader import Batch
-from keepstep.models.documents import Bounds, are_few, document_bounds, longest_document
+from keepstep.data.batch import Batch
+from keepstep.models.ops.varlen_attention import VarlenSpans, cu_seqlens_of, fits_varlen_kernel, max_seqlen_of
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
-from keepstep.parallel.mesh import Grid
+from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import Pipeline, Rows
-from keepstep.train.gradients import HasGradient, clip_factor, gradient_norm
-from keepstep.train.losses import count_targets
-from keepstep.train.optimizer import Optimizers
-from keepstep.train.scaler import LossScaler
+from keepstep.train.optim.gradients import HasGradient, clip_factor, gradient_norm
+from keepstep.train.optim.loss_scaler import LossScaler
+from keepstep.train.optim.optimizer import Optimizers
 
 LOSS, GRAD_NORM, STOP, SPENT_S, VOID, TARGETS = range(6)
 """Places in the vector that `TrainStep.run` returns."""
 
 
 def own_seconds(spent_s: float) -> float:
-    """What this process adds to the sum of seconds: the first one's clock is everybody's."""
+    """What this process adds to the sum of seconds: only the first process's clock counts."""
     return spent_s if dist.get_rank() == 0 else 0.0
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs to know of the run."""
+    """What a step needs to know about the run."""
 
-    grid: Grid
+    mesh: ParallelMesh
     device: torch.device
     clip: float
     loss_chunks: int
     reduce_each_microbatch: bool
-    by_bounds: bool
-    """Tell attention where documents start, in place of a mask."""
+    use_varlen: bool
+    """Use variable-length attention for packed documents, in place of a mask."""
     may_mask: bool
-    """Many short documents get a mask all the same; the flash kernel alone has no other way."""
+    """Whether rows with many short documents may use a mask all the same."""
+
+
+@dataclass(frozen=True)
+class StepSignals:
+    """What this process reports to the others with a step, and how a step is abandoned."""
+
+    stop: bool = False
+    """Whether this process was asked to stop."""
+    spent_s: float = 0.0
+    """Seconds since the last report; only those of the first process count."""
+    void: bool = False
+    """Whether this process has no data and only computes along, because the others do."""
+    abandon: Callable[[int, int], bool] = lambda _number, _count: False
+    """Called on every process before micro batch `number` of `count`; True, on all of them, abandons the step."""
 
 
 class TrainStep:
     """Runs steps on one model; returns their numbers as a device vector that the caller reads later."""
 
     poison: Callable[[], bool] | None = None
-    """For rehearsals of faults: asked once a step; True makes this process's gradients NaN."""
+    """For fault injection: called once a step; True makes this process's gradients NaN."""
 
     def __init__(
         self,
@@ -74,59 +87,77 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next step's loss is multiplied by; None where the precision needs no such thing."""
+        """The factor of the next step's loss; None where the precision needs no loss scaling."""
         return self._scaler.scale if self._scaler.enabled else None
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, int]:
         """The summed loss of this process's part of a micro batch, and its targets; zero where others count them."""
         part = self._own_part(batch)
         loss_sum = self._pipeline.evaluate(self._rows([part])) if self._pipeline else self._loss_sum(part)
-        counted = self._settings.grid.counts_loss
-        return (loss_sum, count_targets(part)) if counted else (torch.zeros_like(loss_sum), 0)
+        counted = self._settings.mesh.counts_loss
+        return (loss_sum, part.num_targets) if counted else (torch.zeros_like(loss_sum), 0)
 
     def run(
         self,
         batches: Sequence[Batch],
         lr_share: float,
-        stop: bool = False,
+        signals: StepSignals = StepSignals(),  # noqa: B008 - frozen
         before_update: Callable[[], None] = lambda: None,
-        spent_s: float = 0.0,
-        void: bool = False,
     ) -> Tensor:
-        """Learn from this process's micro batches. `before_update` runs once weights are about to change.
+        """Train on this process's micro batches. `before_update` is called before weights change.
 
-        Nothing changes where loss or gradient norm are not finite, or where a process says that its part is `void`: it
-        computes along only because the others do. The result holds the mean loss over the whole global batch, the
-        gradient norm before clipping, whether any process asked to stop, the first one's `spent_s`, whether any part
-        was void, and how many tokens had a target.
+        Nothing changes where loss or gradient norm are not finite, where any process's part is void, or where the step
+        is abandoned. The result holds the mean loss over the global batch, the gradient norm before clipping, how many
+        processes were asked to stop, the first one's seconds, how many parts were void, and the number of targets.
         """
-        layout, counted = self._settings.grid.layout, self._settings.grid.counts_loss
+        layout, counted = self._settings.mesh.layout, self._settings.mesh.counts_loss
         parts = [self._own_part(batch) for batch in batches]
-        total_targets = self._sum_over_processes(float(sum(map(count_targets, parts))) if counted else 0.0)
-        # FSDP averages gradients over the processes that hold the same weights; losses are sums, so this makes their
+        own_targets = float(sum(part.num_targets for part in parts)) if counted else 0.0
+        # torch.full, not torch.tensor, which copies from the host and waits for the device.
+        total_targets = torch.full((), own_targets, device=self.device)
+        dist.all_reduce(total_targets)
+        # FSDP averages gradients over the processes that share weights, and losses are sums: this weight makes their
         # total the global mean.
         weight = self._poisoned(layout.replicate * layout.weight_shards * self._scaler.scale / total_targets)
-        loss = self._learn(parts, weight) * float(counted)
-        told = [torch.full_like(loss, value) for value in (float(stop), own_seconds(spent_s), float(void))]
-        numbers = torch.stack([loss / total_targets, *told])
+        loss_sum = self._forward_backward(parts, weight, signals.abandon)
+        if loss_sum is None:
+            return self._abandoned(signals)
+        loss = loss_sum * float(counted)
+        values = (float(signals.stop), own_seconds(signals.spent_s), float(signals.void))
+        numbers = torch.stack([loss / total_targets, *(torch.full_like(loss, value) for value in values)])
         dist.all_reduce(numbers)
         before_update()
         norm = self._update(lr_share, numbers[0].masked_fill(numbers[VOID - 1] > 0, torch.nan))
         return torch.stack([numbers[0], norm, *numbers[1:], total_targets])
 
-    def _learn(self, parts: Sequence[Batch], weight: Tensor) -> Tensor:
-        """Leave the gradients of the weighed loss of all micro batches; returns the plain sum of losses."""
+    def _forward_backward(
+        self, parts: Sequence[Batch], weight: Tensor, abandon: Callable[[int, int], bool]
+    ) -> Tensor | None:
+        """Compute the gradients of the weighted loss over all micro batches; returns the unweighted sum of losses.
+
+        None where the step was abandoned on the way.
+        """
         if self._pipeline is not None:
-            return self._pipeline.train(self._rows(parts), weight)
+            return None if abandon(0, 1) else self._pipeline.train(self._rows(parts), weight)
         loss = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
+            if abandon(number, len(parts)):
+                return None
             self._reduce_gradients(last=number == len(parts) - 1)
             loss_sum = self._loss_sum(part)
             torch.autograd.backward(loss_sum * weight)
             loss += loss_sum.detach()
             if len(parts) > 1:
-                self._optimizers.add_up_gradients()
+                self._optimizers.accumulate_gradients()
         return loss
+
+    def _abandoned(self, signals: StepSignals) -> Tensor:
+        """The numbers of a step that all processes have left: void, and a stop request."""
+        self._optimizers.zero_grad()
+        numbers = torch.zeros(TARGETS + 1, device=self.device)
+        numbers[STOP], numbers[SPENT_S], numbers[VOID] = 1.0, own_seconds(signals.spent_s), 1.0
+        dist.all_reduce(numbers)
+        return numbers
 
     def _poisoned(self, weight: Tensor) -> Tensor:
         return weight * torch.nan if self.poison is not None and self.poison() else weight
@@ -135,7 +166,7 @@ class TrainStep:
         """Update the weights, unless loss or gradient are not finite; returns the gradient norm."""
         norm = self._gradient_norm() / self._scaler.scale
         factor = clip_factor(norm, self._settings.clip) if self._settings.clip else torch.ones_like(norm)
-        # Optimizers leave everything as it is where this is NaN.
+        # Optimizers change nothing where this is NaN.
         factor = factor.masked_fill(~torch.isfinite(norm + loss), torch.nan)
         finite = self._scaler.is_finite(norm)
         if finite:
@@ -149,23 +180,17 @@ class TrainStep:
         if self._pipeline is None:
             return gradient_norm(holders).to(self.device)
         own = self._pipeline.own_parameters(holders)
-        return gradient_norm(own, self._settings.grid.pipeline_group).to(self.device)
+        return gradient_norm(own, self._settings.mesh.pipeline_group).to(self.device)
 
     def _reduce_gradients(self, last: bool) -> None:
-        """Shards are summed at each micro batch (whole gradients would not fit); replicas only once."""
+        """Reduce-scatter shards at each micro batch (whole gradients would not fit); all-reduce replicas once."""
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or self._settings.reduce_each_microbatch)
             self._model.set_requires_all_reduce(last)
 
-    def _sum_over_processes(self, value: float) -> Tensor:
-        # full, not tensor: the latter copies from the host and waits for the device to get there.
-        total = torch.full((), value, device=self._settings.device)
-        dist.all_reduce(total)
-        return total
-
     def _own_part(self, batch: Batch) -> Batch:
-        grid = self._settings.grid
-        return own_part(batch, grid.context_rank, grid.layout.context)
+        mesh = self._settings.mesh
+        return own_part(batch, mesh.context_rank, mesh.layout.context)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         loss: Tensor = self._model(
@@ -173,25 +198,25 @@ class TrainStep:
             self._to_device(batch.targets),
             positions_bt=None if batch.positions is None else self._to_device(batch.positions),
             documents_bt=None if batch.documents is None else self._to_device(batch.documents),
-            document_bounds=self._bounds(batch),
+            spans=self._spans(batch),
             loss_chunks=self._settings.loss_chunks,
         )
         return loss
 
-    def _bounds(self, batch: Batch) -> Bounds | None:
-        """Where documents lie; a row without any is one of its own where a sliding window would need a mask."""
+    def _spans(self, batch: Batch) -> VarlenSpans | None:
+        """Where documents start and end; a row without any is one document where a sliding window would need a mask."""
         tokens, documents = batch.inputs.shape[1], batch.documents
         if documents is None and 0 < self._model.config.sliding_window < tokens:
             documents = np.zeros_like(batch.inputs)
-        if documents is None or not self._settings.by_bounds:
+        if documents is None or not self._settings.use_varlen:
             return None
-        edges = document_bounds(documents)
-        if self._settings.may_mask and not are_few(edges):
+        cu_seqlens = cu_seqlens_of(documents)
+        if self._settings.may_mask and not fits_varlen_kernel(cu_seqlens):
             return None
-        return Bounds(self._to_device(edges), longest_document(edges, tokens))
+        return VarlenSpans(self._to_device(cu_seqlens), max_seqlen_of(cu_seqlens, tokens))
 
     def _rows(self, parts: Sequence[Batch]) -> Rows:
-        """Micro batches as a pipeline takes them: joined, with explicit positions, which later stages cannot tell."""
+        """Micro batches in one batch for the pipeline, with explicit positions: later stages cannot derive them."""
         documents = [part.documents for part in parts if part.documents is not None]
         return Rows(
             tokens=self._to_device(np.concatenate([part.inputs for part in parts])),

@@ -1,1 +1,1 @@
-"""On-disk formats: what we write, other libraries read, and the reverse."""
+"""On-disk formats of token data, compatible with the libraries that define them."""

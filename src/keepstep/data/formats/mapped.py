@@ -1,6 +1,6 @@
-"""Files mapped into memory without a file handle each: data sets have more files than a process may have open.
+"""Map files into memory without keeping a file handle: a data set may have more files than a process may have open.
 
-Python's own mmap keeps a handle for as long as the mapping lives (from 3.13 on it can do without, too).
+Python's own mmap keeps a handle for as long as the mapping exists (optional from 3.13 on).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """All bytes of a file, read when they are touched. They stay readable when the file is removed."""
+    """All bytes of a file, read when they are accessed. They stay readable after the file is removed."""
     handle = os.open(path, os.O_RDONLY)
     try:
         size_bytes = os.fstat(handle).st_size
@@ -31,24 +31,21 @@ def map_file(path: Path) -> NDArray[np.uint8]:
             return np.empty(0, np.uint8)
         address = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
         if address == _FAILED:
-            raise _cannot_map(path, ctypes.get_errno())
+            code = ctypes.get_errno()
+            if code == errno.ENOMEM:
+                raise DataError(
+                    f"{path} cannot be mapped: this process has all the mappings it may have",
+                    "keepstep data merge joins .bin/.idx pairs; or raise vm.max_map_count with sysctl",
+                )
+            raise OSError(code, os.strerror(code), str(path))
     finally:
         os.close(handle)
     owner: Any = (ctypes.c_uint8 * size_bytes).from_address(address)
-    # Nothing may touch the bytes at exit any more, and the process's end lets go of all mappings.
+    # Not at exit: other exit handlers may still read the bytes, and the end of the process removes all mappings.
     weakref.finalize(owner, _libc().munmap, address, size_bytes).atexit = False
     found: NDArray[np.uint8] = np.frombuffer(owner, np.uint8)
     found.flags.writeable = False
     return found
-
-
-def _cannot_map(path: Path, code: int) -> Exception:
-    if code == errno.ENOMEM:
-        return DataError(
-            f"{path} cannot be mapped: this process has all the mappings it may have",
-            "keepstep data merge joins .bin/.idx pairs; or raise vm.max_map_count with sysctl",
-        )
-    return OSError(code, os.strerror(code), str(path))
 
 
 @functools.cache

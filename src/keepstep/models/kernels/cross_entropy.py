@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS = 16, 4096
-"""A tile of logits: as many columns as all threads load at once, and how many such loads are under way."""
+"""A tile of logits: the columns that all threads load in one go, and how many such loads are in flight."""
 _WARPS = 16
 _LOWEST = tl.constexpr(-1e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)

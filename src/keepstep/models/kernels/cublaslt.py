@@ -1,8 +1,12 @@
-"""Products by cuBLASLt's C interface, for what torch does not offer: to say which kernel computes one, and to add a
+"""Matmuls through cuBLASLt's C interface, for what torch does not offer: to choose the kernel, and to add a
 matrix that stays as it is (torch copies it first).
 
 It is the library that torch itself has loaded, so no version can be wrong. Matrices are column-major there: a · b of
-row-major matrices is asked for as bᵀ · aᵀ, each as it lies, and nothing moves.
+row-major matrices is requested as bᵀ · aᵀ, each as it is in memory, and nothing moves.
+
+cuBLAS chooses by a model of the GPU, and its choice for a large gemm can be several percent slower than the best. Here
+the fastest is measured, once per machine. A candidate must give the same bits as what it replaces: a resumed run may
+choose another kernel and still computes the same numbers.
 
 Shape legend: m tokens, n outputs, k what is summed over; a trailing 8 is a tensor in fp8.
 """
@@ -11,12 +15,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from keepstep.core.files import write_atomic
+from keepstep.models.kernels.cuda import cache_folder
 
 _FP32_SUMS = 68
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -25,7 +37,11 @@ _WORKSPACE_BYTES = 1
 _SPLIT_K = 2
 _MOST_KERNELS = 8
 _ONE, _ZERO = c_float(1), c_float(0)
-
+_FINALISTS = 4
+_ROUNDS, _ROUND_S, _LEAST_CALLS = 3, 0.02, 3
+"""Long enough for the GPU to drop to the clock that it sustains under load."""
+_WORTH = 0.98
+"""A choice must take at most this fraction of the time of torch's own."""
 
 _Kernel = c_uint64 * 8
 
@@ -46,16 +62,6 @@ class CublasError(RuntimeError):
     """A call that the library refused."""
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Both sides of a · bᵀ and the number that undoes each one's scale."""
-
-    a8_mk: Tensor
-    b8_nk: Tensor
-    a_undo: Tensor
-    b_undo: Tensor
-
-
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library in this process, None where torch came without it."""
@@ -71,20 +77,15 @@ def version() -> int:
     return int(found.cublasLtGetVersion()) if found is not None else 0
 
 
-def numbers_of(kernel: Any) -> list[int]:
-    """What a kernel's description consists of, to be kept; the library gives no meaning to it."""
-    return list(kernel)
-
-
 def kernel_of(numbers: list[int]) -> Any:
-    """The inverse of `numbers_of`; raises where these are no kernel's."""
+    """The kernel that consists of these numbers, to which the library gives no meaning; raises where it is none."""
     if len(numbers) != len(_Kernel()):
         raise ValueError(f"{len(numbers)} numbers describe no kernel")
     return _Kernel(*numbers)
 
 
-class Product:
-    """Products a · b of one shape, and a matrix beside it where one is given. Both may lie by rows or by columns."""
+class Gemm:
+    """Matmuls a · b of one shape, optionally plus a matrix. Both operands may be row-major or column-major."""
 
     def __init__(self, a_mk: Tensor, b_kn: Tensor, out_mn: Tensor) -> None:
         self._handle = _handle(out_mn.device.index)
@@ -129,18 +130,20 @@ class Product:
         _call("MatmulDescSetAttribute", self._description, what, byref(value), size)
 
 
-class ScaledProduct(Product):
-    """Products of tensors in fp8."""
+class ScaledGemm(Gemm):
+    """Matmuls of tensors in fp8."""
 
-    def __init__(self, operands: Operands, out_mn: Tensor, *, fast_sums: bool) -> None:
-        super().__init__(operands.a8_mk, operands.b8_nk.t(), out_mn)
+    def __init__(self, a8_mk: Tensor, b8_kn: Tensor, out_mn: Tensor, *, fast_sums: bool) -> None:
+        super().__init__(a8_mk, b8_kn, out_mn)
         self._describe(_FAST_SUMS, c_int8(fast_sums))
 
-    def run_scaled(self, kernel: Any, operands: Operands, out_mn: Tensor) -> None:
+    def run_scaled(
+        self, kernel: Any, a8_mk: Tensor, b8_kn: Tensor, a_inv_scale: Tensor, b_inv_scale: Tensor, out_mn: Tensor
+    ) -> None:
         """Compute it on the current stream, with both scales undone."""
-        self._describe(_SCALE_LEFT, _pointer(operands.b_undo))
-        self._describe(_SCALE_RIGHT, _pointer(operands.a_undo))
-        self.run(kernel, operands.a8_mk, operands.b8_nk.t(), out_mn)
+        self._describe(_SCALE_LEFT, _pointer(b_inv_scale))
+        self._describe(_SCALE_RIGHT, _pointer(a_inv_scale))
+        self.run(kernel, a8_mk, b8_kn, out_mn)
 
 
 @functools.cache
@@ -157,7 +160,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _layout(matrix: Tensor) -> c_void_p:
-    """Of a matrix that lies by rows without gaps: columns to the library."""
+    """Layout of a contiguous row-major matrix, whose rows are columns to the library."""
     rows, columns = matrix.shape
     layout, dtype = c_void_p(), _TYPES[matrix.dtype]
     _call("MatrixLayoutCreate", byref(layout), dtype, c_uint64(columns), c_uint64(rows), c_int64(columns))
@@ -172,3 +175,106 @@ def _splits(kernel: Any) -> int:
     value, written = c_uint32(), c_size_t()
     _call("MatmulAlgoConfigGetAttribute", byref(kernel), _SPLIT_K, byref(value), c_size_t(4), byref(written))
     return value.value
+
+
+G = TypeVar("G", bound=Gemm)
+
+
+def fastest_kernel(
+    about: Sequence[Any],
+    make: Callable[[], G],
+    run: Callable[[G, Any], None],
+    out: Tensor,
+    by_torch: Callable[[], None] | None,
+) -> tuple[G, Any] | None:
+    """The gemm and its kernel; None if torch's own choice is as good or there is no other.
+
+    `about` identifies the gemm: a choice that is stored for it on this kind of GPU is not measured again. Candidates
+    write to `out`. If torch has none, the reference bits are those of the library's first choice.
+    """
+    kept = _place(about, out.device)
+    try:
+        gemm = make()
+        # The stored choice may be damaged or missing.
+        with suppress(OSError, ValueError, TypeError, CublasError):
+            kernel = _read(kept)
+            if kernel is None:
+                return None
+            run(gemm, kernel)
+            return gemm, kernel
+        same = _same_bits(gemm.kernels(), lambda kernel: run(gemm, kernel), out, by_torch)
+    except (CublasError, torch.OutOfMemoryError):
+        return None
+    ways: list[Callable[[], None]] = [lambda kernel=kernel: run(gemm, kernel) for kernel in same]  # type: ignore[misc]
+    if by_torch is None:
+        fastest = _fastest(ways, worth=1)
+        kernel = None if fastest is None else same[fastest]
+    else:
+        kernel = [None, *same][_fastest([by_torch, *ways], worth=_WORTH) or 0]
+    # A machine may have no home that can be written to.
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, json.dumps(None if kernel is None else list(kernel)).encode())
+    return None if kernel is None else (gemm, kernel)
+
+
+def _place(about: Sequence[Any], device: torch.device) -> Path:
+    facts = [torch.cuda.get_device_name(device), version(), *map(str, about)]
+    return cache_folder() / "choices" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.json"
+
+
+def _read(kept: Path) -> Any | None:
+    numbers = json.loads(kept.read_text())
+    return None if numbers is None else kernel_of(numbers)
+
+
+def _same_bits(
+    kernels: list[Any], run: Callable[[Any], None], out: Tensor, by_torch: Callable[[], None] | None
+) -> list[Any]:
+    wanted: Tensor | None = None
+    if by_torch is not None:
+        by_torch()
+        wanted = _bits(out)
+    same = []
+    for kernel in kernels:
+        out.zero_()
+        run(kernel)
+        found = _bits(out)
+        wanted = found if wanted is None else wanted
+        if torch.equal(found, wanted):
+            same.append(kernel)
+    return same
+
+
+def _bits(out_mn: Tensor) -> Tensor:
+    """Sums of every row's and every column's bits: enough to compare, when a copy of all logits may not fit."""
+    numbers_mn = out_mn.view({2: torch.int16, 4: torch.int32}[out_mn.element_size()])
+    return torch.cat([numbers_mn.sum(dim, dtype=torch.int64) for dim in (0, 1)])
+
+
+def _fastest(ways: list[Callable[[], None]], worth: float) -> int | None:
+    """Which way is the fastest: the first one unless another takes at most `worth` of its time."""
+    if not ways:
+        return None
+    once_s = [_time_s(way, 1) for way in ways]
+    others = sorted(range(1, len(ways)), key=once_s.__getitem__)
+    finalists = [0, *others[: _FINALISTS - 1]]
+    calls = [max(_LEAST_CALLS, int(_ROUND_S / once_s[number])) for number in finalists]
+    rounds = [
+        [_time_s(ways[number], count) for number, count in zip(finalists, calls, strict=True)] for _ in range(_ROUNDS)
+    ]
+    first_s, *seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
+    if not seconds or min(seconds) >= worth * first_s:
+        return 0
+    return finalists[1 + seconds.index(min(seconds))]
+
+
+def _time_s(way: Callable[[], None], calls: int) -> float:
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    for _ in range(calls):
+        way()
+    after.record()
+    after.synchronize()
+    seconds: float = before.elapsed_time(after) / 1000 / calls
+    return seconds

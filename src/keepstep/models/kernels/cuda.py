@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from keepstep.core import home
+from keepstep.core.files import cache_folder as user_cache_folder
 from keepstep.core.files import write_atomic
 
 _BFLOAT16 = 9
@@ -30,6 +32,10 @@ _L2_LINES_OF_128_BYTES = 2
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAX_SHARED_BYTES = 8
 _HOPPER = (9, 0)
+_AGREED = 0.01
+"""Both sides of a proof round to bf16, which is 0.004."""
+
+_log = logging.getLogger(__name__)
 
 
 class CudaError(RuntimeError):
@@ -50,14 +56,14 @@ def _driver() -> ctypes.CDLL:
 @functools.cache
 def _compiler() -> ctypes.CDLL:
     name = f"libnvrtc.so.{(torch.version.cuda or '0').partition('.')[0]}"
-    # Where the system's loader does not know it, it lies in a package beside torch.
-    beside = Path(torch.__file__).parents[1].glob(f"nvidia/**/{name}")
-    for place in (name, *map(str, beside)):
+    # If the system's loader does not know it, it is in a package that is installed with torch.
+    packaged = Path(torch.__file__).parents[1].glob(f"nvidia/**/{name}")
+    for place in (name, *map(str, packaged)):
         try:
             return ctypes.CDLL(place)
         except OSError:
             continue
-    raise CudaError(f"{name} is nowhere to be found")
+    raise CudaError(f"{name} is not installed")
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -68,11 +74,11 @@ def _call(name: str, *arguments: Any) -> None:
 
 def cache_folder() -> Path:
     """What a machine found out about its kernels, for restarts to be quick."""
-    return home.cache_folder() / "kernels"
+    return user_cache_folder() / "kernels"
 
 
 def source_of(*files: str) -> str:
-    """Files of this folder, one behind the other, with the lists written out that hopper.cu tells of."""
+    """Files of this folder, concatenated, with the lists expanded that hopper.cu describes."""
     text = "".join((Path(__file__).parent / f"{file}.cu").read_text() for file in files)
     text = re.sub(r"@NUMBERS (\d+)@", lambda found: ", ".join(f"%{i}" for i in range(int(found[1]))), text)
     return re.sub(
@@ -173,3 +179,29 @@ def tensor_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box
         (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[row_bytes], _L2_LINES_OF_128_BYTES, 0,
     )  # fmt: skip
     return TensorMap(memory, place)
+
+
+@functools.cache
+def works(name: str, device: torch.device, proof: Callable[[torch.device], float]) -> bool:
+    """Whether kernels run on the GPU at hand, and right; asked once, before they are used.
+
+    `proof` computes something small with them and in torch's own operators, and gives the largest relative difference.
+    A compiler or driver that we have never tested then costs only speed.
+    """
+    try:
+        # The question may come from a tracer, whose tensors have no numbers.
+        with _disable_current_modes(), torch.cuda.device(device):
+            difference = proof(device)
+    except (CudaError, OSError) as error:
+        _log.warning("%s does without its kernels: %s", name, error)
+        return False
+    if not difference < _AGREED:
+        _log.warning("%s does without its kernels: they are off by %.2g", name, difference)
+    return difference < _AGREED
+
+
+def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Of the pair of tensors that differ most; NaN where one has a NaN."""
+    pairs = zip(ours, theirs, strict=True)
+    parts = [(one.float() - other.float()).norm() / other.float().norm() for one, other in pairs]
+    return torch.stack(parts).max().item()

@@ -1,7 +1,7 @@
-// What Hopper (sm_90a) has of its own: barriers that copies report to, copies of boxes, and products by warpgroups.
+// Hopper's (sm_90a) own instructions: barriers that copies report to, copies of boxes, and matmuls by warpgroups.
 //
-// Between at signs stand lists that whoever compiles this writes out: NUMBERS n is %0 to %(n-1), OPERANDS name n the
-// variables name[0] to name[n-1] as what an instruction reads and writes.
+// The compiling code expands the lists between at signs: NUMBERS n is %0 to %(n-1), OPERANDS name n the
+// variables name[0] to name[n-1] as operands that an instruction reads and writes.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -1,0 +1,1 @@
+"""Fault experiments on a real run: scenarios, soak tests and verdicts."""

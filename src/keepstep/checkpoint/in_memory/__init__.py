@@ -1,0 +1,1 @@
+"""Snapshots in memory that outlive the worker processes, mirrored on another node."""

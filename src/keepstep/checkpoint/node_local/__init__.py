@@ -1,0 +1,1 @@
+"""Checkpoints on node-local disks, replicated between nodes."""

@@ -1,0 +1,1 @@
+"""What makes a checkpoint complete: layout, hashes, manifest, commit marker, parity, retention."""

@@ -1,0 +1,1 @@
+"""`keepstep data`."""

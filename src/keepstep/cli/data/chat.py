@@ -1,0 +1,122 @@
+"""`keepstep data show` and `keepstep data chat`: show conversations as a model sees them, and convert them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from keepstep.cli.parser import Actions, add_action
+from keepstep.core.errors import DataError, UsageError
+from keepstep.core.messages import invalid_value
+from keepstep.core.terminal import wants_colour
+
+_FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca")
+
+
+def add_actions(actions: Actions) -> None:
+    """`show` and `chat`, among the actions of `keepstep data`."""
+    show = add_action(actions, "show", _show, "show conversations as a model sees them")
+    show.add_argument("path", help="conversations (.jsonl, .json, .parquet, a folder of them), or toolcalls")
+    show.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
+    show.add_argument("--first", type=int, default=1, help="number of the first row (default: 1)")
+    show.add_argument("--tokenizer", type=Path, help="a tokenizer.json; its folder's chat template is used")
+    show.add_argument("--template", default="", help="a jinja2 chat template instead")
+    show.add_argument("--format", choices=_FORMATS, default="auto", help="how rows are written (default: auto)")
+    show.add_argument(
+        "--loss-on", choices=("assistant", "tool_calls", "all"), default="assistant", help="what carries a loss"
+    )
+    show.add_argument("--tokens", action="store_true", help="show where tokens end; needs --tokenizer")
+    chat = add_action(actions, "chat", _chat, "convert conversations to canonical rows, or generate some")
+    chat.add_argument("path", help="conversations in any known format, or toolcalls to generate them")
+    chat.add_argument("--out", type=Path, required=True, help="canonical .jsonl to write")
+    chat.add_argument("--valid-out", type=Path, help="write the held-out share here")
+    chat.add_argument("--valid-share", type=float, help="share held out for --valid-out (default: 0.05)")
+    chat.add_argument("--seed", type=int, default=0, help="of the split, and of generated rows")
+    chat.add_argument("--count", type=int, default=1000, help="rows to generate (default: 1000)")
+    chat.add_argument("--split", choices=("train", "test"), default="train", help="functions to generate from")
+    chat.add_argument("--format", choices=_FORMATS, default="auto", help="how rows are written (default: auto)")
+    chat.add_argument("--json", action="store_true", help="answer as JSON")
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print rows with the loss mask in colour."""
+    from keepstep.data.chat.masks import ShowOptions, show_rows
+
+    if args.tokens and args.tokenizer is None:
+        raise UsageError("--tokens needs a tokenizer", "name one with --tokenizer")
+    for name in ("rows", "first"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} is {getattr(args, name)}, but rows are counted from 1", f"--{name} 1")
+    options = ShowOptions(
+        path=args.path,
+        rows=args.rows,
+        first=args.first,
+        tokenizer=args.tokenizer,
+        template=args.template,
+        form=args.format,
+        loss_on=args.loss_on,
+        colour=wants_colour(sys.stdout),
+        tokens=args.tokens,
+    )
+    for line in show_rows(options):
+        print(line)
+    print(f"next: keepstep finetune --from MODEL --data {shlex.quote(str(args.path))}")
+    return 0
+
+
+def _check_outputs(source: Path, outputs: list[Path]) -> None:
+    """Outputs must not be inputs, neither now nor when the command is repeated."""
+    for path in outputs:
+        if source.exists() and source.resolve() in (path.resolve(), path.resolve().parent):
+            raise UsageError(f"{path} would be written where rows are read from ({source})", "name another place")
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        raise UsageError(f"--out and --valid-out are both {outputs[0]}", "name two files")
+
+
+def _held_out_share(args: argparse.Namespace) -> float:
+    """The share to hold out; an error if it is invalid or has no file."""
+    if args.valid_share is None:
+        return 0.05
+    if not 0 <= args.valid_share < 1:
+        wrong = invalid_value("--valid-share", args.valid_share, "must be at least 0 and below 1")
+        raise UsageError(wrong, "0.05 is one in twenty")
+    if args.valid_out is None:
+        raise UsageError("--valid-share needs a file for the held-out rows", "name one with --valid-out")
+    return float(args.valid_share)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    """Convert or generate, and print how many rows were kept and rejected."""
+    from keepstep.data.chat.files import generated_rows, read_conversations, write_canonical
+    from keepstep.data.chat.generate import GENERATED
+    from keepstep.data.chat.reasons import frequent_reasons
+
+    share = _held_out_share(args)
+    if args.count < 1:
+        raise UsageError(invalid_value("--count", args.count, "must be at least 1"), "--count 1000 is the default")
+    _check_outputs(Path(args.path), [path for path in (args.out, args.valid_out) if path])
+    rows: Any
+    if args.path == GENERATED:
+        rows = generated_rows(args.count, args.seed, args.split)
+    else:
+        rows = read_conversations(Path(args.path), args.format)
+    counts, rejects = write_canonical(rows, args.out, args.valid_out, share, args.seed)
+    if not counts["kept"] + counts["held_out"]:
+        why = f": {rejects} says why" if rejects else ""
+        raise DataError(
+            f"{args.path} holds no conversation: {counts['rejected']:,} rows were rejected{why}",
+            f"rows are {', '.join(_FORMATS[1:])}; --format names the one that the keys do not show",
+        )
+    if args.json:
+        print(json.dumps({**counts, "rejects": str(rejects) if rejects else None}))
+        return 0
+    held_out = f", {counts['held_out']:,} to {args.valid_out}" if args.valid_out else ""
+    print(f"{counts['kept']:,} rows to {args.out}{held_out}")
+    if rejects:
+        print(f"{counts['rejected']:,} rows rejected, with reasons: {rejects}", *frequent_reasons(rejects), sep="\n  ")
+    print(f"next: keepstep data show {shlex.quote(str(args.out))}")
+    return 0

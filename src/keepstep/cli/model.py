@@ -1,0 +1,203 @@
+"""`keepstep eval` and `chat`: measure a model (perplexity, tool calls, lm-evaluation-harness), and chat with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepstep.cli.parser import add_action, add_actions, positive, read_text, writable
+from keepstep.core.errors import DataError, UsageError
+from keepstep.core.files import write_atomic
+from keepstep.core.plugins import load_plugin
+from keepstep.core.verbosity import progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The actions and their options."""
+    actions = add_actions(parser)
+    ppl = add_action(actions, "ppl", _ppl, "perplexity on held-out text")
+    _add_common(ppl)
+    ppl.add_argument("--data", default="", help="text or tokens, or c4:SPLIT (default: the run's validation data)")
+    ppl.add_argument("--windows", type=positive, default=256, help="windows of text (default: 256)")
+    ppl.add_argument("--length", type=int, default=0, help="tokens in a window (default: the model's seq_len)")
+    ppl.add_argument("--field", default="text", help="the JSON field or column that holds the text (default: text)")
+    tools = add_action(actions, "tools", _tools, "accuracy of tool calls by category, with BFCL's error names")
+    _add_common(tools)
+    tools.add_argument("--data", default="", help="conversations (default: generated ones)")
+    tools.add_argument("--rows", type=positive, default=400, help="questions to ask (default: 400)")
+    tools.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer (default: 256)")
+    tools.add_argument("--answers", type=writable, metavar="FILE", help="write every answer as a JSON line")
+    tools.add_argument("--reward", metavar="NAME", help="also score answers with this plug-in (keepstep.rewards)")
+    lm = add_action(actions, "lm", _lm, "tasks of lm-evaluation-harness (pip install 'keepstep[lm-eval]')")
+    _add_common(lm)
+    lm.add_argument("--tasks", default="", metavar="A,B", help="names of the tasks")
+    lm.add_argument("--limit", type=int, default=0, help="questions of each task (default: all)")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="the folder of a run or of a Hugging Face model")
+    parser.add_argument("--batch", type=positive, default=32, help="rows per batch (default: 32)")
+    parser.add_argument("--start", action="store_true", help="the weights that the run started from, not the newest")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, if the model's folder has none")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--out", type=writable, metavar="FILE", help="also write the report as JSON to this file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `keepstep chat`."""
+    add = parser.add_argument
+    add("model", type=Path, help="the folder of a run or of a Hugging Face model")
+    add("--system", default="", help="a system message")
+    add("--tools", type=Path, metavar="FILE", help="tools as a JSON list of OpenAI function schemas")
+    add("--file", type=Path, help="answer each line of this file (plain text, or JSON with messages)")
+    add("--temperature", type=float, default=0.0, help="0 always takes the most likely token (default: 0)")
+    top_p = "sample from the most likely tokens with this total probability (default: 1)"
+    add("--top-p", type=float, default=1.0, help=top_p)
+    add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add("--max-new-tokens", type=positive, default=256, help="longest answer in tokens (default: 256)")
+    add("--tokenizer", type=Path, help="a tokenizer.json, if the model's folder has none")
+    add("--device", default="auto", help="cpu, cuda or auto")
+    parser.set_defaults(call=_chat)
+
+
+def _tools(args: argparse.Namespace) -> int:
+    from keepstep.data.chat.generate import GENERATED
+    from keepstep.evaluate.ast_check import table
+    from keepstep.evaluate.chat_model import Sampling, open_chat_model
+    from keepstep.evaluate.tool_calls import ask, load_questions, write_answers
+
+    reward = load_plugin("rewards", args.reward, {}, "--reward") if args.reward else None
+    model = open_chat_model(args.model, args.device, args.tokenizer, start=args.start)
+    questions = load_questions(args.data or GENERATED, args.rows)
+
+    def show_count(done: int) -> None:
+        progress(f"answered {done} of {len(questions)}")
+
+    answered = ask(model, questions, Sampling(max_new_tokens=args.max_new_tokens), args.batch, show_count, reward)
+    if args.answers:
+        write_answers(answered.lines, args.answers)
+    facts = {"model": str(args.model), "step": model.step, **answered.report.as_json()}
+    text = table(answered.report)
+    if answered.mean_reward is not None:
+        facts["reward"] = answered.mean_reward
+        text += f"\nmean reward {answered.mean_reward:.4f}"
+    return _report(args, facts, f"{text}\nnext: keepstep chat {args.model}")
+
+
+def _ppl(args: argparse.Namespace) -> int:
+    from keepstep.evaluate.text_perplexity import text_perplexity
+
+    result = text_perplexity(
+        args.model,
+        args.data,
+        windows=args.windows,
+        length=args.length,
+        batch=args.batch,
+        tokenizer=args.tokenizer,
+        device=args.device,
+        start=args.start,
+        field=args.field,
+    )
+    facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+    text = f"perplexity {result.perplexity:.3f}   loss {result.loss:.4f}   {result.tokens:,} tokens"
+    return _report(args, {"model": str(args.model), **facts}, f"{text}\nnext: keepstep chat {args.model}")
+
+
+def _lm(args: argparse.Namespace) -> int:
+    from keepstep.evaluate.chat_model import open_chat_model
+    from keepstep.evaluate.lm_eval_tasks import run_tasks
+
+    model = open_chat_model(args.model, args.device, args.tokenizer, start=args.start)
+    results = run_tasks(model, [name for name in args.tasks.split(",") if name], args.batch, args.limit)
+    lines = (
+        f"{task:<24}" + "   ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+        for task, numbers in results.items()
+    )
+    return _report(args, results, "\n".join(lines))
+
+
+def _report(args: argparse.Namespace, facts: Mapping[str, Any], text: str) -> int:
+    """Print text or JSON, and write the JSON to `--out`."""
+    report = json.dumps(facts, indent=2)
+    if args.out:
+        write_atomic(args.out, report + "\n")
+    print(report if args.json else text)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    """Answer the lines of the file, or the user at the terminal."""
+    from keepstep.evaluate.chat_model import Prompt, Sampling, open_chat_model
+
+    tools = _read_tools(args.tools)
+    first = [{"role": "system", "content": args.system}] if args.system else []
+    prompts = _read_prompts(args.file, first, tools) if args.file else []
+    sampling = Sampling(args.temperature, args.top_p, args.seed, args.max_new_tokens)
+    model = open_chat_model(args.model, args.device, args.tokenizer)
+    if args.file:
+        for prompt in prompts:
+            print(json.dumps({"answer": "".join(model.stream(prompt, sampling))}, ensure_ascii=False), flush=True)
+        return 0
+    progress(f"{model.config.name}, step {model.step}. An empty line or Ctrl-D ends the chat.")
+    messages = list(first)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if not line.strip():
+            return 0
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for piece in model.stream(Prompt(messages, tools), sampling):
+            answer += piece
+            print(piece, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _read_tools(path: Path | None) -> list[dict[str, Any]]:
+    from keepstep.data.chat.rows import BadRow, parsed_list, tool
+
+    if path is None:
+        return []
+    try:
+        return [tool(item) for item in parsed_list(read_text(path, "--tools"), "the tools")]
+    except BadRow as bad:
+        raise UsageError(
+            f"{path}: {bad}", "expected a list of {type: function, function: {name, description, parameters}}"
+        ) from bad
+
+
+def _read_prompts(path: Path, first: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[Any]:
+    """All prompts of the file. Read before the model is loaded, so that a bad line is reported immediately."""
+    from keepstep.data.chat.rows import BadRow
+
+    prompts = []
+    # Not splitlines: it also splits at characters such as U+2028, which JSON strings may contain.
+    for number, line in enumerate(read_text(path, "--file").split("\n"), start=1):
+        try:
+            prompts += [_prompt_of(line, first, tools)] if line.strip() else []
+        except (BadRow, ValueError) as bad:
+            raise DataError(
+                f"{path} line {number}: {bad}", "expected plain text, or a JSON object with messages"
+            ) from None
+    return prompts
+
+
+def _prompt_of(line: str, first: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+    from keepstep.data.chat.rows import BadRow, cleaned, parsed_list, tool
+    from keepstep.evaluate.chat_model import Prompt, is_valid_text
+
+    if not line.lstrip().startswith("{"):
+        return Prompt([*first, {"role": "user", "content": line.rstrip("\r")}], tools)
+    row = json.loads(line)
+    if not is_valid_text(json.dumps(row, ensure_ascii=False)):
+        raise BadRow("it contains half a character (a lone surrogate)")
+    own = [tool(item) for item in parsed_list(row.get("tools"), "tools")]
+    return Prompt([*first, *cleaned(row.get("messages"))], own or tools)

@@ -1,0 +1,388 @@
+"""Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
+
+What one side does not compute (mixture of experts, mixed layer types, soft-capped logits ...) is an error: a model that
+loads and computes something else is worse than one that does not load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from keepstep.config.fields import all_fields
+from keepstep.config.schema import ModelConfig
+from keepstep.config.values import Misfit, convert
+from keepstep.core.errors import ConfigError, UsageError
+from keepstep.core.messages import invalid_value
+
+Family = Literal["gpt2", "mpt", "llama", "mistral", "qwen2", "qwen3"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+HfConfig = Mapping[str, Any]
+
+_CLASSES: Mapping[Family, str] = {
+    "gpt2": "GPT2LMHeadModel", "mpt": "MptForCausalLM", "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+_GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
+_MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
+_LLAMA_FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+"""Our field → their key, where both sides mean the same number and every file has it."""
+_MPT_BIAS_MAX = 8
+"""The only value that transformers computes, whatever config.json says."""
+_NOT_COMPUTED: Mapping[str, str] = {
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), "experts"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "experts and no multi-head latent attention"),
+    "gpt_oss": "experts and no attention sinks",
+    "gemma": "gated GELU",
+    "gemma2": "soft-capped logits, norms after attention and layers of two kinds",
+    **dict.fromkeys(("gemma3", "gemma3_text"), "norms after attention and layers of two kinds"),
+    **dict.fromkeys(("olmo2", "olmo3"), "norms after attention"),
+    "granite": "multipliers of embeddings, residuals, attention and logits",
+    "phi": "parallel attention and feed-forward",
+    "phi3": "fused projections under these names",
+    "smollm3": "layers without positions",
+    **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),
+}
+"""Families that people ask for, and what is missing to compute them."""
+DEFAULT_SEQ_LEN = 2048
+"""Longest rows of a model from a config.json unless the user sets model.seq_len: long contexts cost memory."""
+
+
+def find_model_file(name: str, yaml_folder: Path) -> str | None:
+    """The config.json that `model: NAME` means, from here or from the YAML's folder; None if it is no path."""
+    for path in (Path(name), yaml_folder / name):
+        for file in (path / "config.json", path):
+            # Unlike Path.is_file, this does not raise for a name that no file can have.
+            if file.suffix == ".json" and os.path.isfile(file):  # noqa: PTH113
+                return str(file)
+    return name if is_model_file(name) else None
+
+
+def is_model_file(preset: str) -> bool:
+    """Whether a model's `preset` is the path of a config.json, which need not exist any more."""
+    return "/" in preset or preset.endswith(".json")
+
+
+def read_model_file(path: Path) -> dict[str, Any]:
+    """Fields of `ModelConfig` to train the model of a config.json from scratch."""
+    fields = model_config_from_hf(read_hf_config(path))
+    return fields | {"max_positions": fields["seq_len"], "seq_len": min(fields["seq_len"], DEFAULT_SEQ_LEN)}
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """The content of a config.json."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config
+        raise ValueError(f"it is {type(config).__name__}, not an object")
+    except OSError as error:
+        hint = "give a preset or the path of a config.json; a run that was started continues from its own config.yaml"
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", "download the file again") from None
+
+
+def hf_family(config: HfConfig) -> Family:
+    """The family a `config.json` names, or an error that lists those we know."""
+    family: Family = config.get("model_type")  # type: ignore[assignment]
+    if family in FAMILIES:
+        return family
+    lacks = _NOT_COMPUTED.get(str(family))
+    needs = f": this decoder has no {lacks}" if lacks else ""
+    raise ConfigError(f"model_type is {family!r}, which is not supported{needs}", f"known: {', '.join(FAMILIES)}")
+
+
+def model_config_from_hf(config: HfConfig) -> dict[str, Any]:
+    """Fields of `ModelConfig` for a Hugging Face config; an absent key means the family's own default."""
+    try:
+        match hf_family(config):
+            case "gpt2":
+                fields = _from_gpt2(config)
+            case "mpt":
+                fields = _from_mpt(config)
+            case family:
+                fields = _from_llama_like(config, family)
+        fields["vocab"] = config["vocab_size"]
+    except KeyError as missing:
+        raise ConfigError(f"config.json does not say {missing}", "download the file again, or add it") from None
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(f"config.json holds a value of a wrong kind: {error}", "download the file again") from None
+    return {name: checked_field(name, value, "config.json") for name, value in fields.items()}
+
+
+def checked_field(name: str, value: Any, source: str) -> Any:
+    """A value as the field's type, within its bounds: the file may be damaged, or hostile."""
+    field = all_fields()[f"model.{name}"]
+    try:
+        converted = convert(field.type, value)
+        if field.range is not None and not field.range.holds(converted):
+            raise Misfit(field.range.rule(converted))
+    except Misfit as misfit:
+        wrong = invalid_value(f"model.{name}", value, misfit.rule)
+        raise ConfigError(f"{source}: {wrong}", "download the file again") from None
+    return converted
+
+
+def export_family(config: ModelConfig) -> Family:
+    """The family that computes what this model computes, or an error that says what none of them has."""
+    if config.linear != "dense":
+        raise ConfigError(f"model.linear is {config.linear}, which no Hugging Face family has", "model.linear=dense")
+    if (config.norm, config.activation, config.positions) == ("rmsnorm", "swiglu", "rotary") and not config.clip_qkv:
+        return _rotary_family(config)
+    if config.norm == "layernorm" and config.activation != "swiglu" and not (config.qk_norm or config.sliding_window):
+        grouped = config.kv_heads not in (0, config.heads)
+        if config.positions == "learned" and config.bias and not config.clip_qkv and not grouped:
+            return "gpt2"
+        if config.positions == "alibi" and config.activation == "gelu" and not config.bias and not config.qkv_bias:
+            return "mpt"
+    shape = f"{config.norm}, {config.activation}, {config.positions} positions, bias {str(config.bias).lower()}"
+    raise ConfigError(
+        f"no Hugging Face family computes this model ({shape})", "gpt2, mpt (alibi), llama, mistral, qwen2 and qwen3 do"
+    )
+
+
+def hf_config_of(config: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config.json for the family that fits; `tokens` are special ids such as eos_token_id."""
+    family = export_family(config)
+    _check_computed(config, family)
+    match family:
+        case "gpt2":
+            fields = _to_gpt2(config)
+        case "mpt":
+            fields = _to_mpt(config)
+        case _:
+            fields = _to_llama_like(config, family)
+    head = {"architectures": [_CLASSES[family]], "model_type": family}
+    shared = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied, "use_cache": True}
+    ids = {"bos_token_id": None, "eos_token_id": None, **(tokens or {})}
+    return {**head, **fields, **shared, "dtype": dtype, "torch_dtype": dtype, **ids}
+
+
+def _rotary_family(config: ModelConfig) -> Family:
+    if config.qk_norm:
+        family: Family = "qwen3"
+    elif config.qkv_bias and not config.bias:
+        family = "qwen2"
+    elif config.sliding_window:
+        family = "mistral"
+    else:
+        family = "llama"
+    if config.bias and family != "llama":
+        raise ConfigError(f"model.bias is on, which {family} has not", "train such a model without biases")
+    return family
+
+
+def _check_computed(config: ModelConfig, family: Family) -> None:
+    """Raise for what our decoder computes in this family and transformers does not: the export would be misread."""
+    own_heads = config.heads * config.head_size != config.hidden
+    refused = {
+        "gpt2": {"head_dim": own_heads},
+        "mpt": {
+            "head_dim": own_heads,
+            "kv_heads": config.key_value_heads != config.heads,
+            "ffn_hidden": config.ffn_size != 4 * config.hidden,
+            "alibi_bias_max": config.alibi_bias_max != _MPT_BIAS_MAX,
+        },
+        "qwen3": {"qkv_bias": config.qkv_bias},
+    }
+    for name, differs in refused.get(family, {}).items():
+        if differs:
+            value = getattr(config, name)
+            raise ConfigError(
+                f"model.{name} is {value}, which transformers does not compute for the family {family}",
+                "keepstep itself trains, evaluates and serves it: eval, chat",
+            )
+
+
+def _demand(config: HfConfig, key: str, *allowed: Any) -> None:
+    """Raise unless the key is absent or has one of the values our decoder computes."""
+    if key in config and config[key] not in allowed:
+        listed = " or ".join(repr(value) for value in allowed)
+        raise ConfigError(f"config.json has {key} = {config[key]!r}", f"this decoder computes {listed} only")
+
+
+def _same_fields(config: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: config[theirs] for ours, theirs in names.items()}
+
+
+def _their_fields(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(config, ours) for ours, theirs in names.items()}
+
+
+def _from_gpt2(config: HfConfig) -> dict[str, Any]:
+    _demand(config, "scale_attn_weights", True)
+    _demand(config, "scale_attn_by_inverse_layer_idx", False)
+    _demand(config, "add_cross_attention", False)
+    _demand(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
+    return {
+        **_same_fields(config, _GPT2_FIELDS),
+        "ffn_hidden": config.get("n_inner") or 0,
+        "seq_len": config["n_positions"],
+        "positions": "learned",
+        "norm": "layernorm",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "activation": "gelu" if config.get("activation_function") == "gelu" else "gelu_tanh",
+        "bias": True,
+        "tied": config.get("tie_word_embeddings", True),
+        "init_std": config.get("initializer_range", 0.02),
+    }
+
+
+def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_their_fields(config, _GPT2_FIELDS),
+        "n_inner": config.ffn_size,
+        "n_positions": config.position_rows,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
+        "initializer_range": config.init_std,
+    }
+
+
+def _from_mpt(config: HfConfig) -> dict[str, Any]:
+    attention: HfConfig = config.get("attn_config") or {}
+    _demand(config, "logit_scale", None)
+    _demand(config, "norm_type", "low_precision_layernorm", "layernorm")
+    for key, value in (("softmax_scale", None), ("qk_ln", False), ("prefix_lm", False), ("rope", False)):
+        _demand(attention, key, value)
+    _demand(attention, "attn_type", "multihead_attention", "grouped_query_attention")
+    learned = "learned" if config.get("learned_pos_emb", True) else "none"
+    return {
+        **_same_fields(config, _MPT_FIELDS),
+        "kv_heads": attention.get("kv_n_heads") or 0,
+        "ffn_hidden": int(config.get("expansion_ratio", 4) * config["d_model"]),
+        "seq_len": config["max_seq_len"],
+        # Where a file asks for both, MPT leaves the learned table out.
+        "positions": "alibi" if attention.get("alibi", True) else learned,
+        "alibi_bias_max": float(attention.get("alibi_bias_max", 8)),
+        "clip_qkv": float(attention.get("clip_qkv") or 0.0),
+        "norm": "layernorm",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "activation": "gelu",
+        "bias": not config.get("no_bias", True),
+        "tied": config.get("tie_word_embeddings", True),
+        "init": "kaiming",
+    }
+
+
+def _to_mpt(config: ModelConfig) -> dict[str, Any]:
+    attention: dict[str, Any] = {"alibi": True, "alibi_bias_max": _MPT_BIAS_MAX}
+    if config.clip_qkv:
+        attention["clip_qkv"] = config.clip_qkv
+    return {
+        **_their_fields(config, _MPT_FIELDS),
+        "expansion_ratio": config.ffn_size // config.hidden,
+        "max_seq_len": max(config.max_positions, config.seq_len),
+        "layer_norm_epsilon": config.norm_eps,
+        "no_bias": True,
+        "learned_pos_emb": False,
+        "attn_config": attention,
+    }
+
+
+def _from_llama_like(config: HfConfig, family: Family) -> dict[str, Any]:
+    _demand(config, "hidden_act", "silu")
+    base, scaling = _rope_parameters(config)
+    return {
+        **_same_fields(config, _LLAMA_FIELDS),
+        "kv_heads": config.get("num_key_value_heads") or 0,
+        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else 0),
+        "ffn_hidden": config["intermediate_size"],
+        "seq_len": config["max_position_embeddings"],
+        "positions": "rotary",
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "norm": "rmsnorm",
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "bias": _has_biases(config),
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+        "tied": config.get("tie_word_embeddings", False),
+        "sliding_window": _sliding_window(config, family),
+        "init_std": config.get("initializer_range", 0.02),
+    }
+
+
+def _to_llama_like(config: ModelConfig, family: Family) -> dict[str, Any]:
+    scaling = _rope_scaling(config)
+    fields: dict[str, Any] = {
+        **_their_fields(config, _LLAMA_FIELDS),
+        "intermediate_size": config.ffn_size,
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": max(config.max_positions, config.seq_len),
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "initializer_range": config.init_std,
+        # transformers before and after version 5 read different keys.
+        "rope_theta": config.rotary_base,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rotary_base},
+    }
+    match family:
+        case "llama":
+            fields.update(attention_bias=config.bias, mlp_bias=config.bias)
+        case "mistral":
+            fields.update(sliding_window=config.sliding_window)
+        case _:
+            windowed = config.sliding_window > 0
+            window = {"sliding_window": config.sliding_window, "max_window_layers": 0} if windowed else {}
+            kind = "sliding_attention" if windowed else "full_attention"
+            fields.update(use_sliding_window=windowed, layer_types=[kind] * config.layers, **window)
+            if family == "qwen3":
+                fields.update(attention_bias=False)
+    return fields
+
+
+def _has_biases(config: HfConfig) -> bool:
+    attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
+    if attention != mlp:
+        raise ConfigError(
+            f"config.json has attention_bias = {attention} and mlp_bias = {mlp}",
+            "this decoder has biases in both or in neither",
+        )
+    return bool(attention)
+
+
+def _rope_parameters(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling. transformers 5 keeps both in rope_parameters; older files have two keys."""
+    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(values.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    for place in (config, values):
+        _demand(place, "partial_rotary_factor", 1.0, None)
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ConfigError(f"config.json scales rotary positions by {kind!r}", "known: default, linear, llama3, yarn")
+    if kind == "yarn":
+        values.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return base, None if kind == "default" else {**values, "rope_type": kind}
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    given = dict(config.rotary_scaling or {})
+    # `type` is the older name of the key; where a file has both, the newer one counts.
+    kind = given.pop("type", None)
+    kind = given.pop("rope_type", kind) or "default"
+    return None if kind == "default" else {"rope_type": kind, **given}
+
+
+def _sliding_window(config: HfConfig, family: Family) -> int:
+    # A file without the key means the family's default window; null means none.
+    window = config.get("sliding_window", 4096) or 0
+    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        return 0
+    if family == "llama" or not window:
+        return 0
+    kinds = set(config.get("layer_types") or ["sliding_attention"])
+    if kinds == {"full_attention"}:
+        return 0
+    first = config.get("max_window_layers", 28) if family != "mistral" else 0
+    if kinds != {"sliding_attention"} or (first and not config.get("layer_types")):
+        raise ConfigError("config.json mixes layers with and without a sliding window", "all layers must be alike")
+    return int(window)

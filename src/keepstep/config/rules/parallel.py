@@ -1,0 +1,156 @@
+"""Rules of parallelism and of how a step is computed."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from keepstep.config.rules import Found, around, divisors, rule
+from keepstep.config.schema import RunConfig
+from keepstep.core.messages import listed
+
+
+@rule(
+    "parallel.tensor", "parallel.context", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden",
+    "model.vocab", "model.vocab_multiple", "model.seq_len",
+)  # fmt: skip
+def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
+    """Heads, feed-forward width, vocabulary and tokens divide by the degree."""
+    model, degree = config.model, config.parallel.tensor
+    kv_heads, ffn, local_tokens = model.key_value_heads, model.ffn_size, model.seq_len // config.parallel.context
+    if degree > 1 and model.linear == "bitnet":
+        return "must be 1 with model.linear bitnet, whose scale is computed over whole matrices", "use parallel.shard"
+    if degree > 1 and model.linear not in ("dense", "fp8"):
+        return f"must be 1 with model.linear {model.linear}, which computes with whole matrices", "use parallel.shard"
+    if kv_heads % degree or ffn % degree:
+        degrees = [each for each in divisors(kv_heads) if ffn % each == 0]
+        heads = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
+        needs = heads if kv_heads % degree else f"must divide the feed-forward width ({ffn})"
+        return needs, f"parallel.tensor={listed(degrees)}"
+    if model.padded_vocab % degree:
+        needs = f"must divide the rows of the embedding ({model.padded_vocab})"
+        return needs, f"model.vocab_multiple={lcm(model.vocab_multiple, degree)}"
+    if local_tokens % degree:
+        return f"must divide the tokens of a row on one process ({local_tokens})", "change model.seq_len"
+    return None
+
+
+@rule("parallel.pipeline", "parallel.stages", "model.layers")
+def stages_have_blocks(config: RunConfig) -> Found:
+    """Every pipeline stage holds at least one block."""
+    parallel, layers = config.parallel, config.model.layers
+    if parallel.pipeline * parallel.stages_per_process <= layers or parallel.pipeline == 1:
+        return None
+    each = f" × {parallel.stages_per_process} stages each" if parallel.stages_per_process > 1 else ""
+    needs = f"makes {parallel.pipeline}{each}, more stages than model.layers ({layers})"
+    return needs, f"parallel.pipeline={listed(range(1, layers // parallel.stages_per_process + 1)[-3:] or [1])}"
+
+
+@rule("parallel.stages", "parallel.schedule")
+def stages_suit_the_schedule(config: RunConfig) -> Found:
+    """1f1b has one stage per process, interleaved has several."""
+    parallel = config.parallel
+    if parallel.schedule == "1f1b" and parallel.stages > 1:
+        return "must be 1 with parallel.schedule 1f1b", "parallel.schedule=interleaved"
+    if parallel.schedule == "interleaved" and parallel.stages == 1:
+        return "must be 2 or more with parallel.schedule interleaved", "parallel.schedule=1f1b"
+    return None
+
+
+@rule("parallel.schedule", "parallel.pipeline", "compute.compile")
+def zero_bubble_needs_eager_blocks(config: RunConfig) -> Found:
+    """Compiled blocks have one backward pass that cannot be split."""
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble" or not config.compute.compile:
+        return None
+    return "splits the backward pass, which compiled blocks cannot", "compute.compile=false, or schedule=interleaved"
+
+
+@rule("compute.recompute", "parallel.schedule", "parallel.pipeline")
+def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
+    """Selective recomputation frees its saved tensors after the first of the two backward passes."""
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble":
+        return None
+    if config.compute.recompute != "selective":
+        return None
+    needs = "saves matmul outputs for one backward pass, and parallel.schedule zero_bubble runs two"
+    return needs, "compute.recompute=full or none, or parallel.schedule=interleaved"
+
+
+@rule("parallel.context", "model.seq_len")
+def context_parallel_splits_rows(config: RunConfig) -> Found:
+    """Each process takes two pieces of a row, so that the causal work is even."""
+    degree, seq_len = config.parallel.context, config.model.seq_len
+    if degree == 1 or seq_len % (2 * degree) == 0:
+        return None
+    degrees = [each for each in divisors(seq_len // 2) if each <= 2 * degree] if seq_len % 2 == 0 else [1]
+    needs = f"cuts a row into {2 * degree} equal pieces, and model.seq_len is {seq_len}"
+    return needs, f"parallel.context={listed(around(degrees, degree))}"
+
+
+@rule("parallel.async_tensor", "parallel.tensor", "compute.device", "compute.compile")
+def async_tensor_is_available(config: RunConfig) -> Found:
+    """torch.compile fuses the overlap into compiled blocks on GPUs."""
+    if not config.parallel.async_tensor:
+        return None
+    if config.parallel.tensor == 1:
+        return "needs parallel.tensor above 1", "parallel.async_tensor=false"
+    if config.compute.device == "cpu":
+        return "needs GPUs with NVLink, and compute.device is cpu", "parallel.async_tensor=false"
+    if not config.compute.compile:
+        return "needs compiled blocks", "compute.compile=true"
+    return None
+
+
+@rule(
+    "compute.attention", "compute.device", "precision", "model.positions", "model.sliding_window", "model.seq_len",
+    "parallel.pipeline", "parallel.context",
+)  # fmt: skip
+def attention_kernel_is_able(config: RunConfig) -> Found:
+    """The kernel that was asked for computes this attention."""
+    kernel, model = config.compute.attention, config.model
+    if kernel not in ("flash", "cudnn"):
+        return None
+    if config.compute.device == "cpu":
+        return "needs a GPU, and compute.device is cpu", "compute.attention=auto"
+    if config.precision == "fp32":
+        return "computes in bf16 and fp16 only, and precision is fp32", "compute.attention=auto, or precision=bf16"
+    if kernel == "flash" and model.positions == "alibi":
+        return "takes no bias, and model.positions is alibi", "compute.attention=auto"
+    mask = _mask_reason(config)
+    return flash_needs_bounds(config, mask) if mask else None
+
+
+def _mask_reason(config: RunConfig) -> str:
+    """What makes attention more than plainly causal; empty where nothing does."""
+    model, data = config.model, config.data
+    if 0 < model.sliding_window < model.seq_len:
+        return "a model.sliding_window shorter than a row"
+    if data.separate_documents:
+        return "data.separate_documents"
+    return f"data.strategy {data.strategy}" if data.strategy != "pack" else ""
+
+
+def flash_needs_bounds(config: RunConfig, reason: str) -> Found:
+    """Flash gets windows and documents as bounds, which do not exist where blocks or rows are split."""
+    split = [axis for axis in ("pipeline", "context") if getattr(config.parallel, axis) > 1]
+    if config.compute.attention != "flash" or not split:
+        return None
+    axes = " and ".join(f"parallel.{axis}" for axis in split)
+    return f"takes no mask, which {reason} needs where {axes} is not 1", "compute.attention=auto"
+
+
+@rule("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision")
+def elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
+    """A result that does not depend on the number of processes needs whole weights on each."""
+    if config.reproducible != "elastic":
+        return None
+    parallel = config.parallel
+    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1]
+    if split:
+        axes = " and ".join(f"parallel.{axis}" for axis in split)
+        hint = ", ".join(f"parallel.{axis}=1" for axis in split)
+        return f"supports data parallelism only, and {axes} is not 1", hint
+    if parallel.offload:
+        return "does not support parallel.offload", "parallel.offload=false"
+    if config.precision == "fp16":
+        return "does not support loss scaling, which fp16 needs", "precision=bf16 or precision=fp32"
+    return None

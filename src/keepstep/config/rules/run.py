@@ -1,0 +1,258 @@
+"""Rules of the run itself (its name, batch, data, schedule and checkpoints), of the model's shape and its adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from keepstep.config.rules import Found, around, divisors, multiples_around, rule
+from keepstep.config.schema import RunConfig
+from keepstep.core.messages import listed
+from keepstep.core.plugins import is_plugin, plugin_problem
+
+
+@rule("name")
+def name_is_a_folder(config: RunConfig) -> Found:
+    """The name becomes a folder and part of job names."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
+        return None
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-._")[:100] or "run"
+    return "must be one safe folder name: letters, digits, dot, dash and underscore, at most 100", f"name={safe}"
+
+
+@rule("global_batch", "microbatch")
+def microbatches_fill_the_batch(config: RunConfig) -> Found:
+    """A step is a whole number of micro batches."""
+    if config.global_batch % config.microbatch == 0:
+        return None
+    batches = multiples_around(config.microbatch, config.global_batch)
+    micro = around(divisors(config.global_batch), config.microbatch)
+    needs = f"must be a multiple of microbatch ({config.microbatch})"
+    return needs, f"global_batch={listed(batches)}, or microbatch={listed(micro)}"
+
+
+@rule("data.blend")
+def blend_has_weights(config: RunConfig) -> Found:
+    """Every data set of a blend has a usable weight."""
+    wrong = [path for path, weight in config.data.blend.items() if not is_positive(weight)]
+    if not wrong:
+        return None
+    return f"must have a weight above 0 for {', '.join(wrong)}", f"data.blend={{{wrong[0]}: 0.5, …}}, or leave it out"
+
+
+@rule("data.order", "data.strategy", "data.shuffle", "data.shuffle_window", "seed")
+def megatron_order_decides_alone(config: RunConfig) -> Found:
+    """GPTDataset concatenates documents, always shuffles, and seeds a generator of 32 bits."""
+    data = config.data
+    if data.order != "gpt":
+        return None
+    if data.strategy != "pack":
+        return f"concatenates documents, and data.strategy is {data.strategy}", "data.strategy=pack"
+    if not data.shuffle or data.shuffle_window:
+        return (
+            "has its own shuffle, which data.shuffle and data.shuffle_window do not change",
+            "leave both out, or data.order=keepstep",
+        )
+    if config.seed >= 1 << 32:
+        return f"takes seeds below {1 << 32}, and seed is {config.seed}", "seed=1234, or the Megatron run's seed"
+    return None
+
+
+@rule("chat.read_first")
+def read_first_is_counted_in_rows(config: RunConfig) -> Found:
+    """Epochs and seconds cannot be turned into rows before the run."""
+    if config.chat.read_first.unit in ("ba", "sp", "tok"):
+        return None
+    return "must be in steps, samples or tokens", "chat.read_first=200ba"
+
+
+@rule("max_duration", "schedule.name")
+def decay_needs_a_known_end(config: RunConfig) -> Found:
+    """A decaying learning rate needs the number of steps in advance."""
+    if config.max_duration.unit != "s" or config.schedule.name == "constant":
+        return None
+    needs = f"is a time, and schedule.name {config.schedule.name} needs the number of steps in advance"
+    return needs, "schedule.name=constant, or max_duration in steps (100ba), samples, tokens or epochs"
+
+
+@rule("schedule.warmup")
+def warmup_is_counted_in_steps(config: RunConfig) -> Found:
+    """Warmup ends at a step that is known in advance."""
+    if config.schedule.warmup.unit != "s":
+        return None
+    return "must be in steps, samples, tokens or epochs", "schedule.warmup=100ba"
+
+
+@rule("checkpoint.skip_optimizer", "checkpoint.resume_from")
+def skip_optimizer_needs_a_source(config: RunConfig) -> Found:
+    """Only a start from another step can leave the optimizer out."""
+    if not config.checkpoint.skip_optimizer or config.checkpoint.resume_from:
+        return None
+    return "needs checkpoint.resume_from, which is empty", "set checkpoint.resume_from to a step folder"
+
+
+@rule("evaluate.prompts", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision")
+def prompts_need_whole_rows(config: RunConfig) -> Found:
+    """Generation during a run needs a process that computes a row alone."""
+    if not config.evaluate.prompts:
+        return None
+    split = [axis for axis in ("tensor", "context", "pipeline") if getattr(config.parallel, axis) > 1]
+    if not split and config.precision != "fp8":
+        return None
+    why = f"parallel.{split[0]} is {getattr(config.parallel, split[0])}" if split else "precision is fp8"
+    needs = f"needs each process to compute whole rows, and not in fp8, but {why}"
+    return needs, "evaluate.prompts=[]; keepstep chat answers from the run's checkpoints"
+
+
+@rule("model.hidden", "model.heads", "model.head_dim")
+def heads_divide_hidden(config: RunConfig) -> Found:
+    """Heads of equal width fill the hidden size, unless their width is given."""
+    model = config.model
+    if model.head_dim or model.hidden % model.heads == 0:
+        return None
+    heads = around(divisors(model.hidden), model.heads)
+    return f"must be a multiple of model.heads ({model.heads})", f"model.heads={listed(heads)}, or set model.head_dim"
+
+
+@rule("model.kv_heads", "model.heads")
+def kv_heads_divide_heads(config: RunConfig) -> Found:
+    """Every key-value head serves the same number of attention heads."""
+    model = config.model
+    if model.heads % model.key_value_heads == 0:
+        return None
+    return f"must divide model.heads ({model.heads})", f"model.kv_heads={listed(divisors(model.heads))}"
+
+
+@rule("model.positions", "model.hidden", "model.heads", "model.head_dim")
+def rope_needs_even_heads(config: RunConfig) -> Found:
+    """RoPE rotates pairs of numbers."""
+    model = config.model
+    if model.positions != "rotary" or (not model.head_dim and model.hidden % model.heads) or model.head_size % 2 == 0:
+        return None
+    needs = f"needs an even head size: RoPE rotates pairs of numbers, and the head size is {model.head_size}"
+    return needs, "set model.head_dim to an even number, or choose other model.heads"
+
+
+@rule("model.seq_len", "model.max_positions", "model.positions")
+def learned_positions_cover_a_row(config: RunConfig) -> Found:
+    """A learned position table has an entry for every token of a row."""
+    model = config.model
+    if model.positions != "learned" or model.seq_len <= model.position_rows:
+        return None
+    return f"must be at most model.max_positions ({model.max_positions})", f"model.max_positions={model.seq_len}, or 0"
+
+
+@rule("model.rotary_scaling", "model.positions")
+def rope_scaling_needs_rope(config: RunConfig) -> Found:
+    """Scaled frequencies exist with rotary positions only."""
+    if config.model.rotary_scaling is None or config.model.positions == "rotary":
+        return None
+    return f"needs model.positions rotary, not {config.model.positions}", "model.positions=rotary"
+
+
+_ROPE_SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""May be left out."""
+
+
+@rule("model.rotary_scaling", "model.positions")
+def rope_scaling_is_supported(config: RunConfig) -> Found:
+    """The scaling has a type that is implemented, with all its numbers."""
+    scaling = config.model.rotary_scaling
+    if not scaling or config.model.positions != "rotary":
+        return None
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in _ROPE_SCALINGS:
+        given = "has no rope_type" if kind is None else f"has the rope_type {kind!r}, which is not supported"
+        hint = "model.rotary_scaling={rope_type: linear, factor: 8.0}"
+        return f"{given}: it must be {listed(list(_ROPE_SCALINGS))}", hint
+    missing = [key for key in _ROPE_SCALINGS[kind] if not is_positive(scaling.get(key))]
+    if kind == "yarn":
+        missing += [key for key in _YARN_OPTIONS if not is_positive(scaling.get(key) or 1)]
+    return (f"needs {', '.join(missing)} for rope_type {kind}, above 0", None) if missing else None
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value from a free mapping is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+_LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@rule("lora.targets")
+def lora_targets_exist(config: RunConfig) -> Found:
+    """At least one projection gets an adapter, and each name is known."""
+    unknown = [name for name in config.lora.targets if name not in _LORA_TARGETS]
+    if config.lora.targets and not unknown:
+        return None
+    return f"must name some of {', '.join(_LORA_TARGETS)}", "lora.targets=[q, v] is the smallest usual choice"
+
+
+@rule("model.linear", "precision")
+def linear_is_known(config: RunConfig) -> Found:
+    """A kind of ours, or a plug-in; fp8 matmuls replace plain ones only."""
+    kind = config.model.linear
+    if config.precision == "fp8" and kind not in ("dense", "fp8"):
+        return "does not compute in fp8, and precision is fp8", "precision=bf16, or model.linear=dense"
+    return None if kind in _LINEAR_KINDS else plugin_problem("linear", kind, _LINEAR_KINDS)
+
+
+_LINEAR_KINDS = ("dense", "bitnet", "fp8", "sparse")
+_LINEAR_LAYERS = ("qkv", "out", "up", "down")
+
+
+@rule("model.linear_layers")
+def linear_layers_exist(config: RunConfig) -> Found:
+    """At least one projection, and each name is known."""
+    layers = config.model.linear_layers
+    if layers and set(layers) <= set(_LINEAR_LAYERS):
+        return None
+    return f"must name some of {', '.join(_LINEAR_LAYERS)}", "model.linear_layers=[up, down]"
+
+
+@rule("model.linear_options", "model.linear")
+def linear_options_are_used(config: RunConfig) -> Found:
+    """Only sparse layers and plug-ins take options."""
+    if not config.model.linear_options or config.model.linear not in _LINEAR_KINDS[:3]:
+        return None
+    return f"has no effect with model.linear {config.model.linear}", "model.linear=sparse, or leave the options out"
+
+
+@rule("observe.callbacks")
+def callbacks_are_known(config: RunConfig) -> Found:
+    """Each is a plug-in with a mapping of options, or none."""
+    for name, options in config.observe.callbacks.items():
+        if not isinstance(options, Mapping | None):
+            return f"must have a mapping of options for {name}", f"observe.callbacks={{{name}: {{}}}}"
+        problem = plugin_problem("callbacks", name)
+        if problem is not None:
+            return f"has {name}, which {problem[0]}", problem[1]
+    return None
+
+
+@rule("data.options", "data.path", "data.blend")
+def data_options_need_a_plugin(config: RunConfig) -> Found:
+    """Data that is no plug-in takes no options."""
+    data = config.data
+    if not data.options or any(is_plugin("data", path) for path in (data.blend or (data.path,))):
+        return None
+    return f"is for plug-ins, and data.path {data.path} is none", "install the plug-in's package, or leave it out"
+
+
+@rule("lora.rank", "precision", "model.linear")
+def lora_needs_plain_linears(config: RunConfig) -> Found:
+    """Adapters are added to unquantised linear layers."""
+    if not config.lora.rank:
+        return None
+    if config.precision == "fp8":
+        return "needs matmuls in bf16, and precision is fp8", "precision=bf16, or lora.rank=0"
+    if config.model.linear != "dense":
+        return f"needs model.linear dense, and it is {config.model.linear}", "model.linear=dense"
+    return None

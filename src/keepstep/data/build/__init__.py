@@ -1,1 +1,0 @@
-"""Preparation: raw text to tokenised files, cut into numbered tasks that anybody can do, twice, or never finish."""

@@ -1,0 +1,1 @@
+"""Rows of plug-ins: sequences and streams."""

@@ -1,0 +1,1 @@
+"""Files that are stored elsewhere: found, downloaded and cached on the node."""

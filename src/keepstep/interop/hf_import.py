@@ -1,0 +1,75 @@
+"""A Hugging Face model, in a folder or on the hub, becomes a run that training can start from."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from keepstep import __version__
+from keepstep.checkpoint.checkpointer import Checkpointer
+from keepstep.config.check import broken_rules
+from keepstep.config.dump import dump_config
+from keepstep.config.layout import resolve_layout
+from keepstep.config.schema import CheckpointConfig, RunConfig
+from keepstep.core.errors import UsageError
+from keepstep.core.files import write_atomic, write_json
+from keepstep.core.ranks import from_environment
+from keepstep.data.chat.tokenizer import copy_tokenizer
+from keepstep.interop.hf_folder import is_hf_folder, load_hf, read_hf_shape
+from keepstep.interop.run_source import TOKENIZER_FOLDER, find_tokenizer
+from keepstep.interop.safetensors_files import common_dtype, open_hf_tensors
+from keepstep.models.size import parameter_count
+from keepstep.models.transformer import Transformer
+from keepstep.observe.run_folder import RunFolder
+from keepstep.parallel.apply import apply_parallel
+from keepstep.parallel.mesh import build_mesh
+from keepstep.parallel.world import choose_device, joined_world
+
+PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def import_model(source: Path, name: str, runs_dir: str) -> RunConfig:
+    """The configuration of the run that an import makes; `import_weights` then loads it."""
+    if not is_hf_folder(source):
+        raise UsageError(f"{source} is no Hugging Face model: it has no config.json", "a run needs no import")
+    shape = read_hf_shape(source)
+    model = replace(shape, preset="custom", max_positions=max(shape.max_positions, shape.seq_len))
+    config = replace(RunConfig(), name=name, runs_dir=runs_dir, model=model)
+    # The run's own config.yaml must load again, so it has to pass every rule.
+    for broken in broken_rules(config):
+        hint = f"--{broken.hint.replace('=', ' ')}" if broken.fields[0] == "name" and broken.hint else broken.hint
+        raise UsageError(broken.message, hint)
+    return config
+
+
+def import_weights(source: Path, config: RunConfig) -> RunFolder:
+    """Read weights straight into this process's shards and commit them as step 0 of a run. Every process calls it."""
+    ranks = from_environment()
+    device = choose_device("cpu", ranks.local_rank)
+    folder = RunFolder(Path(config.runs_dir) / config.name).create()
+    with joined_world(ranks, device) as world:
+        mesh = build_mesh(resolve_layout(config.parallel, ranks.world_size), device.type)
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        apply_parallel(model, mesh, config.parallel, config.compute, torch.float32, ["none"] * config.model.layers)
+        model.to_empty(device=device)
+        load_hf(model, source)
+        if world.is_first and not folder.config.exists():
+            # An import that was killed may have left its weights.
+            shutil.rmtree(folder.checkpoints / "step_00000000", ignore_errors=True)
+        checkpointer = Checkpointer(folder.checkpoints, CheckpointConfig())
+        checkpointer.save(0, {"model": dict(model.named_parameters())}, {"keepstep": __version__})
+        checkpointer.close()
+        if world.is_first:
+            dtype = PRECISION_NAMES.get(common_dtype(open_hf_tensors(source)), "fp32")
+            facts = {"imported_from": str(source), "dtype": dtype, "parameters": parameter_count(config.model)}
+            write_json(folder.facts, {"keepstep": __version__, **facts})
+            tokenizer = find_tokenizer(source)
+            if tokenizer is not None:
+                copy_tokenizer(tokenizer, folder.root / TOKENIZER_FOLDER)
+            # Last: config.yaml makes the folder a run, so an interrupted import can be started again.
+            write_atomic(folder.config, dump_config(config))
+    return folder

@@ -1,0 +1,1 @@
+"""keepstep as a library: what `import keepstep` offers to scripts and notebooks."""

@@ -1,0 +1,152 @@
+"""What a block needs besides its input: who may attend to whom, the rope tables, and keys and values seen so far.
+
+Shape legend: b rows, t query tokens, s key tokens (cached ones first), n heads, f rotary frequencies, g key-value
+heads, e head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import UsageError
+from keepstep.models.ops.varlen_attention import VarlenSpans
+from keepstep.models.positions import alibi_slopes, rope_tables
+
+
+class KeyValueCache:
+    """Room for `capacity` tokens a row in every block, so that decoding computes each token once.
+
+    `model(tokens, cache=cache)` fills it and moves on.
+
+    Memory is taken at a block's first tokens, in the shape, precision and device the block uses, so that one cache
+    serves plain, sharded and half-precision models alike. All rows hold the same number of tokens: shorter prompts are
+    padded on the left, and `padding_b` says by how much, so that nothing attends to padding and positions start at 0.
+    """
+
+    def __init__(self, layers: int, capacity: int, padding_b: Tensor | None = None) -> None:
+        self.capacity = capacity
+        self.padding_b = padding_b
+        self.length = 0
+        """Tokens held: where the next one goes."""
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+
+    def update(self, layer: int, key_btge: Tensor, value_btge: Tensor) -> tuple[Tensor, Tensor]:
+        """Add one block's new keys and values; returns all of them so far, as views [b, s, g, e]."""
+        return self._store(self._keys, layer, key_btge), self._store(self._values, layer, value_btge)
+
+    def _store(self, kept: list[Tensor | None], layer: int, new_btge: Tensor) -> Tensor:
+        rows, tokens, heads, size = new_btge.shape
+        room = kept[layer]
+        if room is None:
+            room = kept[layer] = new_btge.new_empty(rows, self.capacity, heads, size)
+        end = self.length + tokens
+        room[:, self.length : end] = new_btge
+        return room[:, :end]
+
+    def advance(self, tokens: int) -> None:
+        """All blocks have stored this many new tokens."""
+        self.length += tokens
+
+    def check_room(self, tokens: int) -> None:
+        """Raise where this many more tokens do not fit."""
+        if self.length + tokens > self.capacity:
+            raise UsageError(
+                f"the key-value cache holds {self.length} of {self.capacity} tokens and {tokens} more do not fit",
+                "make the cache with a larger capacity",
+            )
+
+
+class Context:
+    """Shared by all blocks of one forward.
+
+    A plain class on purpose: FSDP casts every tensor it finds in a block's arguments, dataclasses and tuples included,
+    to the compute precision, and rotary angles in bfloat16 lose whole positions.
+    """
+
+    __slots__ = ("cache", "causal", "mask", "rotary", "spans", "window")
+
+    def __init__(
+        self,
+        mask: Tensor | None,
+        causal: bool,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None,
+        spans: VarlenSpans | None = None,
+        window: int = 0,
+    ) -> None:
+        self.mask, self.causal, self.rotary, self.cache = mask, causal, rotary, cache
+        self.spans = spans
+        """Where packed documents start and end, in place of a mask."""
+        self.window = window
+        """With spans: how many latest tokens a query attends to; 0 for all."""
+
+    def is_plain(self) -> bool:
+        """Whether every token attends to all before it in its row, and nothing is remembered."""
+        return self.causal and self.mask is None and self.spans is None and self.cache is None
+
+
+def make_context(
+    config: ModelConfig,
+    x_btd: Tensor,
+    positions_bt: Tensor,
+    documents_bt: Tensor | None,
+    cache: KeyValueCache | None,
+    spans: VarlenSpans | None = None,
+) -> Context:
+    """Mask and rope tables for these tokens. `x_btd` gives the device and the mask's precision.
+
+    Their number comes from the positions: under sequence parallelism `x_btd` holds a part of the row only. With
+    `spans` of documents no mask is made.
+    """
+    tokens = positions_bt.shape[1]
+    rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
+    if spans is not None:
+        # Variable-length attention supports neither: both would be ignored silently.
+        if config.positions == "alibi" or cache is not None:
+            other = "ALiBi positions" if config.positions == "alibi" else "a key-value cache"
+            raise UsageError(f"spans of packed documents and {other} cannot be combined", "give documents_bt alone")
+        return Context(None, True, rotary, None, spans, config.sliding_window)
+    past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)
+    mask = _attention_mask(config, x_btd, tokens, documents_bt, past, padding_b)
+    one_query = cache is not None and cache.length > 0 and tokens == 1
+    return Context(mask, mask is None and not one_query, rotary, cache)
+
+
+def _attention_mask(
+    config: ModelConfig,
+    x_btd: Tensor,
+    tokens: int,
+    documents_bt: Tensor | None,
+    past: int,
+    padding_b: Tensor | None,
+) -> Tensor | None:
+    """None where plain causal attention says it all (the fast kernels need no mask then).
+
+    Otherwise boolean [b or 1, 1, t, s], True where attention is allowed, or with ALiBi an additive bias
+    [b or 1, n, t, s] in the precision of `x_btd`. Distances are counted in tokens of the row: inside a document they
+    equal distances between positions, and across documents nothing attends.
+    """
+    windowed = 0 < config.sliding_window < past + tokens
+    alibi = config.positions == "alibi"
+    catching_up = past > 0 and tokens > 1
+    if documents_bt is None and padding_b is None and not (windowed or alibi or catching_up):
+        return None
+    query_t = torch.arange(past, past + tokens, device=x_btd.device)
+    key_s = torch.arange(past + tokens, device=x_btd.device)
+    distance_ts = query_t[:, None] - key_s
+    allowed = (distance_ts >= 0)[None, None]
+    if windowed:
+        allowed = allowed & (distance_ts < config.sliding_window)
+    if documents_bt is not None:
+        allowed = allowed & (documents_bt[:, None, :, None] == documents_bt[:, None, None, :])
+    if padding_b is not None:
+        # Padding attends to itself: a query that may attend to nothing would turn into NaN and spread.
+        allowed = (allowed & (key_s >= padding_b[:, None, None, None])) | (distance_ts == 0)
+    if not alibi:
+        return allowed
+    slopes_n = alibi_slopes(config.heads, config.alibi_bias_max, x_btd.device)
+    bias_nts = -slopes_n[:, None, None] * distance_ts
+    return bias_nts.masked_fill(~allowed, float("-inf")).to(x_btd.dtype)

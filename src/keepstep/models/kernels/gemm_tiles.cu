@@ -1,0 +1,232 @@
+// bf16 gemms for Hopper (sm_90a) with an epilogue: they work on a tile of sums before it is written.
+//
+// A block of three warpgroups computes tiles of 128 × 256 sums of left[m, k] · right. Two of them multiply, 64 rows each.
+// Of the third, one warp fetches, and three make of the sums what is to be written: while the tensor cores are at the next
+// tile, the multiplying warps hand the last one over through shared memory, 16 rows and a few columns at a time, and never
+// wait for what becomes of it. Two blocks, one above the other, share the columns that each fetches half of.
+//
+// A `Finish` says where right comes from and what becomes of a tile:
+//   PIECES        how many pieces of its columns a tile is handed over in
+//   STRIPS        strips of 32 columns in a piece
+//   TRANSPOSED    whether right is [k, n]; else [n, k]
+//   GROUP         pairs of row tiles that are worked on together: their rows and columns stay in the cache
+//   fetch_right   start one step's copies of right; called by one thread
+//   warm_up       what will be read while the next tile is computed may be brought into the cache; called like fetch_right
+//   lay_out       called by a multiplying warp: the words that hold a piece's sums, into strips
+//   spot          called by another warp: where in memory a tile's results belong, worked out once a tile
+//   inputs        what else the 16 rows of one warp need of a piece, read some time before
+//   work_out      those 16 rows, from strips to where they belong
+
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4;
+constexpr int LEFT_BYTES = ROWS * DEPTH * 2, RIGHT_BYTES = COLUMNS * DEPTH * 2, STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
+constexpr int STRIP = 32, STRIP_BYTES = 16 * STRIP * 2;  // columns, and bytes with a warp's 16 rows of them
+constexpr int HELPERS = 3;  // warps that work pieces out
+constexpr int SLOTS = 2;    // pieces that a warp may be ahead of their being worked out
+
+// 64 × 256 sums, each over 16 numbers.
+template <int TRANSPOSED> __device__ __forceinline__ void multiply(float (&sums)[128], u64 left, u64 right, int add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {@NUMBERS 128@}, %128, %129, p, 1, 1, 0, %131;\n}\n"
+               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add), "n"(TRANSPOSED));
+}
+
+// Offset of 8 numbers in a strip: swizzled, so that neither side's accesses have bank conflicts.
+__device__ __forceinline__ u32 in_strip(u32 row, u32 chunk) { return row * (STRIP * 2) + ((chunk ^ row / 2 % 4) << 4); }
+
+struct Tile { int row, column; };  // its first row, and its number in its row of tiles
+
+// 16 rows of a piece on their way from a multiplying warp to one that works them out.
+struct Handed {
+  u32 strips, laid, freed, parity;
+
+  __device__ __forceinline__ void await() const { wait(laid, parity); }
+  // This lane's eight numbers of two rows of a strip, eight rows apart.
+  __device__ __forceinline__ void read(uint4 (&eights)[2], int strip) const {
+    const u32 lane = threadIdx.x % 32, at = strips + strip * STRIP_BYTES;
+    eights[0] = take(at + in_strip(lane / 4, lane % 4));
+    eights[1] = take(at + in_strip(lane / 4 + 8, lane % 4));
+  }
+  // Called when all of it was read.
+  __device__ __forceinline__ void free() const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(freed);
+  }
+};
+
+// Which tile a pair of blocks works on: row tiles in pairs, and tiles of 256 columns.
+template <int GROUP> __device__ __forceinline__ Tile pair_tile(int number, int row_pairs, int column_tiles) {
+  const int group = number / (GROUP * column_tiles), inside = number % (GROUP * column_tiles);
+  const int first = group * GROUP, height = min(GROUP, row_pairs - first);
+  return {first + inside % height, inside / height};
+}
+
+template <class Finish>
+__device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish finish, int row_pairs, int column_tiles,
+                                          int steps) {
+  constexpr int PIECES = Finish::PIECES, PIECE_BYTES = Finish::STRIPS * STRIP_BYTES, WARPS = 8;
+  extern __shared__ __align__(1024) char room[];
+  const u32 base = (u32)__cvta_generic_to_shared(room);
+  const u32 strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
+  const u32 full = barriers, empty = full + 8 * STAGES, laid = empty + 8 * STAGES, freed = laid + 8 * WARPS * SLOTS;
+  const int warpgroup = threadIdx.x / 128;
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const int clusters = gridDim.x / 2, first = blockIdx.x / 2, tiles = row_pairs * column_tiles;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4);
+    for (int i = 0; i < 2 * WARPS * SLOTS; ++i) barrier_init(laid + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_sync();
+
+  // 168 registers a thread at the start; multiplying takes 128 for sums and 64 for those of the tile before.
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    const int helper = (int)threadIdx.x / 32 - 1;
+    if (threadIdx.x == 0) {
+      int stage = 0;
+      u32 phase = 1;  // of the barriers that say a stage is empty: it is, at first
+      for (int number = first; number < tiles; number += clusters) {
+        const Tile tile = pair_tile<Finish::GROUP>(number, row_pairs, column_tiles);
+        for (int step = 0; step < steps; ++step) {
+          const u32 left = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
+          wait(empty + 8 * stage, phase);
+          expect(barrier, STAGE_BYTES);
+          fetch(left, left_map, step * DEPTH, (tile.row * 2 + rank) * ROWS, barrier);
+          finish.fetch_right(left + LEFT_BYTES, step, tile.column, rank, barrier);
+          finish.warm_up(step, (tile.row * 2 + rank) * ROWS, tile.column);
+          if (++stage == STAGES) stage = 0, phase ^= 1;
+        }
+      }
+    } else if (helper >= 0) {
+      // A unit is 16 rows of a piece: eight of them a piece, shared by three warps. Inputs are read one unit ahead.
+      int number = first, unit = helper;
+      u32 pieces = 0;  // of the tiles before
+      auto spot_of = [&](int number) {
+        const Tile pair = pair_tile<Finish::GROUP>(number, row_pairs, column_tiles);
+        return finish.spot({(int)(pair.row * 2 + rank) * ROWS, pair.column});
+      };
+      typename Finish::Spot spot = spot_of(number);
+      typename Finish::Inputs ahead;
+      if (number < tiles) ahead = finish.inputs(spot, unit / WARPS, unit % WARPS);
+      while (number < tiles) {
+        const typename Finish::Inputs inputs = ahead;
+        const typename Finish::Spot here = spot;
+        const u32 piece = unit / WARPS, warp = unit % WARPS, use = pieces + piece, slot = warp * SLOTS + use % SLOTS;
+        const Handed handed = {strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, use / SLOTS % 2};
+        unit += HELPERS;
+        if (unit >= PIECES * WARPS) {
+          unit -= PIECES * WARPS, number += clusters, pieces += PIECES;
+          spot = spot_of(number);
+        }
+        if (number < tiles) ahead = finish.inputs(spot, unit / WARPS, unit % WARPS);
+        finish.work_out(inputs, handed, here, piece, warp);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    const int group = warpgroup - 1, lane = threadIdx.x % 32;
+    const u32 my_slots = (threadIdx.x / 32 - 4) * SLOTS;
+    // This lane's row of 16 bytes in a strip, for four 8 × 8 matrices; the next 16 columns are 32 bytes from there, by xor.
+    const u32 mine = in_strip(lane % 16, lane / 16);
+    float sums[128];
+    u32 words[64], phase = 0, pieces = 0;
+    int stage = 0;
+
+    auto add_step = [&](int add) {
+      wait(full + 8 * stage, phase);
+      const u32 at = base + stage * STAGE_BYTES, left = at + group * (LEFT_BYTES / 2), right = at + LEFT_BYTES;
+      sums_begin();
+#pragma unroll
+      for (int k = 0; k < DEPTH / 16; ++k) {
+        const u64 columns = Finish::TRANSPOSED ? matrix(right + k * 2048, 8192) : matrix(right + k * 32, 16);
+        multiply<Finish::TRANSPOSED>(sums, matrix(left + k * 32, 16), columns, add | k);
+      }
+      sums_commit();
+    };
+    auto release_stage_before = [&]() {
+      const int before = stage ? stage - 1 : STAGES - 1;
+      if (threadIdx.x % 128 < 2) arrive_at(empty + 8 * before, threadIdx.x % 128);
+    };
+    auto advance = [&]() {
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    };
+    auto hand_over = [&](const u32* piece_words) {
+      const u32 slot = my_slots + pieces % SLOTS;
+      wait(freed + 8 * slot, pieces / SLOTS % 2 ^ 1);
+      finish.lay_out(strips + slot * PIECE_BYTES + mine, piece_words);
+      __syncwarp();
+      if (lane == 0) arrive(laid + 8 * slot);
+      ++pieces;
+    };
+
+    for (int number = first; number < tiles; number += clusters) {
+      int done = 0;
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece) {
+        add_step(done);
+        if (number != first) hand_over(words + piece * (64 / PIECES));
+        sums_wait<1>();
+        if (done) release_stage_before();
+        advance();
+        ++done;
+        const int until = piece + 1 == PIECES ? steps : (piece + 1) * (steps / PIECES);
+#pragma unroll 1
+        for (; done < until; ++done) {
+          add_step(done);
+          sums_wait<1>();
+          release_stage_before();
+          advance();
+        }
+      }
+      sums_wait<0>();
+      release_stage_before();
+#pragma unroll
+      for (int i = 0; i < 64; ++i) words[i] = pack(sums[2 * i], sums[2 * i + 1]);
+    }
+    if (first < tiles) {
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece) hand_over(words + piece * (64 / PIECES));
+    }
+  }
+  cluster_sync();
+}
+
+// ---- what finishes have in common ----
+
+// Right is [n, k], and its columns are handed over as they come, 64 at a time.
+struct ByOutputs {
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  const TensorMap* right;
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+    fetch_for_both(to + rank * (RIGHT_BYTES / 2), right, step * DEPTH, column * COLUMNS + rank * (COLUMNS / 2), barrier);
+  }
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+#pragma unroll
+    for (int strip = 0; strip < 2; ++strip) {
+      const u32* w = words + strip * 8;
+      lay(at + strip * STRIP_BYTES, w[0], w[1], w[2], w[3]);
+      lay((at ^ 32) + strip * STRIP_BYTES, w[4], w[5], w[6], w[7]);
+    }
+  }
+};
+
+// Right is [k, n], and its columns are handed over as they come, 32 at a time.
+struct ByInputs {
+  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8;
+  const TensorMap* right;
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+    for (int i = rank * 2; i < rank * 2 + 2; ++i)
+      fetch_for_both(to + i * (RIGHT_BYTES / 4), right, column * COLUMNS + i * 64, step * DEPTH, barrier);
+  }
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+    lay(at, words[0], words[1], words[2], words[3]);
+    lay(at ^ 32, words[4], words[5], words[6], words[7]);
+  }
+};
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)

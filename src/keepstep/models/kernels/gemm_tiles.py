@@ -1,0 +1,212 @@
+"""Matmuls on the tile machinery of gemm_tiles.cu, each compiled with a file that holds its epilogue.
+
+They are the matmuls of a feed-forward with SwiGLU (swiglu_mlp.cu) or GELU (gelu_mlp.cu) inside, and the projection to
+queries, keys and values with rope inside (qkv_rope.cu).
+
+Shape legend: m tokens, k what is summed over (hidden), f feed-forward width; with SwiGLU a tensor [m, n = 2f] holds
+blocks of `width` gates' numbers, then those of their ups. In the projection n are its rows, g key-value heads, r query
+heads a key-value head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from keepstep.models.kernels.cuda import (
+    Kernel,
+    TensorMap,
+    compile_source,
+    is_hopper,
+    relative_difference,
+    source_of,
+    tensor_map,
+    works,
+)
+from keepstep.models.ops.swiglu import activate, activate_backward
+from keepstep.models.positions import apply_rope
+
+_ROWS, _COLUMNS, _DEPTH = 128, 256, 64
+"""A tile of sums, and how many numbers each step adds to them."""
+_STAGES = 4
+_PAIR = 2 * _ROWS
+_THREADS = 384
+_MULTIPLYING_WARPS, _PIECES_AHEAD, _STRIP_BYTES = 8, 2, 1024
+_BARRIERS_BYTES = 512
+_LEAST_DEPTH = 8 * _DEPTH
+"""A step for each piece of a tile."""
+_ALIGNED_BYTES = 16
+"""Of eight numbers that are read together: a part of a larger tensor may start anywhere."""
+_HEAD_SIZE = 64
+_KERNELS = {
+    "swiglu_gemm_forward": ("swiglu_mlp", 2),
+    "swiglu_gemm_backward": ("swiglu_mlp", 1),
+    "gelu_gemm_forward": ("gelu_mlp", 2),
+    "gelu_gemm_backward": ("gelu_mlp", 1),
+    "qkv_rope_gemm": ("qkv_rope", 2),
+}
+"""By name of the function: its file, and the strips that a piece is handed over in, as its `Finish` says."""
+
+
+def fits(left_mk: Tensor, widest: int) -> bool:
+    """Whether a matmul's rows and depth fill tiles exactly, on a GPU that has the instructions.
+
+    `widest` are the numbers in a row of the widest tensor: 31 bits must count that tensor's eights.
+    """
+    if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16:
+        return False
+    rows, depth = left_mk.shape
+    whole = rows % _PAIR == 0 and depth % _DEPTH == 0 and depth >= _LEAST_DEPTH
+    return whole and rows * widest // 8 < 1 << 31 and is_hopper(left_mk.device)
+
+
+def can_fuse_gelu(left_mk: Tensor, ffn: int) -> bool:
+    """Whether the kernels support this matmul: the same answer for both directions of one feed-forward."""
+    return fits(left_mk, ffn) and ffn % _COLUMNS == 0 and works("gelu_mlp", left_mk.device, _prove_gelu)
+
+
+def can_fuse_swiglu(left_mk: Tensor, ffn: int, width: int) -> bool:
+    """Whether the kernels support this matmul: the same answer for both directions of one feed-forward."""
+    fit = fits(left_mk, 2 * ffn) and width % _COLUMNS == 0
+    return fit and works("swiglu_mlp", left_mk.device, _prove_swiglu)
+
+
+def can_fuse_rope(x_mk: Tensor, rows: int, head_size: int) -> bool:
+    """Whether the kernel supports this projection."""
+    shape = head_size == _HEAD_SIZE and rows % _COLUMNS == 0
+    return shape and fits(x_mk, rows) and works("qkv_rope", x_mk.device, _prove_rope)
+
+
+def gelu_gemm_forward(x_mk: Tensor, up_fk: Tensor, bias_f: Tensor | None, by_tanh: bool) -> tuple[Tensor, Tensor]:
+    """GELU of x · upᵀ + bias, and the local gradients that `gelu_gemm_backward` needs."""
+    m, f = x_mk.shape[0], up_fk.shape[0]
+    activation_mf, saved_grad_mf = x_mk.new_empty((m, f)), x_mk.new_empty((m, f))
+    if bias_f is not None and bias_f.data_ptr() % _ALIGNED_BYTES:
+        bias_f = bias_f.clone()
+    others = (_right_map(up_fk), bias_f, activation_mf, saved_grad_mf)
+    _launch("gelu_gemm_forward", x_mk, others, f // _COLUMNS, f // 8, int(by_tanh))
+    return activation_mf, saved_grad_mf
+
+
+def gelu_gemm_backward(d_out_mk: Tensor, down_kf: Tensor, saved_grad_mf: Tensor) -> Tensor:
+    """The gradient of x · upᵀ + bias, from that of the whole feed-forward."""
+    return _gemm_backward("gelu_gemm_backward", d_out_mk, down_kf, saved_grad_mf, down_kf.shape[1] // 8)
+
+
+def swiglu_gemm_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """silu(gate) × up of x · gate_upᵀ, and the local gradients that `swiglu_gemm_backward` needs."""
+    (m, k), n = x_mk.shape, gate_up_nk.shape[0]
+    saved_grad_mn, activation_mf = x_mk.new_empty((m, n)), x_mk.new_empty((m, n // 2))
+    # Runs of eight gates and their eight ups alternate, so that a thread's sums hold both factors of each product.
+    sizes, strides = (k, 8, 2, width // 8, n // (2 * width)), (k, width * k, 8 * k, 2 * width * k)
+    weights = tensor_map(gate_up_nk, sizes, strides, (_DEPTH, 8, 2, _COLUMNS // 2 // 16, 1))
+    _launch("swiglu_gemm_forward", x_mk, (weights, saved_grad_mn, activation_mf), n // _COLUMNS, width, n // 16)
+    return activation_mf, saved_grad_mn
+
+
+def swiglu_gemm_backward(d_out_mk: Tensor, down_kf: Tensor, saved_grad_mn: Tensor, width: int) -> Tensor:
+    """The gradient of x · gate_upᵀ, from that of the whole feed-forward."""
+    return _gemm_backward("swiglu_gemm_backward", d_out_mk, down_kf, saved_grad_mn, width, down_kf.shape[1] // 8)
+
+
+def qkv_rope_gemm(
+    x_mk: Tensor, weight_nk: Tensor, cosines: Tensor, sines: Tensor, queries_per_group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [m, g·r·64], keys and values [m, g·64]; fp32 tables are for one row, or for all of them."""
+    m, n = x_mk.shape[0], weight_nk.shape[0]
+    groups = n // _HEAD_SIZE // (queries_per_group + 2)
+    query = x_mk.new_empty((m, groups * queries_per_group * _HEAD_SIZE))
+    key, value = (x_mk.new_empty((m, groups * _HEAD_SIZE)) for _ in range(2))
+    others = (_right_map(weight_nk), query, key, value, cosines, sines)
+    table_rows = cosines.numel() // (_HEAD_SIZE // 2)
+    _launch("qkv_rope_gemm", x_mk, others, n // _COLUMNS, table_rows, queries_per_group, groups)
+    return query, key, value
+
+
+def _gemm_backward(name: str, d_out_mk: Tensor, down_kf: Tensor, saved_grad_mn: Tensor, *sizes: int) -> Tensor:
+    (m, n), (k, f) = saved_grad_mn.shape, down_kf.shape
+    d_up_mn = torch.empty_like(saved_grad_mn)
+    weights = tensor_map(down_kf, (f, k), (f,), (64, _DEPTH))
+    rows = tensor_map(saved_grad_mn, (n, m), (n,), (64, _ROWS))
+    _launch(name, d_out_mk, (weights, rows, saved_grad_mn, d_up_mn), f // _COLUMNS, *sizes)
+    return d_up_mn
+
+
+def _right_map(right_nk: Tensor) -> TensorMap:
+    """The right side, stored as [n, k]: two thread blocks fetch half a tile's columns each."""
+    n, k = right_nk.shape
+    return tensor_map(right_nk, (k, n), (k,), (_DEPTH, _COLUMNS // 2))
+
+
+def _launch(
+    name: str, left_mk: Tensor, others: Sequence[TensorMap | Tensor | None], column_tiles: int, *sizes: int
+) -> None:
+    """Launch a kernel: its arguments are the left side's map, `others`, the sizes of the matmul, and `sizes`."""
+    m, k = left_mk.shape
+    with torch.cuda.device(left_mk.device):
+        processors = torch.cuda.get_device_properties(left_mk.device).multi_processor_count
+        kernel = _kernel(name, left_mk.device)
+        left = tensor_map(left_mk, (k, m), (k,), (_DEPTH, _ROWS))
+        # Thread blocks work in pairs.
+        kernel.launch(processors // 2 * 2, _THREADS, left, *others, m // _PAIR, column_tiles, k // _DEPTH, *sizes)
+
+
+@functools.cache
+def _kernel(name: str, device: torch.device) -> Kernel:
+    file, strips = _KERNELS[name]
+    stages_bytes = _STAGES * (_ROWS + _COLUMNS) * _DEPTH * 2
+    strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * strips * _STRIP_BYTES
+    code = compile_source(source_of("hopper", "gemm_tiles", file))
+    return Kernel(code, name, stages_bytes + strips_bytes + _BARRIERS_BYTES, device)
+
+
+def _feed_forward(device: torch.device, fused_rows: int) -> tuple[Tensor, ...]:
+    """Inputs, gradient, weights and a bias: several tiles for each pair of thread blocks, steps no strips divide."""
+    random = torch.Generator(device).manual_seed(1)
+    m, k, f = 4608, 576, 2048
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device, generator=random) * scale).bfloat16()
+
+    weights = draw(m, k), draw(m, k), draw(fused_rows * f, k, scale=k**-0.5), draw(k, f, scale=k**-0.5)
+    return *weights, draw(f)
+
+
+def _prove_gelu(device: torch.device) -> float:
+    x_mk, d_out_mk, up_fk, down_kf, bias_f = _feed_forward(device, 1)
+    wide_mf, dy_mf = torch.addmm(bias_f, x_mk, up_fk.t()), torch.mm(d_out_mk, down_kf)
+    ours, expected = [], []
+    for by_tanh, name in ((False, "none"), (True, "tanh")):
+        activation_mf, saved_grad_mf = gelu_gemm_forward(x_mk, up_fk, bias_f, by_tanh)
+        ours += [activation_mf, gelu_gemm_backward(d_out_mk, down_kf, saved_grad_mf)]
+        backward = torch.ops.aten.gelu_backward(dy_mf, wide_mf, approximate=name)
+        expected += [F.gelu(wide_mf, approximate=name), backward]
+    return relative_difference(ours, expected)
+
+
+def _prove_swiglu(device: torch.device) -> float:
+    x_mk, d_out_mk, gate_up_nk, down_kf, _ = _feed_forward(device, 2)
+    width = 512
+    activation_mf, saved_grad_mn = swiglu_gemm_forward(x_mk, gate_up_nk, width)
+    d_gate_up_mn = swiglu_gemm_backward(d_out_mk, down_kf, saved_grad_mn, width)
+    gate_up_mn = torch.mm(x_mk, gate_up_nk.t())
+    expected = activate(gate_up_mn, width)[0], activate_backward(torch.mm(d_out_mk, down_kf), gate_up_mn, width)[0]
+    return relative_difference((activation_mf, d_gate_up_mn), expected)
+
+
+def _prove_rope(device: torch.device) -> float:
+    """At a size that gives each pair of thread blocks several tiles, and steps that strips do not divide."""
+    random = torch.Generator(device).manual_seed(1)
+    rows, tokens, k, groups, queries = 18, 512, 576, 4, 4
+    x_btk = torch.randn(rows, tokens, k, device=device, generator=random).bfloat16()
+    weight = torch.randn(groups * (queries + 2) * _HEAD_SIZE, k, device=device, generator=random) * k**-0.5
+    angle = torch.rand(1, tokens, _HEAD_SIZE // 2, device=device, generator=random) * tokens
+    cos, sin = angle.cos(), angle.sin()
+    ours = qkv_rope_gemm(x_btk.flatten(0, 1), weight.bfloat16(), cos, sin, queries)
+    heads = torch.matmul(x_btk, weight.bfloat16().t()).unflatten(-1, (groups, queries + 2, _HEAD_SIZE))
+    expected = apply_rope(heads[..., :-2, :], cos, sin), apply_rope(heads[..., -2, :], cos, sin), heads[..., -1, :]
+    return relative_difference(ours, [part.flatten(2).flatten(0, 1) for part in expected])

@@ -1,0 +1,84 @@
+"""AdamW for fp32 weights kept as a bf16 half and a half of 16 more bits, and sums of gradients in fixed point.
+
+AdamW is one pass over all tensors. It reads the gradient in whatever precision it came and applies the clipping factor
+on the way. Nothing is read or written twice, and nothing at all where the factor is not a number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+_BLOCK = 2048
+_ADD_BLOCK = 4096
+
+
+@triton.jit
+def _adamw_kernel(
+    high, low, gradient, first, second, factor, corrections, size, lr, decay, beta1, beta2, eps,
+    block: tl.constexpr,
+):  # fmt: skip
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    scale = tl.load(factor)
+    # A step that must not count: a factor that is not a number equals nothing, not even itself.
+    inside = (places < size) & (scale == scale)
+    correction1, correction2 = tl.load(corrections), tl.load(corrections + 1)
+    g = tl.load(gradient + places, mask=inside).to(tl.float32) * scale
+    upper = tl.load(high + places, mask=inside).to(tl.int16, bitcast=True).to(tl.int32)
+    w = ((upper << 16) + tl.load(low + places, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    m = tl.load(first + places, mask=inside)
+    v = tl.load(second + places, mask=inside)
+    m = m + (g - m) * (1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    w = w * (1 - lr * decay) - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    bits = w.to(tl.int32, bitcast=True)
+    upper = (bits + 0x8000) >> 16
+    tl.store(high + places, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    tl.store(low + places, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    tl.store(first + places, m, mask=inside)
+    tl.store(second + places, v, mask=inside)
+
+
+def adamw_(
+    halves: tuple[Tensor, Tensor],
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    factor: Tensor,
+    *,
+    lr: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    corrections: Tensor,
+) -> None:
+    """One update, in place; none where `factor`, a device scalar that multiplies the gradient, is NaN.
+
+    `corrections` are the two that Adam's moments are divided by, on the device too.
+    """
+    size = gradient.numel()
+    _adamw_kernel[(triton.cdiv(size, _BLOCK),)](
+        *halves, gradient, *moments, factor, corrections, size, lr, decay, *betas, eps, _BLOCK, num_warps=8
+    )
+
+
+@triton.jit
+def _add_kernel(total, gradient, largest, size, scale, first: tl.constexpr, block: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = places < size
+    value = tl.load(gradient + places, mask=inside, other=0.0).to(tl.float32)
+    # Bits of positive floats order like integers, and a NaN is larger than all.
+    tl.atomic_max(largest, tl.max(tl.abs(value).to(tl.int32, bitcast=True), 0))
+    whole = libdevice.rint(value * scale).to(tl.int64)
+    if not first:
+        whole += tl.load(total + places, mask=inside, other=0)
+    tl.store(total + places, whole, mask=inside)
+
+
+def add_fixed_point_(total: Tensor, gradient: Tensor, largest: Tensor, scale: float, first: bool) -> None:
+    """Add round(gradient · scale) to an int64 `total`, or set it with `first`; raises the fp32 scalar `largest`."""
+    size = total.numel()
+    grid = (triton.cdiv(size, _ADD_BLOCK),)
+    _add_kernel[grid](total, gradient, largest.view(torch.int32), size, scale, first, _ADD_BLOCK, num_warps=8)

@@ -1,0 +1,54 @@
+// The projection to queries, keys and values, x[m, k] · weight[n, k]ᵀ, with rope applied to its heads of 64.
+//
+// A row's heads come group by group: a group's query heads, its key head, its value head. Channel i of a head is rotated
+// together with channel i + 32; values are not rotated.
+
+struct Rotated : ByOutputs {
+  uint4 *query, *key, *value;    // eight numbers each
+  const float4 *cosines, *sines;  // eight of them a row of the tables
+  int table_rows, queries, groups;
+  struct Spot { int row, head; };
+  struct Inputs {};
+
+  __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    return {tile.row + (int)threadIdx.x % 32 / 4, tile.column * (COLUMNS / 64)};
+  }
+  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
+    const int lane = threadIdx.x % 32, head = spot.head + piece, group = head / (queries + 2);
+    const int place = head - group * (queries + 2);
+    uint4 first[2], second[2];
+    handed.await();
+    handed.read(first, 0);
+    handed.read(second, 1);
+    handed.free();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      if (place <= queries) rotate(first[i], second[i], row % table_rows * 8 + lane % 4 * 2);
+      uint4* to = place > queries    ? value + (row * groups + group) * 8
+                  : place == queries ? key + (row * groups + group) * 8
+                                     : query + (row * groups * queries + group * queries + place) * 8;
+      to[lane % 4] = first[i];
+      to[lane % 4 + 4] = second[i];
+    }
+  }
+  __device__ __forceinline__ void rotate(uint4& first, uint4& second, int angle) const {
+    const float4 c0 = cosines[angle], c1 = cosines[angle + 1], s0 = sines[angle], s1 = sines[angle + 1];
+    rotate(first.x, second.x, c0.x, c0.y, s0.x, s0.y);
+    rotate(first.y, second.y, c0.z, c0.w, s0.z, s0.w);
+    rotate(first.z, second.z, c1.x, c1.y, s1.x, s1.y);
+    rotate(first.w, second.w, c1.z, c1.w, s1.z, s1.w);
+  }
+  __device__ __forceinline__ static void rotate(u32& first, u32& second, float c0, float c1, float s0, float s1) {
+    const float a0 = low(first), a1 = high(first), b0 = low(second), b1 = high(second);
+    first = pack(a0 * c0 - b0 * s0, a1 * c1 - b1 * s1);
+    second = pack(b0 * c0 + a0 * s0, b1 * c1 + a1 * s1);
+  }
+};
+
+KERNEL qkv_rope_gemm(MAP left, MAP weight, uint4* query, uint4* key, uint4* value, const float4* cosines, const float4* sines,
+              int row_pairs, int column_tiles, int steps, int table_rows, int queries, int groups) {
+  const Rotated finish = {{&weight}, query, key, value, cosines, sines, table_rows, queries, groups};
+  run_tiles(&left, finish, row_pairs, column_tiles, steps);
+}

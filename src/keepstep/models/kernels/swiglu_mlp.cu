@@ -1,0 +1,130 @@
+// The gated feed-forward's two matmuls with SwiGLU as epilogue.
+//
+// Forward:  fused[m, 2f] = x[m, k] · gate_up[2f, k]ᵀ, which is never written: product[m, f] = silu(gate) · up, and
+//           saved_grad[m, 2f], the derivatives of the product with respect to gate and up.
+// Backward: dy[m, f] = d_out[m, k] · down[k, f], which is never written: d_fused[m, 2f] = dy · saved_grad.
+//
+// saved_grad takes the memory of gates and ups, and the backward pass only has to multiply.
+
+__device__ __forceinline__ float sigmoid(float x) {
+  float s;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + power_of_two(x * -1.4426950408889634f)));
+  return s;
+}
+// Of two gates and two ups, which saved_grad replaces.
+__device__ __forceinline__ u32 product_and_saved_grad(u32& gates, u32& ups) {
+  float product[2], by_gate[2], by_up[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float gate = i ? high(gates) : low(gates), up = i ? high(ups) : low(ups), s = sigmoid(gate);
+    by_up[i] = gate * s;
+    by_gate[i] = up * s * (1 + gate * (1 - s));
+    product[i] = by_up[i] * up;
+  }
+  gates = pack(by_gate[0], by_gate[1]);
+  ups = pack(by_up[0], by_up[1]);
+  return pack(product[0], product[1]);
+}
+
+// Runs of eight gates and their eight ups alternate among the columns: a thread's sums hold both factors of each product.
+struct GatedForward {
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  const TensorMap* gate_up;
+  uint4 *saved_grad, *product;  // eight numbers each
+  int width, row_eights;    // of the product; a row of saved_grad is twice as long
+  struct Spot { int saved_grad, product; };  // of this lane's first eight numbers
+  struct Inputs {};
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+    const int per_block = width / (COLUMNS / 2), run = column % per_block * (COLUMNS / 16) + rank * (COLUMNS / 32);
+    fetch_runs_for_both(to + rank * (RIGHT_BYTES / 2), gate_up, step * DEPTH, run, column / per_block, barrier);
+  }
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32* w = words + half * 8;
+      lay(at ^ (half * 32), w[0], w[1], w[4], w[5]);
+      lay((at ^ (half * 32)) + STRIP_BYTES, w[2], w[3], w[6], w[7]);
+    }
+  }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32, row = tile.row + lane / 4, per_block = width / (COLUMNS / 2);
+    const int block = tile.column / per_block, inside = tile.column % per_block * (COLUMNS / 16) + lane % 4;
+    return {row * 2 * row_eights + block * 2 * (width / 8) + inside, row * row_eights + block * (width / 8) + inside};
+  }
+  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 gate[2], up[2];
+    handed.await();
+    handed.read(gate, 0);
+    handed.read(up, 1);
+    handed.free();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int rows = warp * 16 + i * 8, eights = piece * (STRIP / 8);
+      uint4 both;
+      both.x = product_and_saved_grad(gate[i].x, up[i].x);
+      both.y = product_and_saved_grad(gate[i].y, up[i].y);
+      both.z = product_and_saved_grad(gate[i].z, up[i].z);
+      both.w = product_and_saved_grad(gate[i].w, up[i].w);
+      uint4* to = saved_grad + (spot.saved_grad + rows * 2 * row_eights + eights);
+      to[0] = gate[i];
+      to[width / 8] = up[i];
+      product[spot.product + rows * row_eights + eights] = both;
+    }
+  }
+};
+
+struct GatedBackward : ByInputs {
+  const TensorMap* saved_grad_map;
+  const uint4* saved_grad;
+  uint4* d_fused;
+  int width, row_eights;
+  typedef int Spot;  // of this lane's first eight gates
+  struct Inputs { uint4 gate[2], up[2]; };
+
+  __device__ __forceinline__ int gates_at(int column) const {
+    const int per_block = width / COLUMNS;
+    return column / per_block * 2 * width + column % per_block * COLUMNS;
+  }
+  __device__ __forceinline__ void warm_up(int step, int row, int column) const {
+    // Four boxes of gates and four of ups.
+    if (step < 8) warm(saved_grad_map, gates_at(column) + step / 4 * width + step % 4 * 64, row);
+  }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32;
+    return (tile.row + lane / 4) * 2 * row_eights + gates_at(tile.column) / 8 + lane % 4;
+  }
+  __device__ __forceinline__ Spot place(Spot spot, int piece, int warp) const {
+    return spot + warp * 32 * row_eights + piece * (STRIP / 8);
+  }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
+    const uint4 *from = saved_grad + place(spot, piece, warp), *below = from + 16 * row_eights;
+    return {{from[0], below[0]}, {from[width / 8], below[width / 8]}};
+  }
+  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 dy[2];
+    handed.await();
+    handed.read(dy, 0);
+    handed.free();
+    uint4* to = d_fused + place(spot, piece, warp);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      to[i * 16 * row_eights] = times(dy[i], in.gate[i]);
+      to[i * 16 * row_eights + width / 8] = times(dy[i], in.up[i]);
+    }
+  }
+};
+
+KERNEL swiglu_gemm_forward(MAP left, MAP gate_up, uint4* saved_grad, uint4* product, int row_pairs, int column_tiles, int steps,
+                     int width, int row_eights) {
+  const GatedForward finish = {&gate_up, saved_grad, product, width, row_eights};
+  run_tiles(&left, finish, row_pairs, column_tiles, steps);
+}
+
+KERNEL swiglu_gemm_backward(MAP left, MAP down, MAP saved_grad_map, const uint4* saved_grad, uint4* d_fused, int row_pairs,
+                      int column_tiles, int steps, int width, int row_eights) {
+  const GatedBackward finish = {{&down}, &saved_grad_map, saved_grad, d_fused, width, row_eights};
+  run_tiles(&left, finish, row_pairs, column_tiles, steps);
+}

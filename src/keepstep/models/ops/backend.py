@@ -1,0 +1,129 @@
+"""Which form of an operator runs: the GPU's own kernel, or torch's operators.
+
+Every operator with two forms asks the backend in use. A dry run chooses a backend of its own, which keeps and allocates
+what a GPU would on tensors without data; tests choose one that runs fused operators on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Pair = tuple[Tensor, Tensor]
+
+_CPU_CHUNK_BYTES = 1 << 26
+"""Logits of one chunk on a CPU: small chunks stay near the caches."""
+_GPU_SHARE = 16
+"""One chunk's logits may take this part of a GPU's memory: fewer chunks sum the head's gradient less often."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with torch on Linux GPUs only."""
+    return importlib.util.find_spec("triton") is not None
+
+
+class KernelBackend:
+    """The default: GPU kernels for CUDA tensors, torch's own operators elsewhere."""
+
+    def has_kernels(self, tensor: Tensor) -> bool:
+        """Whether rope, SwiGLU, RMS norm and cross-entropy run as one kernel each."""
+        return tensor.is_cuda
+
+    def fuses_matmuls(self, tensor: Tensor) -> bool:
+        """Whether matmuls take what surrounds them as prologues and epilogues."""
+        return tensor.is_cuda
+
+    def has_cross_entropy(self, tensor: Tensor) -> bool:
+        """Whether one kernel turns logits into their loss and gradient in place."""
+        return tensor.is_cuda and has_triton()
+
+    def cross_entropy_(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradient: bool) -> Tensor:
+        """Losses of every row; the logits become their own gradient."""
+        from keepstep.models.kernels.cross_entropy import cross_entropy_
+
+        return cross_entropy_(logits_nv, targets_n, vocab, with_gradient)
+
+    def scale_(self, tensor: Tensor, factor: Tensor) -> None:
+        """Multiply by a device scalar, in place."""
+        if not self.has_cross_entropy(tensor):
+            tensor.mul_(factor)
+            return
+        from keepstep.models.kernels.cross_entropy import scale_
+
+        scale_(tensor, factor)
+
+    def chunk_bytes(self, logits: Tensor) -> int:
+        """Room for the logits of one chunk."""
+        if logits.is_cuda:
+            return torch.cuda.get_device_properties(logits.device).total_memory // _GPU_SHARE
+        return _CPU_CHUNK_BYTES
+
+    def add_matmul_(self, total_vd: Tensor, left_vn: Tensor, right_nd: Tensor) -> None:
+        """Add left · right to an fp32 matrix, without rounding in between where the device can."""
+        if total_vd.dtype == left_vn.dtype:
+            total_vd.addmm_(left_vn, right_nd)
+        elif total_vd.is_cuda:
+            torch.addmm(total_vd, left_vn, right_nd, out_dtype=torch.float32, out=total_vd)
+        else:
+            total_vd.add_(torch.mm(left_vn, right_nd))
+
+    def has_adamw(self, tensor: Tensor) -> bool:
+        """Whether one kernel updates weights and moments in place."""
+        return tensor.is_cuda and has_triton()
+
+    def adamw_(self, halves: Pair, gradient: Tensor, moments: Pair, factor: Tensor, **settings: Any) -> None:
+        """One AdamW update of a weight kept as two halves."""
+        from keepstep.models.kernels.optimizer import adamw_
+
+        adamw_(halves, gradient, moments, factor, **settings)
+
+    def add_fixed_point_(self, total: Tensor, gradient: Tensor, largest: Tensor, scale: float, first: bool) -> None:
+        """Add round(gradient · scale) to an int64 `total`, or set it with `first`; raises the fp32 scalar `largest`."""
+        if gradient.is_cuda and has_triton() and gradient.is_contiguous():
+            from keepstep.models.kernels.optimizer import add_fixed_point_
+
+            add_fixed_point_(total, gradient, largest, scale, first)
+            return
+        exact = gradient.float()
+        torch.maximum(largest, exact.abs().amax(), out=largest)
+        # `mul` makes a copy: an fp32 gradient is not to be changed. The scale is a power of two, so it is exact.
+        whole = exact.mul(scale).round_().view(-1).to(torch.int64)
+        if first:
+            total.copy_(whole)
+        else:
+            total.add_(whole)
+
+    def is_finite(self, scalar: Tensor) -> bool:
+        """Whether a device scalar is finite. Waits for the device."""
+        return bool(torch.isfinite(scalar))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm of the last dimension."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+
+_in_use = KernelBackend()
+
+
+def backend() -> KernelBackend:
+    """The backend in use."""
+    return _in_use
+
+
+@contextmanager
+def use_backend(chosen: KernelBackend) -> Iterator[None]:
+    """Compute with another backend meanwhile."""
+    global _in_use
+    before, _in_use = _in_use, chosen
+    try:
+        yield
+    finally:
+        _in_use = before

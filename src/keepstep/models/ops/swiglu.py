@@ -1,0 +1,73 @@
+"""SwiGLU as one operator: a kernel where there is one, torch's own operators elsewhere.
+
+Shape legend: m tokens, f feed-forward width; a fused input [m, 2f] holds blocks of `width` gates, then their ups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from keepstep.models.ops.backend import has_triton
+
+
+def activate(fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor, Tensor]:
+    """silu(gate) × up, and the largest magnitude where it is wanted."""
+    if fused.is_cuda and has_triton():
+        from keepstep.models.kernels.block import swiglu_forward
+
+        return swiglu_forward(fused.contiguous(), width, with_amax)
+    gate, up = fused.float().unflatten(-1, (-1, 2, width)).unbind(-2)
+    product = (F.silu(gate) * up).flatten(-2)
+    return product.to(fused.dtype), product.abs().amax()
+
+
+def activate_backward(gradient: Tensor, fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor, Tensor]:
+    """The gradient of the fused input, and its largest magnitude where it is wanted."""
+    if fused.is_cuda and has_triton():
+        from keepstep.models.kernels.block import swiglu_backward
+
+        return swiglu_backward(gradient.contiguous(), fused, width, with_amax)
+    gate, up = fused.float().unflatten(-1, (-1, 2, width)).unbind(-2)
+    dy = gradient.float().unflatten(-1, (-1, width))
+    sigmoid = torch.sigmoid(gate)
+    d_gate, d_up = dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * gate * sigmoid
+    both = torch.stack([d_gate, d_up], dim=-2).flatten(-3)
+    return both.to(fused.dtype), both.abs().amax()
+
+
+@torch.library.custom_op("keepstep::swiglu", mutates_args=())
+def swiglu(fused_mf: Tensor, width: int) -> Tensor:
+    """silu(gate) × up."""
+    return activate(fused_mf, width)[0]
+
+
+@swiglu.register_fake
+def _(fused_mf: Tensor, width: int) -> Tensor:  # noqa: ARG001 - the operator's own signature
+    return fused_mf.new_empty(*fused_mf.shape[:-1], fused_mf.shape[-1] // 2)
+
+
+@torch.library.custom_op("keepstep::swiglu_backward", mutates_args=())
+def swiglu_gradient(gradient_mf: Tensor, fused_mf: Tensor, width: int) -> Tensor:
+    """The gradient of the fused input."""
+    return activate_backward(gradient_mf, fused_mf, width)[0]
+
+
+@swiglu_gradient.register_fake
+def _(gradient_mf: Tensor, fused_mf: Tensor, width: int) -> Tensor:  # noqa: ARG001 - the operator's own signature
+    return torch.empty_like(fused_mf)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001 - the names torch calls it with
+    fused_mf, ctx.width = inputs
+    ctx.save_for_backward(fused_mf)
+
+
+def _backward(ctx: Any, gradient_mf: Tensor) -> tuple[Tensor, None]:
+    return swiglu_gradient(gradient_mf, ctx.saved_tensors[0], ctx.width), None
+
+
+swiglu.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,1 @@
+"""The live page: a read-only server over run folders, and its static files."""

@@ -1,0 +1,211 @@
+"""The tensors of one tensor-parallel process: parameters of blocks and ends, and what a block saves for backward.
+
+Activations follow models/transformer.py, attention.py and mlp.py line by line: a tensor is counted when autograd saves
+it, or when it is the storage behind a saved view. tests/plan compares the sums with a trace of the real model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.config.layout import stage_layers
+from keepstep.config.schema import ModelConfig
+from keepstep.models.size import block_parameters, norm_parameters
+from keepstep.plan.workload import Recompute, Workload
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Counts for one process of one pipeline stage, before FSDP shards them."""
+
+    block: int
+    """Parameters of one block."""
+    blocks: int
+    """Blocks of the stage."""
+    tables: tuple[int, ...]
+    """Matrices of the embedding and the head, as far as the stage has them."""
+    ends: int
+    """Embedding, positions, last norm and head, as far as the stage has them: FSDP's root unit."""
+    table: int
+    """The matrix of the head or the embedding, where the stage computes a gradient for it."""
+    adapters: int = 0
+    """Adapters of one block; above 0, nothing else is trained."""
+
+    @property
+    def trained_block(self) -> int:
+        """Parameters of one block that have gradients."""
+        return self.adapters or self.block
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the stage that have gradients and moments."""
+        return self.adapters * self.blocks if self.adapters else self.total
+
+    @property
+    def total(self) -> int:
+        """All parameters of the stage."""
+        return self.block * self.blocks + self.ends
+
+
+def split_block_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of one block on one tensor-parallel process: matrices are split, norms are not."""
+    biases = 2 * model.hidden if model.bias else 0
+    whole = 2 * norm_parameters(model) + biases + (2 * model.head_size if model.qk_norm else 0)
+    return (block_parameters(model) - whole) // tensor + whole
+
+
+def block_matrices(work: Workload) -> list[int]:
+    """Parameters of each matrix of a block on one tensor-parallel process."""
+    model = work.model
+    query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
+    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    widths = (query + 2 * key, query, inner, model.ffn_size)
+    return [model.hidden * width // work.degrees.tensor for width in widths]
+
+
+def stage_parameters(work: Workload, stage: int) -> StageParameters:
+    """Parameters of pipeline stage number `stage`."""
+    model, tensor, stages = work.model, work.degrees.tensor, work.degrees.pipeline
+    table = model.padded_vocab * model.hidden // tensor
+    first, last = stage == 0, stage == stages - 1
+    positions = model.position_rows * model.hidden if model.positions == "learned" else 0
+    # A tied table exists once where one stage has both ends, and twice where two stages have them.
+    tables = (table,) * (int(first) + int(last and (not model.tied or not first)))
+    ends = sum(tables) + (positions if first else 0) + (norm_parameters(model) if last else 0)
+    block = split_block_parameters(model, tensor)
+    blocks = sum(map(len, process_layers(work, stage)))
+    learned_table = table if (first or last) and not work.lora_rank else 0
+    return StageParameters(block, blocks, tables, ends, learned_table, block_adapters(work))
+
+
+def process_layers(work: Workload, stage: int) -> list[range]:
+    """The blocks of each pipeline stage that a process of stage `stage` holds: with several rounds, several."""
+    held = stage_layers(work.model.layers, work.degrees.pipeline * work.stages_per_process)
+    return held[stage :: work.degrees.pipeline]
+
+
+def adapted_linears(work: Workload) -> list[tuple[int, int, int]]:
+    """A block's linears that have adapters: the number of their projections with one, their inputs and outputs.
+
+    Each projection has its own first factor of the adapter, and they share the second.
+    """
+    model, targets = work.model, set(work.lora_targets)
+    query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
+    gated = model.activation == "swiglu"
+    linears = {
+        ("q", "k", "v"): (model.hidden, query + 2 * key),
+        ("o",): (query, model.hidden),
+        ("gate", "up") if gated else ("up",): (model.hidden, (2 if gated else 1) * model.ffn_size),
+        ("down",): (model.ffn_size, model.hidden),
+    }
+    counted = ((len(targets & set(names)), sizes) for names, sizes in linears.items())
+    return [(projections, *sizes) for projections, sizes in counted if projections]
+
+
+def block_adapters(work: Workload) -> int:
+    """Parameters of one block's adapters."""
+    numbers = sum(projections * inputs + outputs for projections, inputs, outputs in adapted_linears(work))
+    return work.lora_rank * numbers // work.degrees.tensor
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes of one block for one micro batch on one process."""
+
+    saved: int
+    """From forward to backward."""
+    needed: int
+    """Everything backward needs, after recomputation."""
+    working: int
+    """What backward allocates on top at its peak: gradients of the feed-forward's inner tensors."""
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Elements per token in each tensor of a block; tensor parallelism splits heads and feed-forward."""
+
+    hidden: int
+    query: int
+    key: int
+    qkv: int
+    ffn: int
+    heads: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, tensor: int) -> _Widths:
+        query, key = model.heads * model.head_size // tensor, model.key_value_heads * model.head_size // tensor
+        return cls(model.hidden, query, key, query + 2 * key, model.ffn_size // tensor, model.heads // tensor)
+
+
+def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
+    """Bytes saved, needed and temporarily used by one block that recomputes by `mode`."""
+    model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
+    widths = _Widths.of(model, work.degrees.tensor)
+    gated = model.activation == "swiglu"
+    needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths)
+    match mode:
+        case "none":
+            saved = needed
+        case "selective":
+            matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + widths.hidden
+            # fp8 matmuls are cheap enough to repeat; the output of attention is saved.
+            outputs = widths.query + (0 if work.precision == "fp8" else matmuls)
+            saved = size * (work.stream_width + outputs) + FP32 * widths.heads
+        case "full":
+            # The block's input and, so that attention is not repeated, its output and softmax sums.
+            attention = size * widths.query + FP32 * widths.heads if work.saves_attention else 0
+            saved = size * work.stream_width + attention
+    # Gradients of the inner tensors; the forward's output has just been freed.
+    working = size * ((2 if gated else 1) * widths.ffn + work.stream_width)
+    quantised = _quantised_weights(model, widths) if work.precision == "fp8" else 0
+    saved_weights = quantised if mode == "none" else 0
+    return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens)
+
+
+def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
+    """Bytes per token saved when nothing is recomputed, without statistics."""
+    rotary = model.positions == "rotary"
+    gated = model.activation == "swiglu"
+    saved = [
+        work.stream_width,  # the block's input, saved by its norm
+        widths.qkv,  # queries, keys and values: three tensors after a fused split and rope, else views of one
+        widths.query + widths.key if model.qk_norm else 0,
+        # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
+        widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
+        widths.qkv if model.clip_qkv else 0,
+        widths.query,  # the output of attention, saved by attention and by the output projection
+        work.stream_width,  # the input of the feed-forward's norm
+        (2 if gated else 1) * widths.ffn,  # the input of the activation
+        # Adapters save the same inputs as the weights' gradients would, and their low-rank intermediate.
+        work.lora_rank * len(work.lora_targets),
+    ]
+    # The inputs of matmuls: both norms' outputs and the activation's.
+    inputs = 2 * widths.hidden + widths.ffn
+    if work.precision == "fp8":
+        # Each matmul saves its input in fp8, one byte per element, including the output of attention.
+        return work.compute_bytes * sum(saved) + inputs + widths.query
+    return work.compute_bytes * (sum(saved) + inputs)
+
+
+def _quantised_weights(model: ModelConfig, widths: _Widths) -> int:
+    """Bytes of a block's weights in fp8, which each matmul saves for its backward."""
+    inner = 3 if model.activation == "swiglu" else 2
+    return widths.hidden * (widths.qkv + widths.query + inner * widths.ffn)
+
+
+def _saved_statistics(model: ModelConfig, widths: _Widths) -> int:
+    """Bytes per token saved in fp32 or as booleans: norms' statistics, softmax sums, dropout masks."""
+    norm = FP32 * (1 if model.norm == "rmsnorm" else 2)
+    heads = FP32 * (widths.heads + widths.key // model.head_size) if model.qk_norm else 0
+    dropout = 2 * model.hidden if model.dropout else 0
+    return 2 * norm + FP32 * widths.heads + heads + dropout
+
+
+def mask_bytes(work: Workload) -> int:
+    """A mask that is made once per forward and shared by all blocks; plain causal attention needs none."""
+    model, rows = work.model, work.model.seq_len // work.degrees.context
+    if model.positions == "alibi":
+        return work.compute_bytes * model.heads * rows * model.seq_len
+    return rows * model.seq_len if 0 < model.sliding_window < model.seq_len else 0

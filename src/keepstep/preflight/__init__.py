@@ -1,0 +1,1 @@
+"""Checks before a run: this machine, every node, storage."""

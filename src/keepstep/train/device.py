@@ -1,0 +1,184 @@
+"""This process's device: its kernels, its number format for matmuls, its memory and its peak rate."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from keepstep.config.layout import Layout
+from keepstep.config.schema import RunConfig
+from keepstep.core.errors import ConfigError, HardwareError
+from keepstep.core.proc import available_memory_bytes
+from keepstep.core.ranks import from_environment
+from keepstep.models.block_plan import RecomputeMode
+from keepstep.models.ops.varlen_attention import flash_supports
+from keepstep.models.size import peak_flops
+from keepstep.parallel.world import choose_device
+from keepstep.plan.capacity import HostMachine, check_device_memory, check_host_memory
+from keepstep.plan.cluster import Machine
+from keepstep.plan.search import recompute_modes as plan_recompute
+from keepstep.plan.workload import Precision
+
+_ATTENTION = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The number format of matmuls."""
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise HardwareError(
+            f"precision is bf16, but {torch.cuda.get_device_name(device)} has none", "precision=fp16 or precision=fp32"
+        )
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    return dtypes[precision]
+
+
+def device_name(device: torch.device) -> str:
+    """The device as the driver names it, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The peak rate that MFU is measured against; None where it is unknown: on CPUs, and on GPUs that no table has."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(device_name(device), "fp32" if dtype == torch.float32 else "bf16")
+
+
+def describe_machine(config: RunConfig, device: torch.device, processes: int, processes_per_node: int) -> Machine:
+    """The machines of a run as plans know them."""
+    dtype = compute_dtype(config.precision, device)
+    precisions: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes_per_node
+    return Machine(
+        device=device_name(device),
+        memory_bytes=memory_bytes,
+        peak_flops=known_peak_flops(device, dtype) or measured_peak_flops(device),
+        precision="fp8" if config.precision == "fp8" else precisions[dtype],
+        processes=processes,
+        processes_per_node=processes_per_node,
+    )
+
+
+@cache
+def measured_peak_flops(device: torch.device) -> float:
+    """The matmul rate of this machine in fp32, for hardware that is in no table: the best of a few matmuls."""
+    size = 1024
+    own = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, generator=own) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
+
+
+def check_memory(config: RunConfig) -> None:
+    """Raise a PreflightError where the run would exceed device or host memory; the first process prints warnings."""
+    ranks = from_environment()
+    device = choose_device(config.compute.device, ranks.local_rank)
+    warnings: list[str] = []
+    if device.type == "cuda":
+        machine = describe_machine(config, device, ranks.world_size, ranks.local_world_size)
+        warnings += check_device_memory(config, machine)
+    # Once per machine, and before its first start only: later its agent holds snapshots in the same memory.
+    if ranks.local_rank == 0 and not ranks.restarts:
+        here = HostMachine(ranks.world_size, ranks.local_world_size, device.type == "cuda", available_memory_bytes())
+        warnings += check_host_memory(config, here)
+    if ranks.is_first:
+        for warning in warnings:
+            print(warning, file=sys.stderr, flush=True)
+
+
+def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> Sequence[RecomputeMode]:
+    """What each block recomputes; `auto` chooses by the memory of the GPU, and nothing on a CPU."""
+    if config.compute.recompute != "auto":
+        return [config.compute.recompute] * config.model.layers
+    if device.type != "cuda":
+        return ["none"] * config.model.layers
+    per_node = min(layout.world_size, from_environment().local_world_size)
+    return plan_recompute(config, describe_machine(config, device, layout.world_size, per_node))
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has taken: of its GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextmanager
+def chosen_kernels(config: RunConfig) -> Iterator[None]:
+    """Attention and determinism as configured; to be entered before a GPU is first used."""
+    on_gpu = config.compute.device != "cpu" and torch.cuda.is_available()
+    deterministic = config.reproducible == "elastic" or (on_gpu and config.reproducible == "resume")
+    if on_gpu and deterministic and config.compute.attention == "cudnn":
+        raise ConfigError(
+            "compute.attention is cudnn, whose backward pass gives other bits each time",
+            "compute.attention=auto, or reproducible=off",
+        )
+    with ExitStack() as choices:
+        if deterministic:
+            choices.enter_context(deterministic_kernels())
+        if config.compute.attention != "auto":
+            choices.enter_context(sdpa_kernel(_ATTENTION[config.compute.attention]))
+        yield
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Let torch, cuBLAS and Inductor compute with kernels that give the same bits each time."""
+    import torch._inductor.config as inductor
+
+    # cuBLAS reads this when it starts; without it its matmuls may differ between two calls.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # A debugging aid against reads of memory that was never written; costs a pass over every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        # Inductor times several forms of a reduction and keeps the fastest: a restart could keep another one.
+        with inductor.patch(deterministic=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+def uses_varlen_attention(config: RunConfig, layout: Layout, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed documents use variable-length attention in place of a mask; an error where flash is impossible."""
+    kernel, head_size = config.compute.attention, config.model.head_size
+    if kernel not in ("auto", "flash"):
+        return False
+    supported = flash_supports(device, dtype, head_size)
+    if kernel == "flash" and device.type == "cuda" and not supported:
+        number, gpu = str(dtype).removeprefix("torch."), torch.cuda.get_device_name(device)
+        raise HardwareError(
+            f"compute.attention is flash, which {gpu} cannot compute with heads of {head_size} in {number}",
+            "compute.attention=auto; flash supports heads of 8, 16, 24 to 256 in bf16 or fp16, on Ampere GPUs or newer",
+        )
+    # The kernel's backward pass does not support ALiBi; a ring and a pipeline have masks of their own.
+    whole = layout.context == 1 and layout.pipeline == 1 and config.model.positions != "alibi"
+    # Without a GPU, flash means the variable-length form without the kernel.
+    return whole and (supported or kernel == "flash")

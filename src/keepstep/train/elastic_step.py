@@ -1,0 +1,175 @@
+"""Steps whose bits do not depend on the number of processes: `reproducible: elastic`.
+
+Floating-point sums depend on their order, and the order on how many processes share them. Two things take that away:
+the micro batch is the unit of work whatever the number of processes, and gradients of micro batches are added as whole
+numbers. Every process then holds the same sum, bit for bit, and updates whole weights with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from keepstep.data.batch import Batch
+from keepstep.models.ops.backend import backend
+from keepstep.models.transformer import Transformer
+from keepstep.train.optim.loss_scaler import LossScaler
+from keepstep.train.optim.optimizer import Optimizers
+from keepstep.train.step import STOP, VOID, StepSettings, StepSignals, TrainStep, own_seconds
+
+STEPS_PER_ONE = 2.0**50
+"""Fixed-point numbers have steps of 2^-50: a gradient as small as AdamW's usual eps (1e-8) still keeps 24 bits, all
+that fp32 has. What is left of 64 bits above holds numbers up to 2^13."""
+LARGEST = 2.0**12
+"""Largest element of a gradient, half of what fits: sums cannot wrap round. Beyond it a step is not finite."""
+_FIRST_PIECE = 1 << 22
+"""Numbers converted through a copy before the rest is converted in place."""
+
+
+def noise_seed(seed: int, first_sample: int) -> int:
+    """What dropout and embedding noise of one micro batch draw from: its place in the data decides, no rank does."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:noise:{first_sample}".encode()).digest()[:8], "little") >> 1
+
+
+class FixedPointSums:
+    """Sums of gradients and losses over all micro batches of all processes, 8 bytes a parameter in all.
+
+    A gradient is taken as soon as the backward pass has finished it, and freed. Losses travel in the same message, each
+    in a place of its own where other processes add zero.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], microbatches: int, device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._ends = [0]
+        for parameter in self._parameters:
+            self._ends.append(self._ends[-1] + parameter.numel())
+        self._size, self._microbatches = self._ends[-1], microbatches
+        self._numbers = torch.zeros(self._size + microbatches + 4, dtype=torch.int64, device=device)
+        self._losses, self._flags = self._numbers[self._size :].split([microbatches, 4])
+        self._largest = torch.zeros((), device=device)
+        self._untouched = set(range(len(self._parameters)))
+        """Parameters without a gradient yet in this step: their first one is set, which saves a pass of zeros."""
+        for number, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._taker(number))
+
+    def start(self) -> None:
+        """Forget the step before."""
+        self._numbers[self._size :].zero_()
+        self._largest.zero_()
+        self._untouched = set(range(len(self._parameters)))
+
+    def add_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Note the loss of one micro batch of the step, by its number in the global batch."""
+        self._losses[microbatch] = loss.float().view(torch.int32)
+
+    def reduce(self, stop: bool, spent_s: float = 0.0, void: bool = False) -> None:
+        """Add up over all processes. Whole numbers: no order of adding gives another result."""
+        for number in self._untouched:
+            self._total(number).zero_()
+        # Written so that a NaN counts as too large.
+        self._flags[0] = ~(self._largest <= LARGEST / self._microbatches)
+        self._flags[1] = int(stop)
+        self._flags[2] = round(own_seconds(spent_s) * 1e6)
+        self._flags[3] = int(void)
+        dist.all_reduce(self._numbers)
+
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """After `reduce`: the sum of all losses, whether a gradient did not fit, and the signals of all processes.
+
+        That is how many asked to stop, the seconds that the first one spent, and how many parts were void.
+        """
+        losses = self._losses.to(torch.int32).view(torch.float32)
+        asked, spent_us, void = self._flags[1:].double()
+        summed = torch.stack([asked, spent_us / 1e6, void]).float()
+        return losses.double().sum(), self._flags[0] > 0, summed
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """After `reduce`: fp32 gradients, in the first half of the memory that held the sums."""
+        halves = self._numbers.view(torch.float32)
+        first = min(_FIRST_PIECE, self._size)
+        halves[:first] = self._numbers[:first] * (1 / STEPS_PER_ONE)
+        # Twice as much each time: what is written ends where what is read starts.
+        start = first
+        while start < self._size:
+            end = min(2 * start, self._size)
+            torch.mul(self._numbers[start:end], 1 / STEPS_PER_ONE, out=halves[start:end])
+            start = end
+        return {
+            parameter: halves[self._ends[number] : self._ends[number + 1]].view_as(parameter)
+            for number, parameter in enumerate(self._parameters)
+        }
+
+    def _total(self, number: int) -> Tensor:
+        return self._numbers[self._ends[number] : self._ends[number + 1]]
+
+    def _taker(self, number: int) -> Callable[[Tensor], None]:
+        total = self._total(number)
+
+        @torch.no_grad()
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            first = number in self._untouched
+            backend().add_fixed_point_(total, parameter.grad, self._largest, STEPS_PER_ONE, first)
+            self._untouched.discard(number)
+            parameter.grad = None
+
+        return take
+
+
+class ElasticStep(TrainStep):
+    """A step on whole weights whose numbers are the same at any number of processes."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizers: Optimizers,
+        scaler: LossScaler,
+        settings: StepSettings,
+        *,
+        seed: int,
+        microbatches: int,
+    ) -> None:
+        super().__init__(model, optimizers, scaler, settings)
+        self._seed, self._microbatches = seed, microbatches
+        self._sums = FixedPointSums(optimizers.parameters, microbatches, settings.device)
+        self._overflow = torch.zeros((), dtype=torch.bool, device=settings.device)
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        lr_share: float,
+        signals: StepSignals = StepSignals(),  # noqa: B008 - frozen
+        before_update: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Learn from this process's micro batches, of which other processes may have more or fewer."""
+        mesh = self._settings.mesh
+        targets = torch.full((), sum(batch.num_targets for batch in batches), dtype=torch.int64, device=self.device)
+        dist.all_reduce(targets)
+        weight = self._poisoned(1.0 / targets)
+        self._sums.start()
+        most = -(-self._microbatches // mesh.layout.data_ranks)
+        for place in range(most):
+            # Every process asks equally often, also one that has a micro batch less.
+            if signals.abandon(place, most):
+                return self._abandoned(signals)
+            if place == len(batches):
+                break
+            batch = batches[place]
+            torch.manual_seed(noise_seed(self._seed, batch.first_sample))
+            loss_sum = self._loss_sum(batch)
+            torch.autograd.backward(loss_sum * weight)
+            self._sums.add_loss(mesh.data_rank + place * mesh.layout.data_ranks, loss_sum.detach())
+        self._sums.reduce(signals.stop, signals.spent_s, signals.void)
+        before_update()
+        total_loss, self._overflow, summed = self._sums.numbers()
+        self._optimizers.take_gradients(self._sums.gradients())
+        loss = (total_loss / targets).float()
+        norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
+        return torch.stack([loss, norm, *summed, targets.float()])
+
+    def _gradient_norm(self) -> Tensor:
+        return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

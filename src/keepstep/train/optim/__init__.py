@@ -1,0 +1,1 @@
+"""Optimizers, learning-rate schedules, gradient clipping and loss scaling."""

@@ -1,0 +1,1 @@
+"""Saving, snapshots, rollback and what a restart needs to know."""

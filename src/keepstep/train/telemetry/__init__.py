@@ -1,0 +1,1 @@
+"""From the numbers of a step to metrics, facts and profiles."""

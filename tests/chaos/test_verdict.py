@@ -1,0 +1,74 @@
+"""What `keepstep chaos` answers about scenarios that could not run, and about impossible numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.chaos import scenarios, verdict
+from keepstep.chaos.experiment import Outcome, UnavailableError
+from keepstep.cli.main import main
+from keepstep.core.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT
+
+
+def outcome(kind: str, passed: bool) -> Outcome:
+    return Outcome(kind, kind, passed, None, None, None, loss_equal=True)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Faults by name: an outcome, or why the scenario cannot run here."""
+    faults: dict[str, Any] = {}
+
+    def try_scenario(_experiment: object, made: Any, _baseline: object) -> Outcome:
+        if isinstance(made, str):
+            raise UnavailableError(made)
+        chosen: Outcome = made
+        return chosen
+
+    def choose_scenarios(*_: object) -> dict[str, Any]:
+        return {kind: lambda made=made: made for kind, made in faults.items()}
+
+    monkeypatch.setattr(verdict, "run_undisturbed", lambda _experiment: {})
+    monkeypatch.setattr(verdict, "try_scenario", try_scenario)
+    monkeypatch.setattr(scenarios, "choose_scenarios", choose_scenarios)
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("faults", "words", "code"),
+    [
+        ({"nan": outcome("nan", True)}, [], EXIT_DONE),
+        ({"nan": outcome("nan", True), "lost-host": "needs root"}, [], EXIT_DONE),
+        ({"nan": outcome("nan", True), "lost-host": "needs root"}, ["--kinds", "nan,lost-host"], EXIT_PREFLIGHT),
+        ({"nan": outcome("nan", False), "lost-host": "needs root"}, ["--kinds", "nan,lost-host"], EXIT_FAILED),
+        ({"lost-host": "needs root"}, [], EXIT_PREFLIGHT),
+    ],
+)
+def test_report_counts_skipped_scenarios_as_no_pass(
+    simulated: dict[str, Any],
+    faults: dict[str, Any],
+    words: list[str],
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    simulated |= faults
+    words = ["chaos", "model=mpt-tiny", "data=synthetic", f"runs_dir={tmp_path}", *words]
+    assert main([*words, "--json"]) == code
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["passed"] is (code == EXIT_DONE)
+    assert answer["left_out"] == {kind: why for kind, why in faults.items() if isinstance(why, str)}
+    assert main(words) == code
+    out = capsys.readouterr().out
+    assert ("skipped: lost-host, needs root" in out) is ("lost-host" in faults)
+    assert out.splitlines()[-1].startswith("passed") is (code == EXIT_DONE)
+
+
+@pytest.mark.parametrize("word", ["--procs=0", "--random=-1", "--mtbf=0", "--timeout=0", "--steps=1"])
+def test_chaos_refuses_impossible_numbers(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "model=mpt-tiny", "data=synthetic", word]) == EXIT_CONFIG
+    assert word.partition("=")[0] in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""config.json files of real models give the shapes we know; what the decoder cannot compute is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.config.hf_config import model_config_from_hf
+from keepstep.config.presets import PRESETS
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import CheckpointError, ConfigError
+from keepstep.interop.hf_names import export_parameters, import_parameters
+from keepstep.models.size import parameter_count
+from tests.models.model_variants import VARIANTS, build
+
+LLAMA_1B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MPT_7B: dict[str, Any] = {
+    "model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4, "max_seq_len": 2048,
+    "vocab_size": 50432, "no_bias": True, "learned_pos_emb": True, "logit_scale": None,
+    "norm_type": "low_precision_layernorm",
+    "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "qk_ln": False, "softmax_scale": None},
+}  # fmt: skip
+QWEN3_06B: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1000000,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_scaling": None, "use_sliding_window": False,
+    "sliding_window": None, "max_window_layers": 28,
+}  # fmt: skip
+QWEN2_05B: dict[str, Any] = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1000000.0,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "use_sliding_window": False,
+    "sliding_window": 131072, "max_window_layers": 24,
+}  # fmt: skip
+
+
+def test_old_llama_config_gives_preset_and_scaling() -> None:
+    config = ModelConfig(**model_config_from_hf(LLAMA_1B))
+    assert parameter_count(config) == 1_235_814_400
+    assert config.rotary_base == PRESETS["llama-1b"]["rotary_base"]
+    assert config.rotary_scaling is not None
+    assert config.rotary_scaling["factor"] == 32.0
+
+
+@pytest.mark.parametrize(
+    ("described", "count"),
+    [(MPT_7B, 6_649_286_656), (QWEN3_06B, 596_049_920), (QWEN2_05B, 494_032_768)],
+    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b"],
+)
+def test_released_models_have_their_known_number_of_parameters(described: dict[str, Any], count: int) -> None:
+    assert parameter_count(ModelConfig(**model_config_from_hf(described))) == count
+
+
+def test_sliding_window_switched_off_is_off() -> None:
+    assert model_config_from_hf(QWEN2_05B)["sliding_window"] == 0
+    mistral = {**LLAMA_1B, "model_type": "mistral", "sliding_window": 4096}
+    assert model_config_from_hf(mistral)["sliding_window"] == 4096
+    assert model_config_from_hf({**mistral, "sliding_window": None})["sliding_window"] == 0
+
+
+def test_sliding_window_defaults_to_the_familys() -> None:
+    unsaid = {**LLAMA_1B, "model_type": "mistral"}
+    assert model_config_from_hf(unsaid)["sliding_window"] == 4096
+    assert model_config_from_hf(LLAMA_1B)["sliding_window"] == 0
+    qwen = {key: value for key, value in QWEN2_05B.items() if key not in ("sliding_window", "max_window_layers")}
+    assert model_config_from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0})["sliding_window"] == 4096
+    with pytest.raises(ConfigError, match="mixes layers"):
+        model_config_from_hf({**qwen, "use_sliding_window": True})
+
+
+def test_vocabulary_below_the_weights_is_refused() -> None:
+    config = VARIANTS["grouped rotary"]
+    tensors = dict(export_parameters(build(config).state_dict(), config, "llama"))
+    with pytest.raises(CheckpointError, match=r"rows, more than model\.vocab \(5\)"):
+        dict(import_parameters(tensors, replace(config, vocab=5, vocab_multiple=1), "llama"))
+
+
+@pytest.mark.parametrize(
+    ("described", "named"),
+    [
+        ({**LLAMA_1B, "model_type": "mixtral"}, "mixtral.*this decoder has no experts"),
+        ({**LLAMA_1B, "hidden_act": "gelu"}, "hidden_act"),
+        ({**LLAMA_1B, "attention_bias": True}, "attention_bias"),
+        ({**LLAMA_1B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({**LLAMA_1B, "model_type": "gemma2"}, "this decoder has no soft-capped logits"),
+        ({**MPT_7B, "logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
+        ({**MPT_7B, "attn_config": {"qk_ln": True}}, "qk_ln"),
+        ({**QWEN2_05B, "use_sliding_window": True, "max_window_layers": 12}, "sliding window"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_hf_config_refuses_what_our_decoder_does_not_compute(described: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        model_config_from_hf(described)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 99999999999999999999},
+        {"hidden_size": -64},
+        {"num_attention_heads": 0},
+        {"vocab_size": True},
+        {"vocab_size": "many"},
+        {"intermediate_size": 1e300},
+        {"rms_norm_eps": "x"},
+        {"rms_norm_eps": float("nan")},
+        {"rope_theta": [1]},
+        {"rope_parameters": "x"},
+        {"rope_scaling": 3},
+        {"tie_word_embeddings": "perhaps"},
+        {"sliding_window": "wide", "model_type": "mistral"},
+        {"layer_types": 5, "model_type": "mistral"},
+    ],
+    ids=str,
+)
+def test_hf_config_with_a_damaged_value_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        model_config_from_hf({**LLAMA_1B, **change})
+
+
+def test_missing_and_left_over_tensors_are_errors() -> None:
+    config = VARIANTS["grouped rotary"]
+    tensors = dict(export_parameters(build(config).state_dict(), config, "llama"))
+    with pytest.raises(CheckpointError, match=r"1 tensors have no place.*experts"):
+        dict(import_parameters({**tensors, "model.layers.0.experts.weight": torch.zeros(1)}, config, "llama"))
+    del tensors["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
+        dict(import_parameters(tensors, config, "llama"))
+
+
+def test_import_without_prefix_and_with_derived_tensors() -> None:
+    config = VARIANTS["learned"]
+    state = build(config).state_dict()
+    exported = export_parameters(state, config, "gpt2")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in exported}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
+    loaded = dict(import_parameters(tensors, config, "gpt2"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())

@@ -1,0 +1,106 @@
+"""The page, the report and TensorBoard show what the run recorded: each number is read off the picture's data."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keepstep.observe import report
+from keepstep.observe.history import History
+from keepstep.observe.plot import draw_figure
+from keepstep.observe.run_folder import JsonLines, Record, is_validation
+from keepstep.observe.sinks.trackers import FOUNDRY_TAGS, TensorBoardSink
+from keepstep.observe.view import SERIES, SPLIT, plan_and_measured, series
+from tests.observe.make_runs import Writer
+
+STEPS = 120
+NEVER_SMOOTHED = ("valid_loss", "lr", "memory_gib")
+
+
+def recorded(root: Path, *, mfu: bool = True) -> History:
+    writer = Writer(root, steps=STEPS, save_every=30, now=time.time() - 600)
+    made = writer.line
+    writer.line = lambda: {  # type: ignore[method-assign]
+        **{name: value for name, value in made().items() if mfu or name != "mfu"},
+        "memory_gib": 60.0 + writer.step % 7,
+    }
+    writer.start()
+    writer.take(STEPS)
+    writer.finish()
+    history = History(writer.folder)
+    history.refresh()
+    return history
+
+
+def lines_of(history: History) -> list[Record]:
+    return JsonLines(history.folder.metrics).read()
+
+
+def recorded_values(history: History, name: str) -> dict[float, float]:
+    return {line["step"]: line[name] for line in lines_of(history) if name in line}
+
+
+@pytest.mark.parametrize("pieces", [17, STEPS * 2])
+def test_series_hold_raw_values_next_to_smoothed_ones(tmp_path: Path, pieces: int) -> None:
+    history = recorded(tmp_path / "run")
+    names = [*SERIES, *(f"split.{part}" for part in SPLIT), "valid_loss"]
+    shown = series(history, names, pieces, 0.98)
+    for name in ("loss", "grad_norm", "tokens_per_s", "mfu", "step_s", *NEVER_SMOOTHED):
+        values, curve = recorded_values(history, name), shown[name]
+        assert curve["raw"] == pytest.approx([values[step] for step in curve["steps"]], rel=1e-6), name
+        assert curve["steps"][-1] == STEPS, "nothing beyond the run's end"
+        assert (curve["smooth"] == curve["raw"]) == (name in NEVER_SMOOTHED), name
+
+
+def test_report_draws_raw_values(tmp_path: Path) -> None:
+    history = recorded(tmp_path / "run")
+    drawn = {title: draw_figure(lines, title=title).axes[0].get_lines() for title, lines in report.curves(history)}
+    for title, name in (("Learning rate", "lr"), ("Peak memory in GiB", "memory_gib")):
+        (line,) = drawn[title]
+        assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == pytest.approx(
+            recorded_values(history, name)
+        )
+    raw, smoothed, validation = drawn["Loss"]
+    assert list(raw.get_ydata()) == list(recorded_values(history, "loss").values())
+    assert smoothed.get_label() == "training, smoothed 0.9"
+    assert list(validation.get_ydata()) == pytest.approx(list(recorded_values(history, "valid_loss").values()))
+
+
+def test_tensorboard_gets_raw_values(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    history = recorded(tmp_path / "run")
+    sink = TensorBoardSink(tmp_path / "board")
+    for line in lines_of(history):
+        sink.write("metrics", line)
+    sink.close()
+    (path,) = (tmp_path / "board").iterdir()
+    written: dict[str, dict[int, float]] = {}
+    for event in loader.LegacyEventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            written.setdefault(value.tag, {})[event.step] = value.simple_value
+    for name in ("loss", "lr", "valid_loss", "mfu"):
+        assert written[FOUNDRY_TAGS[name]] == pytest.approx(recorded_values(history, name), rel=1e-6), name
+
+
+def test_unknown_peak_leaves_mfu_out_everywhere(tmp_path: Path) -> None:
+    history = recorded(tmp_path / "run", mfu=False)
+    assert "mfu" not in series(history, SERIES, 100, 0.9)
+    assert not any("FLOPs" in title for title, _ in report.curves(history))
+    assert not [row for row in plan_and_measured(history) if row["what"] == "mfu"]
+    assert "MFU" not in report.markdown(history, time.time())
+
+
+def test_validation_of_a_run_that_went_back_ends_with_the_run(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", steps=STEPS, save_every=30, now=time.time() - 600)
+    writer.start()
+    writer.take(60)
+    writer.fault()
+    writer.recover(lost=25)
+    writer.take(5)
+    history = History(writer.folder)
+    history.refresh()
+    assert any(is_validation(line) and line["step"] == 60 for line in lines_of(history)), "the file has what was lost"
+    shown = series(history, ["loss", "valid_loss"], 500, 0.9)
+    assert np.max(shown["loss"]["steps"]) == 40
+    assert shown["valid_loss"]["steps"] == [30]

@@ -203,7 +203,7 @@ def notebook_client(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     resources = {"metadata": {"path": str(folder)}}
-    return nbclient.NotebookClient(notebook, timeout=300, kernel_name="this", resources=resources)
+    return nbclient.NotebookClient(notebook, timeout=int(PATIENCE_S), kernel_name="this", resources=resources)
 
 
 def notebook_cells() -> list[str]:

@@ -30,6 +30,7 @@ from keepstep.data.batch import Batch
 from keepstep.parallel.mesh import ParallelMesh, build_mesh
 from keepstep.parallel.world import joined_world
 from keepstep.train.build import Learner, build_learner
+from tests.patience import PATIENCE_S
 
 STEPS = 10
 
@@ -119,7 +120,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     ranks = from_environment()
-    with joined_world(ranks, torch.device("cpu"), timeout_s=120):
+    with joined_world(ranks, torch.device("cpu"), timeout_s=PATIENCE_S):
         for case in json.loads(cases_file.read_text()):
             started = time.perf_counter()
             results[case["name"]] = run_case(case)

@@ -228,7 +228,7 @@ def test_second_ctrl_c_lets_a_save_finish(tmp_path: Path, capfd: pytest.CaptureF
         while not (tmp_path / "writing").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1.2)
+        time.sleep(2.5)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt_twice, daemon=True).start()

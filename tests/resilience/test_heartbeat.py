@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.resilience.heartbeat import Heartbeat, HeartbeatTable
 
 
-def test_heartbeat_is_overdue_after_its_own_limit() -> None:
+def test_heartbeat_is_overdue_after_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("keepstep.resilience.heartbeat.time.monotonic", lambda: now[0])
     table = HeartbeatTable(2)
     table.clear(1000.0)
     heartbeat = Heartbeat(table.path, 1, ResilienceConfig(hang_s=1.0, start_timeout_s=1000.0))
@@ -18,7 +18,7 @@ def test_heartbeat_is_overdue_after_its_own_limit() -> None:
         heartbeat.stepped(step)
     assert table.read(1).step == 3
     assert not table.read(1).overdue
-    time.sleep(1.5)
+    now[0] += 1.5
     assert table.read(1).overdue
     assert not table.read(0).overdue, "it is still starting, which takes long"
     heartbeat.busy()

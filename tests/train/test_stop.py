@@ -85,7 +85,7 @@ def test_second_interrupt_lets_a_save_finish(tmp_path: Path) -> None:
     wait_for_first_step(run, tmp_path)
     run.process.send_signal(signal.SIGINT)
     run.wait_until(lambda: any((tmp_path / "run" / "checkpoints").glob("step_*/*")))
-    time.sleep(ONE_REQUEST_S + 0.5)
+    time.sleep(ONE_REQUEST_S + 1)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 128 + signal.SIGINT, run.output
     (saved,) = committed_steps(tmp_path)

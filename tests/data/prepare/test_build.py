@@ -40,6 +40,7 @@ from keepstep.data.prepare.sources import find_files
 from keepstep.data.prepare.task import TaskRun, proof_sample
 from keepstep.data.prepare.worker_pool import Progress
 from keepstep.data.tokenization import Encoder, load, train_bpe
+from tests.patience import PATIENCE_S
 
 SMALL_TASK = 40_000
 
@@ -439,7 +440,7 @@ def test_workers_end_when_whoever_started_them_is_killed(tmp_path: Path, corpus:
             time.sleep(0.01)
         process.kill()
         # Each worker has the other end open: it closes with the last of them.
-        assert select.select([reader], [], [], 60)[0], "workers are still there"
+        assert select.select([reader], [], [], PATIENCE_S)[0], "workers are still there"
         assert os.read(reader, 1) == b""
         assert "Traceback" not in said.read_text()
     finally:

@@ -388,7 +388,9 @@ def test_processes_of_a_node_fetch_each_file_once_even_when_one_is_killed(web: W
     names = sorted(path.name for path in (data / "mds").glob("*.mds"))
     command = [sys.executable, "-c", _FETCH, str(tmp_path), *(web.address(f"mds/{name}") for name in names)]
     victim = subprocess.Popen(command)
-    time.sleep(0.8)
+    while not list(tmp_path.glob("files/*")):
+        assert victim.poll() is None
+        time.sleep(0.002)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     _Quiet.counts.clear()

@@ -209,8 +209,8 @@ def process(*words: str, log: Path, **variables: str) -> Iterator[subprocess.Pop
                 started.wait()
 
 
-def until(what: str, check: Callable[[], Any], seconds: float) -> Any:
-    end = time.monotonic() + seconds
+def until(what: str, check: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         try:
             if found := check():
@@ -218,7 +218,7 @@ def until(what: str, check: Callable[[], Any], seconds: float) -> Any:
         except OSError:
             pass
         time.sleep(0.3)
-    pytest.fail(f"{what} did not come within {seconds:g} s")
+    pytest.fail(f"{what} did not come within {PATIENCE_S:g} s")
 
 
 def ask_prometheus(port: int, query: str) -> list[Any]:
@@ -257,8 +257,8 @@ def test_prometheus_scrapes_a_run_for_every_dashboard_query(tmp_path: Path) -> N
         process("prometheus", *prometheus, log=tmp_path / "prometheus.log"),
         process(sys.executable, "-m", "keepstep", "train", *train, log=tmp_path / "train.log", OMP_NUM_THREADS="1"),
     ):
-        until("the first steps", lambda: ask_prometheus(web_port, "keepstep_checkpoints_total > 1"), 120)
-        until("both ranks", lambda: len(ask_prometheus(web_port, "keepstep_rank_step_seconds")) == 2, 60)
+        until("the first steps", lambda: ask_prometheus(web_port, "keepstep_checkpoints_total > 1"))
+        until("both ranks", lambda: len(ask_prometheus(web_port, "keepstep_rank_step_seconds")) == 2)
         empty = [query for name in NAMES for query in queries(name)]
 
         def all_have_data() -> bool:
@@ -269,7 +269,7 @@ def test_prometheus_scrapes_a_run_for_every_dashboard_query(tmp_path: Path) -> N
         while not all_have_data() and time.monotonic() < end:
             time.sleep(1)
         assert empty == [], "dashboard queries without data"
-        until("the first recorded rule", lambda: ask_prometheus(web_port, "keepstep:step_seconds:p50_5m"), 60)
+        until("the first recorded rule", lambda: ask_prometheus(web_port, "keepstep:step_seconds:p50_5m"))
         health = json.loads(fetch(f"http://127.0.0.1:{web_port}/api/v1/rules"))
         broken = [rule for group in health["data"]["groups"] for rule in group["rules"] if rule["health"] == "err"]
         assert broken == []

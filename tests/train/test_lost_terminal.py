@@ -88,7 +88,11 @@ def test_full_disk_under_the_log_does_not_end_the_run(tmp_path: Path, restarts: 
     words = [*TINY, f"runs_dir={tmp_path}", f"resilience.max_restarts={restarts}", "--procs", "1"]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "keepstep", "train", *words], stdout=full, stderr=full, env=ENVIRONMENT, timeout=PATIENCE_S
+            [sys.executable, "-m", "keepstep", "train", *words],
+            stdout=full,
+            stderr=full,
+            env=ENVIRONMENT,
+            timeout=PATIENCE_S,
         )
     assert done.returncode == 0
     assert len(losses(tmp_path)) == 6

@@ -86,7 +86,8 @@ class BackgroundRun:
             ended = self.process.poll() is not None
             if condition():
                 return
-            assert not ended and time.monotonic() < deadline, self.output
+            assert not ended, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.005)
 
     def wait_for(self, text: str) -> None:

@@ -200,7 +200,9 @@ def ask(kind: str, request: bytes) -> int:
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     assert status < 500 or status in _STANDARD_REFUSALS, f"status {status}: {body[:200]!r}"
-    if status == 200 and b"application/json" in head and b"Content-Encoding" not in head and body:
+    # What follows the answer to HEAD is the answer to the next request.
+    has_body = body and not request.lstrip().startswith(b"HEAD")
+    if status == 200 and b"application/json" in head and b"Content-Encoding" not in head and has_body:
         length = int(head.lower().partition(b"content-length:")[2].split()[0])
         json.loads(body[:length], parse_constant=_no_constant)
     return 0 if status < 400 else 2

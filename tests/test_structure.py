@@ -11,10 +11,10 @@ import pytest
 
 from tests.doc_blocks import ROOT
 
-MOST_LINES = 47_500
+MOST_LINES = 48_600
 """Python lines in src. Delete before you add; raise this on purpose, not by accident.
 
-It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion and priced requests came.
+It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion, priced requests and `serve` came.
 """
 
 

@@ -36,6 +36,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "finetune": ("keepstep.cli.train:add_finetune", "fine-tune a model on conversations, all weights or LoRA adapters"),
     "eval": ("keepstep.cli.model", "measure perplexity on text and the accuracy of tool calls"),
     "chat": ("keepstep.cli.model:add_chat", "chat with a checkpoint, with tools that it may call"),
+    "serve": ("keepstep.cli.serve", "serve a checkpoint to OpenAI clients: chat, tools, streaming"),
     "import": ("keepstep.cli.exchange:add_import", "create a run from a Hugging Face model"),
     "export": ("keepstep.cli.exchange:add_export", "write a model that transformers and vLLM load"),
     "bench": ("keepstep.cli.bench", "measure a training step on this machine"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from keepstep.cli.access import add_access, read_access
 from keepstep.cli.parser import add_action, add_actions
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
@@ -67,11 +67,7 @@ def add_ui(parser: argparse.ArgumentParser) -> None:
     """Options of `keepstep ui`."""
     add = parser.add_argument
     add("runs_dir", nargs="?", default="runs", help="a folder of runs, or one run (default: runs)")
-    host = "address to listen on; any other than loopback needs a token (default: 127.0.0.1)"
-    add("--host", default="127.0.0.1", help=host)
-    add("--port", type=int, default=8080, help="port to listen on; 0 chooses a free one (default: 8080)")
-    token = "`auto` creates a token that visitors need; your own goes into KEEPSTEP_UI_TOKEN"
-    add("--token", default="", metavar="auto", help=token)
+    add_access(parser, 8080)
     add("--no-cache", action="store_true", help="do not store parsed curves in your cache folder")
     add("--until-stdin-closes", action="store_true", help="stop when the process that started this one exits")
     parser.set_defaults(call=_ui)
@@ -234,7 +230,6 @@ def _report(args: argparse.Namespace) -> int:
 
 def _ui(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    from keepstep.observe.access import Access, new_token
     from keepstep.observe.page.server import PageServer
 
     runs_dir, chosen = Path(args.runs_dir), ""
@@ -242,13 +237,8 @@ def _ui(args: argparse.Namespace) -> int:
         raise UsageError(f"{runs_dir} is not a folder", "give the folder of your runs (runs_dir in run.yaml)")
     if RunFolder(runs_dir).is_run:
         runs_dir, chosen = runs_dir.resolve().parent, f"#run={quote(runs_dir.resolve().name)}"
-    if args.token not in ("", "auto"):
-        message = "a token on the command line is visible to every user of this machine"
-        raise UsageError(message, "--token auto, or set KEEPSTEP_UI_TOKEN to your token")
-    token = args.token or os.environ.get("KEEPSTEP_UI_TOKEN", "")
-    token = new_token() if token == "auto" else token
     cache_dir = None if args.no_cache else default_cache_dir()
-    server = PageServer(runs_dir, Access(args.host, args.port, token), cache_dir)
+    server = PageServer(runs_dir, read_access(args), cache_dir)
     threading.Thread(target=server.warm, daemon=True).start()
     if args.until_stdin_closes:
         threading.Thread(target=_shut_down_when_stdin_closes, args=(server,), daemon=True).start()

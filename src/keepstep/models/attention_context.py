@@ -6,6 +6,8 @@ heads, e head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,26 @@ class KeyValueCache:
     def advance(self, tokens: int) -> None:
         """All blocks have stored this many new tokens."""
         self.length += tokens
+
+    @staticmethod
+    def gathered(rows: Sequence[tuple[KeyValueCache, int]], capacity: int) -> KeyValueCache:
+        """A cache with copies of these rows (cache, number), each without its padding and aligned on the right."""
+        paddings = [0 if cache.padding_b is None else int(cache.padding_b[row]) for cache, row in rows]
+        held = [cache.length - padding for (cache, _), padding in zip(rows, paddings, strict=True)]
+        longest, first = max(held), rows[0][0]
+        made = KeyValueCache(len(first._keys), capacity)
+        made.length = longest
+        for layer in range(len(first._keys)):
+            for kept, source in ((made._keys, "_keys"), (made._values, "_values")):
+                tensors = [getattr(cache, source)[layer] for cache, _ in rows]
+                # Zeros, because padding is multiplied by zero, and memory that was never written could hold NaN.
+                room = kept[layer] = tensors[0].new_zeros(len(rows), capacity, *tensors[0].shape[2:])
+                for place, (tensor, (cache, row)) in enumerate(zip(tensors, rows, strict=True)):
+                    room[place, longest - held[place] : longest] = tensor[row, paddings[place] : cache.length]
+        if min(held) < longest:
+            device = room.device
+            made.padding_b = torch.tensor([longest - tokens for tokens in held], device=device)
+        return made
 
     def check_room(self, tokens: int) -> None:
         """Raise where this many more tokens do not fit."""

@@ -18,7 +18,7 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.messages import invalid_value
@@ -103,16 +103,9 @@ class Handler(BaseHTTPRequestHandler):
             # A body that nobody reads would be taken for the next request; this also closes the connection.
             self.send_error(HTTPStatus.BAD_REQUEST, "a request must not have a body")
             return
-        try:
-            parts = urlsplit(self.path)
-            query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
-            admitted = self.server.access.admits(self.headers.get("Host", ""), self._offered(query))
-        except ValueError:
-            self._send(Answer(b"the address is not valid\n", status=HTTPStatus.BAD_REQUEST))
+        if (asked := self._admitted()) is None:
             return
-        if not admitted:
-            self._send(Answer(b"a token is needed: open the link that keepstep printed\n", status=HTTPStatus.FORBIDDEN))
-            return
+        parts, query = asked
         if "token" in query and not parts.path.startswith("/api"):
             self._store_token()
             return
@@ -123,6 +116,20 @@ class Handler(BaseHTTPRequestHandler):
             text = f"{type(error).__name__}: {error}\n".encode()
             answer = Answer(text, status=HTTPStatus.INTERNAL_SERVER_ERROR)
         self._send(answer)
+
+    def _admitted(self) -> tuple[SplitResult, dict[str, str]] | None:
+        """Address and query of a request that may be answered; None if it was refused, with an answer."""
+        try:
+            parts = urlsplit(self.path)
+            query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+            admitted = self.server.access.admits(self.headers.get("Host", ""), self._offered(query))
+        except ValueError:
+            self._send(Answer(b"the address is not valid\n", status=HTTPStatus.BAD_REQUEST))
+            return None
+        if not admitted:
+            self._send(self.server.refusal)
+            return None
+        return parts, query
 
     do_HEAD = do_GET  # noqa: N815 - the name that the parent calls; `_send` leaves the body out
 
@@ -192,6 +199,9 @@ class AccessServer(ThreadingTCPServer):
     request_queue_size = 1024
     most_clients = 128
     patience_s = 30.0
+    handler: type[Handler] = Handler
+    refusal = Answer(b"a token is needed: open the link that keepstep printed\n", status=HTTPStatus.FORBIDDEN)
+    """The answer for a client without the right token."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -200,7 +210,7 @@ class AccessServer(ThreadingTCPServer):
         try:
             if ":" in access.host:
                 self.address_family = socket.AF_INET6
-            super().__init__((access.host, access.port), Handler)
+            super().__init__((access.host, access.port), self.handler)
         except OSError as error:
             message = f"cannot listen on {access.host}:{access.port}: {error.strerror}"
             raise HardwareError(message, "another --port, or 0 for a free one") from None

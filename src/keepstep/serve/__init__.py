@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server for trying and evaluating a model."""

@@ -1,0 +1,222 @@
+"""OpenAI's chat completions: a request's JSON → what to generate, and the JSON of answers and their pieces.
+
+What a request asks for and this server does not do is refused by name, never ignored: a client that asks for
+log-probabilities must not believe that it got an answer without any on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from keepstep.data.chat.rows import BadRow, Tool, cleaned, parsed_list, tool
+from keepstep.evaluate.ast_check import Call, MalformedCall, parse_calls
+from keepstep.evaluate.chat_model import Prompt, is_valid_text
+
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1), "logprobs": (None, False), "top_logprobs": (None, 0), "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0), "logit_bias": (None, {}), "audio": (None,), "functions": (None, []),
+    "function_call": (None,),
+}  # fmt: skip
+"""Parameters that change an answer, and the values with which they do not."""
+_CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Texts that open a call inside an answer; a text that starts with a bracket may be one from its beginning."""
+MAX_STOPS = 4
+
+
+class RequestError(Exception):
+    """A request that is refused: the HTTP status, and the parameter at fault."""
+
+    def __init__(self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+    def as_json(self) -> dict[str, Any]:
+        """The body of an error answer."""
+        kinds = {HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
+        own_fault = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = "server_error" if own_fault else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client asks for."""
+
+    model: str
+    prompt: Prompt
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int
+    stops: tuple[str, ...]
+    stream: bool
+    with_usage: bool
+    """Whether a stream ends with the number of tokens."""
+    forced: tuple[str, ...]
+    """Functions of which one must be called; empty if none must be."""
+    schema: Any
+    """JSON Schema of the whole answer; None for any text."""
+    most_calls: int | None
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """The request of a POST body. Raises RequestError."""
+    given = _object(body)
+    for name, harmless in _REFUSED.items():
+        if given.get(name) not in harmless:
+            raise RequestError(f"{name} = {given[name]!r} is not supported", name)
+    limit = given.get("max_completion_tokens", given.get("max_tokens"))
+    tools = _tools(given)
+    forced = _forced(given.get("tool_choice"), tools)
+    try:
+        messages = cleaned(given.get("messages"))
+    except BadRow as bad:
+        raise RequestError(str(bad), "messages") from None
+    return ChatRequest(
+        model=str(given.get("model") or ""),
+        # Without the right to call, the model need not know the tools.
+        prompt=Prompt(messages, () if given.get("tool_choice") == "none" else tools),
+        max_new_tokens=None if limit is None else int(_number(limit, "max_completion_tokens", 1, 1 << 31)),
+        temperature=_number(given.get("temperature"), "temperature", 0, 2, default=1.0),
+        top_p=_number(given.get("top_p"), "top_p", 1e-9, 1, default=1.0),
+        seed=int(_number(given.get("seed"), "seed", 0, 2**63 - 1, default=secrets.randbits(62))),
+        stops=_stops(given.get("stop")),
+        stream=bool(given.get("stream")),
+        with_usage=bool((given.get("stream_options") or {}).get("include_usage")),
+        forced=forced,
+        schema=_schema(given.get("response_format")),
+        most_calls=1 if given.get("parallel_tool_calls") is False else None,
+    )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(body)
+        if isinstance(given, dict) and is_valid_text(json.dumps(given, ensure_ascii=False)):
+            return given
+    except (ValueError, RecursionError):
+        pass
+    raise RequestError("the body is not a JSON object in UTF-8")
+
+
+def _number(value: Any, name: str, least: float, most: float, default: float = 0.0) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise RequestError(f"{name} = {value!r} must be a number from {least:g} to {most:g}", name)
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"stop must be a text or a list of at most {MAX_STOPS}", "stop")
+    return tuple(text for text in texts if text)
+
+
+def _tools(given: Mapping[str, Any]) -> tuple[Tool, ...]:
+    try:
+        return tuple(tool(item) for item in parsed_list(given.get("tools"), "tools"))
+    except BadRow as bad:
+        raise RequestError(str(bad), "tools") from None
+
+
+def _forced(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
+    names = tuple(item["function"]["name"] for item in tools)
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required" and names:
+        return names
+    if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+        name = choice["function"].get("name")
+        if name in names:
+            return (name,)
+    raise RequestError(f"tool_choice = {choice!r} fits none of the tools", "tool_choice")
+
+
+def _schema(form: Any) -> Any:
+    if form is None or form == {"type": "text"}:
+        return None
+    if isinstance(form, dict) and form.get("type") == "json_object":
+        return {"type": "object"}
+    if isinstance(form, dict) and form.get("type") == "json_schema" and isinstance(form.get("json_schema"), dict):
+        return form["json_schema"].get("schema", True)
+    raise RequestError("response_format must be of type text, json_object or json_schema", "response_format")
+
+
+def split_answer(text: str, most_calls: int | None) -> tuple[str, list[Call]]:
+    """Text and calls of a whole answer; a call that cannot be parsed stays text."""
+    try:
+        calls = parse_calls(text)
+    except MalformedCall:
+        calls = []
+    if not calls:
+        return text, []
+    before = min((text.find(mark) for mark in _CALL_MARKS if mark in text), default=0)
+    return text[:before].strip(), calls[:most_calls]
+
+
+def sure_length(text: str, with_tools: bool, stops: Sequence[str]) -> int:
+    """How much of an unfinished answer is surely shown text: no stop or call may begin there."""
+    marks = [*stops, *(_CALL_MARKS if with_tools else ())]
+    if with_tools and text.lstrip()[:1] in ("{", "[", ""):
+        return 0
+    found = [text.find(mark) for mark in marks if mark in text]
+    return min([*found, len(text) - max((_overlap(text, mark) for mark in marks), default=0)])
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `mark`."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+@dataclass
+class Reply:
+    """One answer in OpenAI's form, whole or piece by piece."""
+
+    model: str
+    prompt_tokens: int
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, text: str, calls: Sequence[Call], reason: str, tokens: int) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [_call(made) for made in calls]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        return self._object("chat.completion", [choice]) | {"usage": self.usage(tokens)}
+
+    def piece(self, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+        """One part of a stream."""
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self._object("chat.completion.chunk", [choice])
+
+    def call_pieces(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+        """Parts of a stream with one call each."""
+        for index, made in enumerate(calls):
+            yield self.piece({"tool_calls": [{"index": index, **_call(made)}]})
+
+    def usage_piece(self, tokens: int) -> dict[str, Any]:
+        """The part that `stream_options.include_usage` asks for."""
+        return self._object("chat.completion.chunk", []) | {"usage": self.usage(tokens)}
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        """Tokens of prompt and answer."""
+        total = self.prompt_tokens + tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _call(made: Call) -> dict[str, Any]:
+    name, arguments = made
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -1,0 +1,361 @@
+"""Which texts are a beginning of JSON that fits a schema: what constrained decoding asks after every token.
+
+A state is a stack of what must still come, the next thing first. A set of states is kept, because a text may be the
+beginning of several alternatives. Each character leads from one set to the next; an empty set means that the text
+cannot become valid any more.
+
+Enforced: types, enum, const, properties, required, items, minItems, maxItems, anyOf, oneOf, $ref. Objects get no other
+than their declared properties. Not enforced: numeric bounds, patterns and formats of strings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from typing import Literal as TypingLiteral
+
+State = tuple[Any, ...]
+States = frozenset[State]
+
+_MAX_NODES = 10_000
+
+
+@dataclass(eq=False)
+class Literal:
+    """One of these texts."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Text:
+    """A string; its opening quote is still to come."""
+
+
+@dataclass(eq=False)
+class Number:
+    """A number, or a whole number."""
+
+    whole: bool
+
+
+@dataclass(eq=False)
+class Choice:
+    """Any of these."""
+
+    options: list[Node] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Array:
+    """A list of items."""
+
+    item: Node
+    fewest: int = 0
+    most: int | None = None
+
+
+@dataclass(eq=False)
+class Object:
+    """An object with these properties; without any, with whatever names and values."""
+
+    properties: dict[str, Node]
+    required: frozenset[str]
+
+
+Node = Literal | Text | Number | Choice | Array | Object
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The rest of a literal."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class _InText:
+    """Inside a string; `hexadecimal` digits of an escape are still to come, or -1 right after a backslash."""
+
+    hexadecimal: int = 0
+
+
+@dataclass(frozen=True)
+class _InNumber:
+    whole: bool
+    phase: str
+
+
+@dataclass(frozen=True)
+class _InArray:
+    array: Array
+    count: int
+    first: bool
+
+
+@dataclass(frozen=True)
+class _InObject:
+    object: Object
+    seen: frozenset[str]
+    phase: Phase
+
+
+Phase = TypingLiteral["opened", "after a value", "after a comma"]
+
+
+@dataclass(frozen=True)
+class _Space:
+    """At most one space, as models write it after a comma or colon."""
+
+
+_SPACE = _Space()
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be followed; the text says why."""
+
+
+def compile_schema(schema: Any) -> Node:
+    """The grammar of a JSON Schema. Raises SchemaError."""
+    try:
+        node = _Compiler(schema).node(schema)
+        _check_begins(node)
+    except RecursionError:
+        raise SchemaError("the schema is nested too deeply, or refers to itself without end") from None
+    return node
+
+
+def _check_begins(node: Node) -> None:
+    """Choose as the first character will: a choice that leads to itself would never end."""
+    parts = node.options if isinstance(node, Choice) else []
+    for option in parts:
+        _check_begins(option)
+
+
+def any_json() -> Choice:
+    """Any JSON value."""
+    anything = Choice()
+    anything.options += [Object({}, frozenset()), Array(anything), Text(), Number(whole=False)]
+    anything.options += [Literal(("true", "false", "null"))]
+    return anything
+
+
+_ANY = any_json()
+
+
+class _Compiler:
+    """One schema; references lead to parts of it."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._referred: dict[str, Choice] = {}
+        self._made = 0
+
+    def node(self, schema: Any) -> Node:
+        self._made += 1
+        if self._made > _MAX_NODES:
+            raise SchemaError(f"the schema has more than {_MAX_NODES:,} parts")
+        if schema is True or schema == {}:
+            return _ANY
+        if not isinstance(schema, Mapping):
+            raise SchemaError(f"a schema is {type(schema).__name__}, not an object")
+        if "$ref" in schema:
+            return self._reference(str(schema["$ref"]))
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            if not isinstance(values, list) or not values:
+                raise SchemaError("enum is not a list with at least one value")
+            return Literal(tuple(json.dumps(value, ensure_ascii=False) for value in values))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                return Choice([self.node(option) for option in schema[key]])
+        if isinstance(schema.get("type"), list):
+            return Choice([self._typed(schema, str(kind)) for kind in schema["type"]])
+        implied = "object" if "properties" in schema else "array" if "items" in schema else ""
+        kind = str(schema.get("type") or implied)
+        return self._typed(schema, kind) if kind else _ANY
+
+    def _typed(self, schema: Mapping[str, Any], kind: str) -> Node:
+        match kind:
+            case "string":
+                return Text()
+            case "integer" | "number":
+                return Number(kind == "integer")
+            case "boolean":
+                return Literal(("true", "false"))
+            case "null":
+                return Literal(("null",))
+            case "array":
+                fewest, most = schema.get("minItems", 0), schema.get("maxItems")
+                if not isinstance(fewest, int) or not isinstance(most, int | None):
+                    raise SchemaError("minItems and maxItems must be whole numbers")
+                return Array(self.node(schema.get("items", True)), fewest, most)
+            case "object":
+                return self._object(schema)
+        raise SchemaError(f"type {kind!r} is none of JSON's")
+
+    def _object(self, schema: Mapping[str, Any]) -> Node:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise SchemaError("properties must be an object, and required a list")
+        made = {str(name): self.node(part) for name, part in properties.items()}
+        missing = [name for name in required if name not in made]
+        if made and missing:
+            raise SchemaError(f"required names {missing[0]!r}, which is no property")
+        return Object(made, frozenset(required if made else ()))
+
+    def _reference(self, pointer: str) -> Node:
+        if pointer not in self._referred:
+            # Known before it is compiled: it may refer to itself.
+            choice = self._referred[pointer] = Choice()
+            part = self._root
+            try:
+                for name in pointer.removeprefix("#").split("/")[1:]:
+                    part = part[name.replace("~1", "/").replace("~0", "~")]
+            except (KeyError, TypeError):
+                raise SchemaError(f"$ref {pointer!r} leads nowhere") from None
+            choice.options.append(self.node(part))
+        return self._referred[pointer]
+
+
+def start(*parts: str | Node) -> States:
+    """The states before the first character of these parts, one after the other."""
+    return frozenset({tuple(_Rest(part) if isinstance(part, str) else part for part in parts if part != "")})
+
+
+def advance(states: States, text: str) -> States:
+    """The states after some more text; empty if it does not fit."""
+    for character in text:
+        states = frozenset(after for state in states for after in _next(state, character))
+        if not states:
+            break
+    return states
+
+
+def may_end(states: States) -> bool:
+    """Whether the text so far is complete."""
+    return any(all(_nothing_needed(part) for part in state) for state in states)
+
+
+def must_end(states: States) -> bool:
+    """Whether nothing can follow."""
+    return states == frozenset({()})
+
+
+def _nothing_needed(part: Any) -> bool:
+    return isinstance(part, _Space) or (isinstance(part, _InNumber) and part.phase in _COMPLETE)
+
+
+def _next(state: State, character: str) -> Iterator[State]:
+    if not state:
+        return
+    part, rest = state[0], state[1:]
+    match part:
+        case _Rest():
+            if part.text[0] == character:
+                yield (_Rest(part.text[1:]), *rest) if len(part.text) > 1 else rest
+        case _Space():
+            if character == " ":
+                yield rest
+            yield from _next(rest, character)
+        case _InText():
+            yield from _in_text(part, rest, character)
+        case _InNumber():
+            if phase := _number_phase(part, character):
+                yield (_InNumber(part.whole, phase), *rest)
+            elif part.phase in _COMPLETE:
+                yield from _next(rest, character)
+        case _InArray():
+            yield from _in_array(part, rest, character)
+        case _InObject():
+            yield from _in_object(part, rest, character)
+        case _:
+            yield from _begin(part, rest, character)
+
+
+def _begin(node: Node, rest: State, character: str) -> Iterator[State]:
+    match node:
+        case Literal():
+            for text in node.texts:
+                yield from _next((_Rest(text), *rest), character)
+        case Choice():
+            for option in node.options:
+                yield from _begin(option, rest, character)
+        case Text() if character == '"':
+            yield (_InText(), *rest)
+        case Number():
+            if phase := _number_phase(_InNumber(node.whole, "start"), character):
+                yield (_InNumber(node.whole, phase), *rest)
+        case Array() if character == "[":
+            yield (_InArray(node, 0, first=True), *rest)
+        case Object() if character == "{":
+            yield (_InObject(node, frozenset(), "opened"), *rest)
+
+
+def _in_text(part: _InText, rest: State, character: str) -> Iterator[State]:
+    if part.hexadecimal > 0:
+        if character in "0123456789abcdefABCDEF":
+            yield (_InText(part.hexadecimal - 1), *rest)
+    elif part.hexadecimal < 0:
+        if character in '"\\/bfnrtu':
+            yield (_InText(4 if character == "u" else 0), *rest)
+    elif character == '"':
+        yield rest
+    elif character == "\\":
+        yield (_InText(-1), *rest)
+    elif character >= " ":
+        yield (part, *rest)
+
+
+_COMPLETE = ("zero", "digits", "fraction", "exponent")
+_PHASES: Mapping[str, Iterable[tuple[str, str]]] = {
+    "start": (("-", "minus"), ("0", "zero"), ("123456789", "digits")),
+    "minus": (("0", "zero"), ("123456789", "digits")),
+    "zero": ((".", "point"), ("eE", "e")),
+    "digits": (("0123456789", "digits"), (".", "point"), ("eE", "e")),
+    "point": (("0123456789", "fraction"),),
+    "fraction": (("0123456789", "fraction"), ("eE", "e")),
+    "e": (("+-", "sign"), ("0123456789", "exponent")),
+    "sign": (("0123456789", "exponent"),),
+    "exponent": (("0123456789", "exponent"),),
+}
+
+
+def _number_phase(part: _InNumber, character: str) -> str:
+    """The phase of a number after one more character; empty if it is none of its characters."""
+    for characters, phase in _PHASES[part.phase]:
+        if character in characters and not (part.whole and phase in ("point", "e")):
+            return phase
+    return ""
+
+
+def _in_array(part: _InArray, rest: State, character: str) -> Iterator[State]:
+    array = part.array
+    if character == "]" and part.count >= array.fewest:
+        yield rest
+    if array.most is not None and part.count >= array.most:
+        return
+    after = (_InArray(array, part.count + 1, first=False), *rest)
+    if part.first:
+        yield from _begin(array.item, after, character)
+    elif character == ",":
+        yield (_SPACE, array.item, *after)
+
+
+def _in_object(part: _InObject, rest: State, character: str) -> Iterator[State]:
+    properties, seen = part.object.properties, part.seen
+    if part.phase != "after a comma" and character == "}" and part.object.required <= seen:
+        yield rest
+    elif part.phase == "after a value":
+        # A comma needs another property to come.
+        if character == "," and (not properties or len(seen) < len(properties)):
+            yield (_SPACE, _InObject(part.object, seen, "after a comma"), *rest)
+    elif character == '"' and not properties:
+        yield (_InText(), _Rest(":"), _SPACE, _ANY, _InObject(part.object, seen, "after a value"), *rest)
+    elif character == '"':
+        for name, value in properties.items():
+            if name not in seen:
+                after = (_SPACE, value, _InObject(part.object, seen | {name}, "after a value"), *rest)
+                yield (_Rest(json.dumps(name, ensure_ascii=False)[1:] + ":"), *after)

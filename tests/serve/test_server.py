@@ -1,0 +1,196 @@
+"""`keepstep serve` with the official client: conversations with tools, streams, constraints, crowds and garbage."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from keepstep.data.chat.template import BUILT_IN
+from keepstep.observe.access import Access
+from keepstep.serve import server as server_module
+from keepstep.serve.server import ChatServer
+from tests.evaluate.test_chat_model import tiny_model
+from tests.patience import PATIENCE_S
+
+openai = pytest.importorskip("openai")
+
+TOKEN = "a token of the tests"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"type": "boolean"}},
+    "required": ["city", "days"],
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}}
+OTHER = {"type": "function", "function": {"name": "stop", "description": "Stop", "parameters": {"type": "object"}}}
+ASKED = [{"role": "user", "content": "Is it raining?"}]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
+    model = tiny_model(tmp_path_factory.mktemp("model"), BUILT_IN, room=2048)
+    server = ChatServer(Access(token=TOKEN), model, "tiny", most_rows=8)
+    server.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def client(served: ChatServer) -> Iterator[Any]:
+    with openai.OpenAI(base_url=served.base_url, api_key=TOKEN, timeout=PATIENCE_S, max_retries=0) as made:
+        yield made
+
+
+def ask(client: Any, **settings: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=ASKED, **{"temperature": 0, "seed": 1} | settings)
+
+
+def test_answer_whole_and_streamed_are_equal(client: Any, served: ChatServer) -> None:
+    whole = ask(client, max_completion_tokens=40)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 40
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + 40
+    parts = list(ask(client, max_completion_tokens=40, stream=True, stream_options={"include_usage": True}))
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == whole.choices[0].message.content
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].usage == whole.usage
+    assert served.answer("/metrics", {}).body.count(b"# TYPE") == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_forced_call_fits_its_schema(client: Any, stream: bool, choice: Any) -> None:
+    """The weights are random: whatever fits comes from the grammar."""
+    tools = [WEATHER] if choice == "required" else [OTHER, WEATHER]
+    settings = {"tools": tools, "tool_choice": choice, "temperature": 1.5, "stream": stream}
+    answer = ask(client, **settings)
+    if stream:
+        parts = [part.choices[0] for part in answer]
+        (call,) = [made for part in parts for made in part.delta.tool_calls or ()]
+        assert parts[-1].finish_reason == "tool_calls"
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert answer.choices[0].message.content is None
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_conversation_with_the_result_of_a_call(client: Any) -> None:
+    first = ask(client, tools=[WEATHER], tool_choice="required").choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
+    messages = [*ASKED, first, result]
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER], max_completion_tokens=5)
+    assert answer.usage.completion_tokens == 5
+
+
+def test_answer_follows_a_schema(client: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    answer = ask(client, response_format=form, temperature=1)
+    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_stop_text_ends_an_answer_before_it(client: Any) -> None:
+    text = ask(client, max_completion_tokens=40).choices[0].message.content
+    stop = text[10:12]
+    cut = text.partition(stop)[0]
+    assert ask(client, max_completion_tokens=40, stop=stop).choices[0].message.content == cut
+    parts = list(ask(client, max_completion_tokens=40, stop=[stop], stream=True))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == cut
+    assert parts[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"temperature": 3}, "temperature"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "?"}}}}, "response_format"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client: Any, settings: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": ASKED} | settings)
+    assert caught.value.param == param
+
+
+def test_unknown_model_and_wrong_token_are_refused(client: Any, served: ChatServer) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="'tiny' is"):
+        client.chat.completions.create(model="other", messages=ASKED)
+    with (
+        openai.OpenAI(base_url=served.base_url, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.chat.completions.create(model="tiny", messages=ASKED)
+
+
+def raw(served: ChatServer, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", served.server_address[1]), PATIENCE_S) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {TOKEN}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def test_garbage_and_a_crowd_leave_the_server_healthy(client: Any, served: ChatServer) -> None:
+    kind = "Content-Type: application/json"
+    assert b" 411 " in raw(served, post(b"", kind))
+    assert b" 413 " in raw(served, post(b"", kind, "Content-Length: 99999999"))
+    assert b" 415 " in raw(served, post(b"{}", "Content-Type: text/plain", "Content-Length: 2"))
+    for body in (b"\xff", b"[]", b'{"messages": "\\ud800"}', b"[" * 10000, b'{"messages": [{"role": {}}]}'):
+        assert b" 400 " in raw(served, post(body, kind, f"Content-Length: {len(body)}"))
+    with ThreadPoolExecutor(64) as clients:
+        texts = list(clients.map(lambda _: ask(client, max_completion_tokens=9).choices[0].message.content, range(64)))
+    assert len(set(texts)) == 1
+    with openai.OpenAI(base_url=served.base_url.replace("/v1", ""), api_key=TOKEN) as plain:
+        assert plain.get("/health", cast_to=object) == {"status": "ok"}
+
+
+def test_client_that_leaves_frees_its_place(served: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_POLL_S", 0.01)
+    body = json.dumps({"messages": ASKED, "temperature": 0}).encode()
+    sent = post(body, "Content-Type: application/json", f"Content-Length: {len(body)}")
+    written = served.batcher.tokens_written
+    with socket.create_connection(("127.0.0.1", served.server_address[1])) as connection:
+        connection.sendall(sent)
+    deadline = time.monotonic() + PATIENCE_S
+    while served.batcher.running or served.batcher.tokens_written == written:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert served.batcher.tokens_written - written < 1900, "not to the end of its 2,048 tokens"
+
+
+def test_template_without_calls_cannot_be_forced(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, room=64)
+    server = ChatServer(Access(token=TOKEN), model, "plain", most_rows=1)
+    server.start()
+    try:
+        with (
+            openai.OpenAI(base_url=server.base_url, api_key=TOKEN, max_retries=0) as client,
+            pytest.raises(openai.BadRequestError, match="cannot be enforced"),
+        ):
+            client.chat.completions.create(model="plain", messages=ASKED, tools=[WEATHER], tool_choice="required")
+    finally:
+        server.shutdown()
+        server.server_close()

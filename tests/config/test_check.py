@@ -66,6 +66,11 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["model.positions=rotary", "model.head_dim=63"], "RoPE rotates pairs of numbers, and the head size is 63"),
         (["model.max_positions=1024"], "model.seq_len is 2048, but it must be at most model.max_positions (1024)"),
         (["model.rotary_scaling={factor: 2}"], "needs model.positions rotary, not learned"),
+        (["model.partial_rotary_factor=0.5"], "needs model.positions rotary, not learned"),
+        (
+            ["model=llama-1b", "model.partial_rotary_factor=0.05"],
+            "makes 3 of 64 channels, which must be an even number",
+        ),
         (["microbatch=7"], "multiple of microbatch (7)\n hint: global_batch=252 or 259, or microbatch=4 or 8"),
         (
             ["model=llama-8b", "parallel.tensor=3"],

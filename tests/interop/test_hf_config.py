@@ -44,6 +44,13 @@ QWEN2_05B: dict[str, Any] = {
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "use_sliding_window": False,
     "sliding_window": 131072, "max_window_layers": 24,
 }  # fmt: skip
+PHI_4: dict[str, Any] = {
+    "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+    "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352, "rope_theta": 250000,
+    "rope_scaling": None, "max_position_embeddings": 16384, "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-05, "sliding_window": None, "tie_word_embeddings": False, "attention_bias": False,
+    "hidden_act": "silu",
+}  # fmt: skip
 
 
 def test_old_llama_config_gives_preset_and_scaling() -> None:
@@ -56,8 +63,8 @@ def test_old_llama_config_gives_preset_and_scaling() -> None:
 
 @pytest.mark.parametrize(
     ("described", "count"),
-    [(MPT_7B, 6_649_286_656), (QWEN3_06B, 596_049_920), (QWEN2_05B, 494_032_768)],
-    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b"],
+    [(MPT_7B, 6_649_286_656), (QWEN3_06B, 596_049_920), (QWEN2_05B, 494_032_768), (PHI_4, 14_659_507_200)],
+    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b", "phi-4"],
 )
 def test_released_models_have_their_known_number_of_parameters(described: dict[str, Any], count: int) -> None:
     assert parameter_count(ModelConfig(**model_config_from_hf(described))) == count
@@ -94,6 +101,9 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
         ({**LLAMA_1B, "hidden_act": "gelu"}, "hidden_act"),
         ({**LLAMA_1B, "attention_bias": True}, "attention_bias"),
         ({**LLAMA_1B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({**LLAMA_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "longrope"}}, r"'longrope' \(LongRoPE\)"),
+        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "yarn"}}, r"'yarn' \(LongRoPE\)"),
         ({**LLAMA_1B, "model_type": "gemma2"}, "this decoder has no soft-capped logits"),
         ({**MPT_7B, "logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
         ({**MPT_7B, "attn_config": {"qk_ln": True}}, "qk_ln"),

@@ -26,6 +26,7 @@ VARIANTS: dict[str, ModelConfig] = {
     "sliding window": ModelConfig(**LLAMA, sliding_window=5),
     "grouped alibi window": ModelConfig(**{**LLAMA, "positions": "alibi"}, sliding_window=7),
     "query and key norm": ModelConfig(**LLAMA, qk_norm=True, qkv_bias=True, head_dim=12),
+    "partial rotary": ModelConfig(**LLAMA, partial_rotary_factor=0.75),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
 }
 

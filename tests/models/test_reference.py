@@ -28,6 +28,7 @@ SHAPE = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+PHI3 = {**SHAPE, "pad_token_id": None}
 MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_size": 61}
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +48,9 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", SHAPE),
     "qwen3": ("Qwen3", {**SHAPE, "head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**SHAPE, "sliding_window": 6}),
+    "phi3": ("Phi3", PHI3),
+    "phi3 with window": ("Phi3", {**PHI3, "sliding_window": 5, "tie_word_embeddings": True}),
+    "phi3 with partial rotary": ("Phi3", {**PHI3, "rope_parameters": {"partial_rotary_factor": 0.75}}),
 }
 
 

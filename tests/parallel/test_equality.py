@@ -20,6 +20,7 @@ MODELS: dict[str, list[str]] = {
     "gpt": ["model=gpt3-125m"],
     "llama": ["model=llama-1b", "model.kv_heads=2", "model.tied=false"],
     "window": ["model=llama-1b", "model.kv_heads=2", "model.tied=false", "model.sliding_window=6"],
+    "partial": ["model=llama-1b", "model.kv_heads=2", "model.partial_rotary_factor=0.5"],
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
     "deepest mpt": ["model=mpt-125m", "model.layers=8"],
@@ -40,6 +41,9 @@ TINY = [
 PACKED = ("alibi+packed", "llama+packed", "window+packed")
 """Models whose rows hold several documents."""
 
+NEWER = ("partial",)
+"""Features of later families."""
+
 EVERY_MODEL = ("mpt", "alibi", "gpt", "llama")
 
 LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -47,7 +51,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "dp2": ("shard=2 microbatch=1", EVERY_MODEL),
         "pp2": ("pipeline=2", (*EVERY_MODEL, "llama+packed")),
         "cp2": ("context=2", (*EVERY_MODEL, *PACKED)),
-        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt")),
+        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt", *NEWER)),
+        "pp2 newer": ("pipeline=2", NEWER),
+        "cp2 newer": ("context=2", NEWER),
         "tp2 bounds": ("tensor=2", ("llama+packed", "window+packed")),
         "dp2 bounds": ("shard=2 microbatch=1", ("llama+packed", "window")),
         "ddp2": ("replicate=-1 shard=1", ("mpt",)),

@@ -60,6 +60,8 @@ class ModelConfig:
     rotary_scaling: Mapping[str, Any] | None = None
     """RoPE scaling in Hugging Face's format, for example `{rope_type: yarn, factor: 4.0, ...}`;
     linear, llama3 and yarn are supported."""
+    partial_rotary_factor: Annotated[float, Range(above=0, max=1)] = 1.0
+    """Fraction of each head's channels that RoPE rotates, the first ones."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization before attention, before the feed-forward block and at the end."""
     norm_eps: PositiveFloat = 1e-5
@@ -95,6 +97,9 @@ class ModelConfig:
     """Weight initialization. Both scale residual projections down by √(2·layers)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation for `init: normal`."""
+    family: Literal["auto", "phi3"] = "auto"
+    """Hugging Face family that an export uses. auto chooses by what the model computes; phi3 computes the same as llama
+    or mistral under other names, so an import sets it."""
 
     @property
     def key_value_heads(self) -> int:
@@ -105,6 +110,16 @@ class ModelConfig:
     def head_size(self) -> int:
         """`head_dim` with its default resolved."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def plain_rope(self) -> bool:
+        """Whether queries and keys are at most rotated, as whole heads: what the fused kernels compute."""
+        return not self.qk_norm and self.rotary_size == self.head_size
 
     @property
     def ffn_size(self) -> int:

@@ -37,6 +37,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.queries_per_group = config.heads // config.key_value_heads
         self.clip_qkv = config.clip_qkv
+        self.plain_rope = config.plain_rope
         self.plan = BlockPlan()
         rows = (config.heads + 2 * config.key_value_heads) * config.head_size
         self.qkv = make_linear(config, "qkv", config.hidden, rows, config.bias or config.qkv_bias)
@@ -83,7 +84,7 @@ class Attention(nn.Module):
             weight_md = self.qkv.weight.to(x_btd.dtype)
             return qkv_rope(x_btd, weight_md, *rotary, self.queries_per_group, self.head_size)
         qkv_btm = self._qkv(x_btd)
-        if rotary is not None and self.query_norm is None and backend().has_kernels(qkv_btm):
+        if rotary is not None and self.plain_rope and backend().has_kernels(qkv_btm):
             query_btne, key_btge, value_btge = split_apply_rope(
                 qkv_btm, *rotary, self.queries_per_group, self.head_size
             )
@@ -98,14 +99,14 @@ class Attention(nn.Module):
 
     def can_fuse_attention(self) -> bool:
         """Whether nothing stands between the projection and attention, and attention is the plain one."""
-        return self.query_norm is None
+        return self.plain_rope
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""
         return self.plan.spans_matmuls and is_plain(self.out)
 
     def _fuses_projection(self) -> bool:
-        return self.plan.spans_matmuls and is_plain(self.qkv) and not self.clip_qkv and self.query_norm is None
+        return self.plan.spans_matmuls and is_plain(self.qkv) and not self.clip_qkv and self.plain_rope
 
 
 def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:

@@ -171,7 +171,7 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
     saved = [
         work.stream_width,  # the block's input, saved by its norm
         widths.qkv,  # queries, keys and values: three tensors after a fused split and rope, else views of one
-        widths.query + widths.key if model.qk_norm else 0,
+        0 if model.plain_rope else widths.query + widths.key,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,

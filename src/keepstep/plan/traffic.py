@@ -105,12 +105,12 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
     yield "rms norm" if model.norm == "rmsnorm" else "layer norm"
     if not sums_inside:
         yield "sums before rms norms" if model.norm == "rmsnorm" else "sums"
-    own_attention = fused and gpu.is_hopper and model.head_size == _OWN_HEAD_SIZE and not model.qk_norm
+    own_attention = fused and gpu.is_hopper and model.head_size == _OWN_HEAD_SIZE and model.plain_rope
     if not own_attention:
         yield "around attention"
         if model.key_value_heads != model.heads:
             yield "shared keys"
-    if model.positions == "rotary" and not model.qk_norm:
+    if model.positions == "rotary" and model.plain_rope:
         if not (own_attention and plain):
             yield "rope"
     else:

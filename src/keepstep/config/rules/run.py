@@ -134,6 +134,20 @@ def rope_needs_even_heads(config: RunConfig) -> Found:
     return needs, "set model.head_dim to an even number, or choose other model.heads"
 
 
+@rule("model.partial_rotary_factor", "model.positions", "model.hidden", "model.heads", "model.head_dim")
+def partial_rope_rotates_pairs(config: RunConfig) -> Found:
+    """A part of a head is rotated in pairs too; without RoPE nothing is."""
+    model = config.model
+    if model.partial_rotary_factor == 1.0:
+        return None
+    if model.positions != "rotary":
+        return f"needs model.positions rotary, not {model.positions}", "model.partial_rotary_factor=1"
+    if model.rotary_size and model.rotary_size % 2 == 0:
+        return None
+    needs = f"makes {model.rotary_size} of {model.head_size} channels, which must be an even number above 0"
+    return needs, f"model.partial_rotary_factor={2 / max(model.head_size, 2):g}, or a multiple of it"
+
+
 @rule("model.seq_len", "model.max_positions", "model.positions")
 def learned_positions_cover_a_row(config: RunConfig) -> Found:
     """A learned position table has an entry for every token of a row."""

@@ -33,6 +33,13 @@ FILES: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA_LIKE, "sliding_window": 16},
     "qwen2": LLAMA_LIKE,
     "qwen3": {**LLAMA_LIKE, "head_dim": 16},
+    "olmo2": LLAMA_LIKE,
+    "olmo3": {**LLAMA_LIKE, "sliding_window": 16},
+    "granite": {**LLAMA_LIKE, "embedding_multiplier": 12, "logits_scaling": 8.0},
+    "smollm3": LLAMA_LIKE,
+    "gemma": LLAMA_LIKE,
+    "gemma2": {**LLAMA_LIKE, "sliding_window": 16},
+    "gemma3_text": {**LLAMA_LIKE, "sliding_window": 16},
     "phi3": {**LLAMA_LIKE, "partial_rotary_factor": 0.75, "sliding_window": 16},
 }
 

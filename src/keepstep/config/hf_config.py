@@ -1,7 +1,7 @@
 """Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
 
-What one side does not compute (mixture of experts, mixed layer types, soft-capped logits ...) is an error: a model that
-loads and computes something else is worse than one that does not load.
+What one side does not compute (mixture of experts, LongRoPE, parallel attention ...) is an error: a model that loads
+and computes something else is worse than one that does not load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from keepstep.core.messages import invalid_value
 _CLASSES: Mapping[Family, str] = {
     "gpt2": "GPT2LMHeadModel", "mpt": "MptForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
 }  # fmt: skip
 _GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
 _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
@@ -44,13 +46,8 @@ _NOT_COMPUTED: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), "experts"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "experts and no multi-head latent attention"),
     "gpt_oss": "experts and no attention sinks",
-    "gemma": "gated GELU",
-    "gemma2": "soft-capped logits, norms after attention and layers of two kinds",
-    **dict.fromkeys(("gemma3", "gemma3_text"), "norms after attention and layers of two kinds"),
-    **dict.fromkeys(("olmo2", "olmo3"), "norms after attention"),
-    "granite": "multipliers of embeddings, residuals, attention and logits",
+    "gemma3": "images (export its text model, gemma3_text)",
     "phi": "parallel attention and feed-forward",
-    "smollm3": "layers without positions",
     **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),
 }
 """Families that people ask for, and what is missing to compute them."""
@@ -138,9 +135,9 @@ def export_family(config: ModelConfig) -> Family:
     """The family that computes what this model computes, or an error that says what none of them has."""
     if config.linear != "dense":
         raise ConfigError(f"model.linear is {config.linear}, which no Hugging Face family has", "model.linear=dense")
-    if (config.norm, config.activation, config.positions) == ("rmsnorm", "swiglu", "rotary") and not config.clip_qkv:
+    if config.norm != "layernorm" and config.gated and config.positions == "rotary" and not config.clip_qkv:
         return rotary_family(config)
-    if config.norm == "layernorm" and config.activation != "swiglu" and not (config.qk_norm or config.sliding_window):
+    if config.norm == "layernorm" and not config.gated and not (config.qk_norm or config.sliding_window):
         grouped = config.kv_heads not in (0, config.heads)
         if config.positions == "learned" and config.bias and not config.clip_qkv and not grouped:
             return "gpt2"

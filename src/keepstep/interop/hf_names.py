@@ -93,11 +93,25 @@ def _is_derived(name: str, config: ModelConfig) -> bool:
     return config.tied and name == "lm_head.weight"
 
 
+_NORMS: Mapping[str, Mapping[str, str]] = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+"""Our norms of a block and theirs, by model.norm_placement."""
+
+
 def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
     yield vocab_rows("embed.weight", "model.embed_tokens.weight", config)
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        yield same(ours + "attention_norm.weight", theirs + "input_layernorm.weight")
+        for name, their_name in _NORMS[config.norm_placement].items():
+            yield same(f"{ours}{name}.weight", f"{theirs}{their_name}.weight")
         for kind in _kinds(config.bias or config.qkv_bias):
             qkv = ours + f"attention.qkv.{kind}"
             if family == "phi3":
@@ -109,7 +123,6 @@ def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
         if config.qk_norm:
             yield same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
             yield same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
-        yield same(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight")
         for kind in _kinds(config.bias):
             gate_up = _fused_gate_up if family == "phi3" else _gate_up
             yield gate_up(ours + f"mlp.gate_up.{kind}", theirs + "mlp.", kind, config)

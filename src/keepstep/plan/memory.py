@@ -216,7 +216,7 @@ class _StageMemory:
         """
         model = self.work.model
         qkv = (model.heads + 2 * model.key_value_heads) * model.head_size
-        wide = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+        wide = model.ffn_size * (2 if model.gated else 1)
         width = (7 * model.hidden + qkv + wide + model.ffn_size) // self.work.degrees.tensor
         gradients = self.size * width * self.work.tokens_per_microbatch * self.stage_blocks
         return passes * (gradients + (FP32 * self.counts.table if self.last else 0))

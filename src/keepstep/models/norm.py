@@ -51,7 +51,7 @@ class RMSNorm1p(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return backend().rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

@@ -176,7 +176,7 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         0 if model.head_qk_norm else widths.query + widths.key,
         2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
         # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32.
-        4 * widths.heads * model.seq_len if model.attn_logit_softcapping else 0,
+        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping else 0,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
@@ -185,13 +185,22 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         (2 if gated else 1) * widths.ffn,  # the input of the activation
         # Adapters save the same inputs as the weights' gradients would, and their low-rank intermediate.
         work.lora_rank * len(work.lora_targets),
+        widths.ffn if model.activation == "geglu_tanh" else 0,  # the activated gate, which no kernel fuses
     ]
     # The inputs of matmuls: both norms' outputs and the activation's.
     inputs = 2 * widths.hidden + widths.ffn
     if work.precision == "fp8":
         # Each matmul saves its input in fp8, one byte per element, including the output of attention.
-        return work.compute_bytes * sum(saved) + inputs + widths.query
-    return work.compute_bytes * (sum(saved) + inputs)
+        return work.compute_bytes * sum(saved) + inputs + widths.query + _fp32_norm_inputs(model, widths, work)
+    return work.compute_bytes * (sum(saved) + inputs) + _fp32_norm_inputs(model, widths, work)
+
+
+def _fp32_norm_inputs(model: ModelConfig, widths: _Widths, work: Workload) -> int:
+    """Bytes per token that norms with 1 + weight save on top, because they compute in fp32."""
+    if model.norm != "rmsnorm_1p" or work.compute_bytes == FP32:
+        return 0
+    norms = (4 if model.norm_placement == "both" else 2) * work.stream_width * (FP32 - work.compute_bytes)
+    return norms + (FP32 * (widths.query + widths.key) if model.qk_norm else 0)
 
 
 def _quantised_weights(model: ModelConfig, widths: _Widths) -> int:

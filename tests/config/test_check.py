@@ -66,6 +66,29 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["model.positions=rotary", "model.head_dim=63"], "RoPE rotates pairs of numbers, and the head size is 63"),
         (["model.max_positions=1024"], "model.seq_len is 2048, but it must be at most model.max_positions (1024)"),
         (["model.rotary_scaling={factor: 2}"], "needs model.positions rotary, not learned"),
+        (["model.partial_rotary_factor=0.5"], "needs model.positions rotary, not learned"),
+        (["model.no_rope_layer_interval=4"], "needs model.positions rotary, not learned"),
+        (["model.head_qk_norm=false"], "model.head_qk_norm is false, but it needs model.qk_norm"),
+        (["model.layer_types=[sliding_attention]"], "needs a model.sliding_window for its sliding layers"),
+        (["model=llama-1b", "model.rotary_local_base=100"], "sliding layers in model.layer_types"),
+        (
+            ["model=llama-1b", "model.qk_norm=true", "model.head_qk_norm=false", "parallel.tensor=2"],
+            "parallel.tensor is 2, but it must be 1 with model.head_qk_norm false",
+        ),
+        (["model.final_logit_softcapping=30", "parallel.tensor=2"], "must be 1 with model.final_logit_softcapping"),
+        (["model.attn_logit_softcapping=50", "parallel.context=2"], "which ring attention does not compute"),
+        (
+            ["model.final_logit_softcapping=30", "parallel.pipeline=2", "parallel.schedule=zero_bubble"],
+            "does not support model.final_logit_softcapping",
+        ),
+        (
+            ["model.attn_logit_softcapping=50", "compute.attention=cudnn", "reproducible=off", "precision=bf16"],
+            "computes no soft-capped scores",
+        ),
+        (
+            ["model=llama-1b", "model.partial_rotary_factor=0.05"],
+            "makes 3 of 64 channels, which must be an even number",
+        ),
         (["microbatch=7"], "multiple of microbatch (7)\n hint: global_batch=252 or 259, or microbatch=4 or 8"),
         (
             ["model=llama-8b", "parallel.tensor=3"],

@@ -13,7 +13,8 @@ import pytest
 
 from keepstep.cli.main import main
 from keepstep.config.dump import dump_config, model_overrides, show_config
-from keepstep.config.hf_config import FAMILIES, model_config_from_hf
+from keepstep.config.hf_config import model_config_from_hf
+from keepstep.config.hf_rotary import FAMILIES
 from keepstep.config.load import load_config
 from keepstep.config.reference import json_schema
 from keepstep.config.schema import ModelConfig
@@ -32,6 +33,14 @@ FILES: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA_LIKE, "sliding_window": 16},
     "qwen2": LLAMA_LIKE,
     "qwen3": {**LLAMA_LIKE, "head_dim": 16},
+    "olmo2": LLAMA_LIKE,
+    "olmo3": {**LLAMA_LIKE, "sliding_window": 16},
+    "granite": {**LLAMA_LIKE, "embedding_multiplier": 12, "logits_scaling": 8.0},
+    "smollm3": LLAMA_LIKE,
+    "gemma": LLAMA_LIKE,
+    "gemma2": {**LLAMA_LIKE, "sliding_window": 16},
+    "gemma3_text": {**LLAMA_LIKE, "sliding_window": 16},
+    "phi3": {**LLAMA_LIKE, "partial_rotary_factor": 0.75, "sliding_window": 16},
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.config.hf_config import model_config_from_hf
+from keepstep.config.hf_config import hf_config_of, model_config_from_hf
 from keepstep.config.presets import PRESETS
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError
@@ -44,6 +44,23 @@ QWEN2_05B: dict[str, Any] = {
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "use_sliding_window": False,
     "sliding_window": 131072, "max_window_layers": 24,
 }  # fmt: skip
+PHI_4: dict[str, Any] = {
+    "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+    "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352, "rope_theta": 250000,
+    "rope_scaling": None, "max_position_embeddings": 16384, "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-05, "sliding_window": None, "tie_word_embeddings": False, "attention_bias": False,
+    "hidden_act": "silu",
+}  # fmt: skip
+GEMMA3_1B: dict[str, Any] = {
+    "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
+    "max_position_embeddings": 32768, "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window_pattern": 6,
+}  # fmt: skip
+OLMO2_7B: dict[str, Any] = {
+    "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352, "max_position_embeddings": 4096,
+    "rope_theta": 500000, "rms_norm_eps": 1e-06,
+}  # fmt: skip
 
 
 def test_old_llama_config_gives_preset_and_scaling() -> None:
@@ -56,8 +73,15 @@ def test_old_llama_config_gives_preset_and_scaling() -> None:
 
 @pytest.mark.parametrize(
     ("described", "count"),
-    [(MPT_7B, 6_649_286_656), (QWEN3_06B, 596_049_920), (QWEN2_05B, 494_032_768)],
-    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b"],
+    [
+        (MPT_7B, 6_649_286_656),
+        (QWEN3_06B, 596_049_920),
+        (QWEN2_05B, 494_032_768),
+        (PHI_4, 14_659_507_200),
+        (GEMMA3_1B, 999_885_952),
+        (OLMO2_7B, 7_298_617_344),
+    ],
+    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b", "phi-4", "gemma-3-1b", "olmo-2-7b"],
 )
 def test_released_models_have_their_known_number_of_parameters(described: dict[str, Any], count: int) -> None:
     assert parameter_count(ModelConfig(**model_config_from_hf(described))) == count
@@ -76,8 +100,42 @@ def test_sliding_window_defaults_to_the_familys() -> None:
     assert model_config_from_hf(LLAMA_1B)["sliding_window"] == 0
     qwen = {key: value for key, value in QWEN2_05B.items() if key not in ("sliding_window", "max_window_layers")}
     assert model_config_from_hf({**qwen, "use_sliding_window": True, "max_window_layers": 0})["sliding_window"] == 4096
-    with pytest.raises(ConfigError, match="mixes layers"):
-        model_config_from_hf({**qwen, "use_sliding_window": True})
+    assert model_config_from_hf({**qwen, "use_sliding_window": True})["sliding_window"] == 0
+
+
+def test_layers_of_two_kinds_are_the_familys_or_the_files() -> None:
+    qwen = model_config_from_hf({**QWEN2_05B, "use_sliding_window": True, "max_window_layers": 12})
+    assert qwen["layer_types"] == ("full_attention",) * 12 + ("sliding_attention",) * 12
+    gemma = {**LLAMA_1B, "model_type": "gemma3_text", "rope_scaling": None, "rope_theta": 1e6, "sliding_window": 512}
+    fields = model_config_from_hf(gemma)
+    assert fields["layer_types"] == ("sliding_attention",) * 5 + ("full_attention",)
+    assert (fields["rotary_base"], fields["rotary_local_base"]) == (1e6, 10000.0)
+    assert model_config_from_hf({**gemma, "rope_local_base_freq": 5e3})["rotary_local_base"] == 5e3
+    full = model_config_from_hf({**gemma, "layer_types": ["full_attention"] * 16})
+    assert full["sliding_window"] == full.get("rotary_local_base", 0) == 0
+    smol = model_config_from_hf({**LLAMA_1B, "model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 4})
+    assert smol["no_rope_layer_interval"] == 4
+
+
+def test_export_refuses_what_the_family_does_not_compute() -> None:
+    gemma = ModelConfig(**model_config_from_hf({**LLAMA_1B, "model_type": "gemma2", "rope_scaling": None}))
+    assert hf_config_of(gemma, "float32")["model_type"] == "gemma2"
+    olmo = ModelConfig(**model_config_from_hf({**LLAMA_1B, "model_type": "olmo2"}))
+    llama = ModelConfig(**model_config_from_hf(LLAMA_1B))
+    for config, named in (
+        (replace(gemma, embedding_multiplier=2.0), "embedding_multiplier is 2.0.*family gemma2"),
+        (replace(gemma, attention_multiplier=0.3), "attention_multiplier"),
+        (replace(gemma, norm="rmsnorm"), "norm is rmsnorm"),
+        (replace(gemma, no_rope_layer_interval=2), "no_rope_layer_interval"),
+        (replace(olmo, head_qk_norm=True), "head_qk_norm"),
+        (replace(olmo, residual_multiplier=0.5), "residual_multiplier"),
+        (replace(llama, norm="rmsnorm_1p"), "norm is rmsnorm_1p"),
+        (replace(llama, final_logit_softcapping=30.0), "final_logit_softcapping"),
+        (replace(llama, no_rope_layer_interval=4, residual_multiplier=0.5), "no_rope_layer_interval"),
+        (replace(llama, family="phi3"), "rotary_scaling"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            hf_config_of(config, "float32")
 
 
 def test_vocabulary_below_the_weights_is_refused() -> None:
@@ -94,10 +152,20 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
         ({**LLAMA_1B, "hidden_act": "gelu"}, "hidden_act"),
         ({**LLAMA_1B, "attention_bias": True}, "attention_bias"),
         ({**LLAMA_1B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({**LLAMA_1B, "model_type": "gemma2"}, "this decoder has no soft-capped logits"),
+        ({**LLAMA_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "longrope"}}, r"'longrope' \(LongRoPE\)"),
+        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "yarn"}}, r"'yarn' \(LongRoPE\)"),
+        ({**LLAMA_1B, "model_type": "gemma3"}, "this decoder has no images"),
+        ({**LLAMA_1B, "model_type": "phi"}, "this decoder has no parallel attention"),
+        ({**LLAMA_1B, "model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({**LLAMA_1B, "model_type": "gemma2", "hidden_activation": "relu"}, "hidden_activation"),
+        ({**LLAMA_1B, "model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
+        ({**LLAMA_1B, "model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types with 1 entries"),
+        ({**LLAMA_1B, "model_type": "gemma2", "layer_types": ["chunked_attention"] * 16}, "'chunked_attention'"),
+        ({**LLAMA_1B, "model_type": "smollm3", "no_rope_layers": [1, 0] + [1] * 14}, "not every n-th"),
+        ({**LLAMA_1B, "model_type": "olmo2", "attention_bias": True}, "attention_bias"),
         ({**MPT_7B, "logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
         ({**MPT_7B, "attn_config": {"qk_ln": True}}, "qk_ln"),
-        ({**QWEN2_05B, "use_sliding_window": True, "max_window_layers": 12}, "sliding window"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -26,6 +26,31 @@ VARIANTS: dict[str, ModelConfig] = {
     "sliding window": ModelConfig(**LLAMA, sliding_window=5),
     "grouped alibi window": ModelConfig(**{**LLAMA, "positions": "alibi"}, sliding_window=7),
     "query and key norm": ModelConfig(**LLAMA, qk_norm=True, qkv_bias=True, head_dim=12),
+    "partial rotary": ModelConfig(**LLAMA, partial_rotary_factor=0.75),
+    "norms after": ModelConfig(**LLAMA, norm_placement="after", qk_norm=True, head_qk_norm=False),
+    "multipliers": ModelConfig(
+        **LLAMA, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2, logits_scaling=2.0
+    ),
+    "layers without rope": ModelConfig(**LLAMA, no_rope_layer_interval=2),
+    "two kinds of layers": ModelConfig(
+        **LLAMA, sliding_window=5, layer_types=("sliding_attention", "full_attention"), rotary_local_base=500.0
+    ),
+    "gemma": ModelConfig(
+        **{
+            **LLAMA,
+            "norm": "rmsnorm_1p",
+            "norm_placement": "both",
+            "activation": "geglu_tanh",
+            "qk_norm": True,
+            "sliding_window": 5,
+            "layer_types": ("sliding_attention", "full_attention"),
+            "embedding_multiplier": 32**0.5,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+            "vocab_multiple": 16,
+            "head_dim": 12,
+        }
+    ),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
 }
 

@@ -106,6 +106,13 @@ def test_compiled_adapters_compute_the_same() -> None:
         ("qwen3", ("q", "k", "o", "up")),
         ("gpt2", ("q", "k", "v", "o", "up", "down")),
         ("mpt with alibi", ("q", "v", "up")),
+        ("phi3", ("q", "k", "v", "o", "gate", "up", "down")),
+        ("phi3 with partial rotary", ("q", "v", "up")),
+        ("olmo2", ("q", "k", "v", "down")),
+        ("granite", ("q", "o", "gate")),
+        ("smollm3", ("q", "k")),
+        ("gemma2", ("q", "k", "v", "o", "gate", "up", "down")),
+        ("gemma3", ("q", "k", "gate")),
     ],
 )
 def test_peft_loads_our_files_and_computes_the_same(tmp_path: Path, name: str, targets: tuple[str, ...]) -> None:

@@ -28,6 +28,15 @@ SHAPE = {
     "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
+PHI3 = {**SHAPE, "pad_token_id": None}
+WINDOW = {**PHI3, "sliding_window": 5}
+OLMO3_YARN = {key: value for key, value in YARN_SCALING.items() if key != "rope_theta"}
+GRANITE = {
+    **SHAPE, "embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.21,
+    "logits_scaling": 3.0,
+}  # fmt: skip
+GEMMA = {**PHI3, "head_dim": 16}
+GEMMA2 = {**GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
 MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_size": 61}
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +56,50 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", SHAPE),
     "qwen3": ("Qwen3", {**SHAPE, "head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**SHAPE, "sliding_window": 6}),
+    "phi3": ("Phi3", PHI3),
+    "phi3 with window": ("Phi3", {**PHI3, "sliding_window": 5, "tie_word_embeddings": True}),
+    "phi3 with partial rotary": ("Phi3", {**PHI3, "rope_parameters": {"partial_rotary_factor": 0.75}}),
+    "olmo2": ("Olmo2", PHI3),
+    "olmo3": ("Olmo3", {**WINDOW, "num_hidden_layers": 5, "rope_scaling": OLMO3_YARN}),
+    "granite": ("Granite", GRANITE),
+    "granite tied with biases": (
+        "Granite",
+        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": ("SmolLM3", {**PHI3, "num_hidden_layers": 5}),
+    "smollm3 with window": (
+        "SmolLM3",
+        {**WINDOW, "num_hidden_layers": 5, "use_sliding_window": True, "no_rope_layer_interval": 2},
+    ),
+    "gemma": ("Gemma", GEMMA),
+    "gemma2": ("Gemma2", {**GEMMA2, "final_logit_softcapping": 1.5}),
+    "gemma2 untied without caps": (
+        "Gemma2",
+        {**GEMMA2, "tie_word_embeddings": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {**GEMMA, "sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12},
+    ),
+    "gemma3 with linear scaling": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 16,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "qwen2 with two kinds of layers": ("Qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3 with two kinds of layers": (
+        "Qwen3",
+        {
+            **WINDOW,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 
@@ -57,7 +110,8 @@ def reference(name: str) -> Any:
     if family == "GPT2":
         values.update(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     config = getattr(transformers, f"{family}Config")(**values)
-    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
+    name = family.removesuffix("Text")
+    model = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1

@@ -20,6 +20,42 @@ MODELS: dict[str, list[str]] = {
     "gpt": ["model=gpt3-125m"],
     "llama": ["model=llama-1b", "model.kv_heads=2", "model.tied=false"],
     "window": ["model=llama-1b", "model.kv_heads=2", "model.tied=false", "model.sliding_window=6"],
+    "partial": ["model=llama-1b", "model.kv_heads=2", "model.partial_rotary_factor=0.5"],
+    "granite": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.tied=false",
+        "model.embedding_multiplier=3",
+        "model.logits_scaling=2",
+        "model.residual_multiplier=0.5",
+        "model.attention_multiplier=0.2",
+        "model.no_rope_layer_interval=2",
+    ],
+    "kinds": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.tied=true",
+        "model.norm=rmsnorm_1p",
+        "model.norm_placement=both",
+        "model.activation=geglu_tanh",
+        "model.qk_norm=true",
+        "model.sliding_window=6",
+        "model.rotary_local_base=50",
+        "model.layer_types=[sliding_attention, full_attention]",
+    ],
+    "olmo": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.norm_placement=after",
+        "model.qk_norm=true",
+        "model.head_qk_norm=false",
+    ],
+    "capped": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.attn_logit_softcapping=0.5",
+        "model.final_logit_softcapping=2",
+    ],
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
     "deepest mpt": ["model=mpt-125m", "model.layers=8"],
@@ -37,8 +73,11 @@ TINY = [
 ]  # fmt: skip
 """90 tokens in 96 rows: a padded vocabulary, cut between processes."""
 
-PACKED = ("alibi+packed", "llama+packed", "window+packed")
+PACKED = ("alibi+packed", "llama+packed", "window+packed", "kinds+packed")
 """Models whose rows hold several documents."""
+
+NEWER = ("partial", "granite", "kinds", "kinds+packed")
+"""Features of later families."""
 
 EVERY_MODEL = ("mpt", "alibi", "gpt", "llama")
 
@@ -46,8 +85,12 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
     2: {
         "dp2": ("shard=2 microbatch=1", EVERY_MODEL),
         "pp2": ("pipeline=2", (*EVERY_MODEL, "llama+packed")),
-        "cp2": ("context=2", (*EVERY_MODEL, *PACKED)),
-        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt")),
+        "cp2": ("context=2", (*EVERY_MODEL, *PACKED[:3])),
+        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt", *NEWER)),
+        "pp2 newer": ("pipeline=2", (*NEWER, "olmo", "capped")),
+        "cp2 newer": ("context=2", (*NEWER, "olmo")),
+        "dp2 newer": ("shard=2 microbatch=1", ("kinds", "olmo", "capped")),
+        "dp2 newer bounds": ("shard=2 microbatch=1", ("granite", "kinds+packed", "olmo")),
         "tp2 bounds": ("tensor=2", ("llama+packed", "window+packed")),
         "dp2 bounds": ("shard=2 microbatch=1", ("llama+packed", "window")),
         "ddp2": ("replicate=-1 shard=1", ("mpt",)),

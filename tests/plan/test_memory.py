@@ -18,6 +18,11 @@ H200_BYTES = int(139.8 * 2**30)
 SMALL = "model.layers=2 model.hidden=512 model.heads=8 model.ffn_hidden=2048 model.vocab=8192 model.seq_len=512"
 LLAMA = f"model=llama-1b {SMALL} model.kv_heads=4"
 MPT = f"model=mpt-1b {SMALL}"
+GEMMA2 = (
+    "model.norm=rmsnorm_1p model.norm_placement=both model.activation=geglu_tanh model.qk_norm=true "
+    "model.attn_logit_softcapping=50 model.final_logit_softcapping=30"
+)
+OLMO2 = "model.norm_placement=after model.qk_norm=true model.head_qk_norm=false"
 
 
 def workload(words: str, processes: int) -> Workload:
@@ -37,6 +42,8 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16", 2),
         (f"{LLAMA} microbatch=4 global_batch=16 precision=fp16", 2),
         (f"{LLAMA} model.vocab=128256 microbatch=1 global_batch=8 reproducible=elastic", 2),
+        (f"{LLAMA} {GEMMA2} microbatch=8 global_batch=8", 1),
+        (f"{LLAMA} {OLMO2} microbatch=8 global_batch=16", 2),
     ],
 )
 def test_memory_formula_agrees_with_trace(words: str, processes: int) -> None:

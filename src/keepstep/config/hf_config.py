@@ -1,7 +1,7 @@
 """Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
 
-What one side does not compute (mixture of experts, mixed layer types, soft-capped logits ...) is an error: a model that
-loads and computes something else is worse than one that does not load.
+What one side does not compute (mixture of experts, LongRoPE, parallel attention ...) is an error: a model that loads
+and computes something else is worse than one that does not load.
 """
 
 from __future__ import annotations
@@ -10,26 +10,35 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from keepstep.config.fields import all_fields
+from keepstep.config.hf_rotary import (
+    FAMILIES,
+    Family,
+    HfConfig,
+    check_rotary,
+    demand,
+    from_rotary,
+    rotary_family,
+    same_fields,
+    their_fields,
+    to_rotary,
+)
 from keepstep.config.schema import ModelConfig
 from keepstep.config.values import Misfit, convert
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.core.messages import invalid_value
 
-Family = Literal["gpt2", "mpt", "llama", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
-
-HfConfig = Mapping[str, Any]
-
 _CLASSES: Mapping[Family, str] = {
     "gpt2": "GPT2LMHeadModel", "mpt": "MptForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
 }  # fmt: skip
 _GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
 _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
-_LLAMA_FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
 """Our field → their key, where both sides mean the same number and every file has it."""
 _MPT_BIAS_MAX = 8
 """The only value that transformers computes, whatever config.json says."""
@@ -37,14 +46,8 @@ _NOT_COMPUTED: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), "experts"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "experts and no multi-head latent attention"),
     "gpt_oss": "experts and no attention sinks",
-    "gemma": "gated GELU",
-    "gemma2": "soft-capped logits, norms after attention and layers of two kinds",
-    **dict.fromkeys(("gemma3", "gemma3_text"), "norms after attention and layers of two kinds"),
-    **dict.fromkeys(("olmo2", "olmo3"), "norms after attention"),
-    "granite": "multipliers of embeddings, residuals, attention and logits",
+    "gemma3": "images (export its text model, gemma3_text)",
     "phi": "parallel attention and feed-forward",
-    "phi3": "fused projections under these names",
-    "smollm3": "layers without positions",
     **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),
 }
 """Families that people ask for, and what is missing to compute them."""
@@ -106,7 +109,7 @@ def model_config_from_hf(config: HfConfig) -> dict[str, Any]:
             case "mpt":
                 fields = _from_mpt(config)
             case family:
-                fields = _from_llama_like(config, family)
+                fields = from_rotary(config, family)
         fields["vocab"] = config["vocab_size"]
     except KeyError as missing:
         raise ConfigError(f"config.json does not say {missing}", "download the file again, or add it") from None
@@ -132,23 +135,22 @@ def export_family(config: ModelConfig) -> Family:
     """The family that computes what this model computes, or an error that says what none of them has."""
     if config.linear != "dense":
         raise ConfigError(f"model.linear is {config.linear}, which no Hugging Face family has", "model.linear=dense")
-    if (config.norm, config.activation, config.positions) == ("rmsnorm", "swiglu", "rotary") and not config.clip_qkv:
-        return _rotary_family(config)
-    if config.norm == "layernorm" and config.activation != "swiglu" and not (config.qk_norm or config.sliding_window):
+    if config.norm != "layernorm" and config.gated and config.positions == "rotary" and not config.clip_qkv:
+        return rotary_family(config)
+    if config.norm == "layernorm" and not config.gated and not (config.qk_norm or config.sliding_window):
         grouped = config.kv_heads not in (0, config.heads)
         if config.positions == "learned" and config.bias and not config.clip_qkv and not grouped:
             return "gpt2"
         if config.positions == "alibi" and config.activation == "gelu" and not config.bias and not config.qkv_bias:
             return "mpt"
     shape = f"{config.norm}, {config.activation}, {config.positions} positions, bias {str(config.bias).lower()}"
-    raise ConfigError(
-        f"no Hugging Face family computes this model ({shape})", "gpt2, mpt (alibi), llama, mistral, qwen2 and qwen3 do"
-    )
+    raise ConfigError(f"no Hugging Face family computes this model ({shape})", f"known: {', '.join(FAMILIES)}")
 
 
 def hf_config_of(config: ModelConfig, dtype: str, tokens: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A config.json for the family that fits; `tokens` are special ids such as eos_token_id."""
     family = export_family(config)
+    check_rotary(config, family)
     _check_computed(config, family)
     match family:
         case "gpt2":
@@ -156,25 +158,12 @@ def hf_config_of(config: ModelConfig, dtype: str, tokens: Mapping[str, Any] | No
         case "mpt":
             fields = _to_mpt(config)
         case _:
-            fields = _to_llama_like(config, family)
+            fields = to_rotary(config, family)
     head = {"architectures": [_CLASSES[family]], "model_type": family}
     shared = {"vocab_size": config.vocab, "tie_word_embeddings": config.tied, "use_cache": True}
-    ids = {"bos_token_id": None, "eos_token_id": None, **(tokens or {})}
+    # A family's own default ids may be outside this vocabulary.
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **(tokens or {})}
     return {**head, **fields, **shared, "dtype": dtype, "torch_dtype": dtype, **ids}
-
-
-def _rotary_family(config: ModelConfig) -> Family:
-    if config.qk_norm:
-        family: Family = "qwen3"
-    elif config.qkv_bias and not config.bias:
-        family = "qwen2"
-    elif config.sliding_window:
-        family = "mistral"
-    else:
-        family = "llama"
-    if config.bias and family != "llama":
-        raise ConfigError(f"model.bias is on, which {family} has not", "train such a model without biases")
-    return family
 
 
 def _check_computed(config: ModelConfig, family: Family) -> None:
@@ -188,7 +177,6 @@ def _check_computed(config: ModelConfig, family: Family) -> None:
             "ffn_hidden": config.ffn_size != 4 * config.hidden,
             "alibi_bias_max": config.alibi_bias_max != _MPT_BIAS_MAX,
         },
-        "qwen3": {"qkv_bias": config.qkv_bias},
     }
     for name, differs in refused.get(family, {}).items():
         if differs:
@@ -199,28 +187,13 @@ def _check_computed(config: ModelConfig, family: Family) -> None:
             )
 
 
-def _demand(config: HfConfig, key: str, *allowed: Any) -> None:
-    """Raise unless the key is absent or has one of the values our decoder computes."""
-    if key in config and config[key] not in allowed:
-        listed = " or ".join(repr(value) for value in allowed)
-        raise ConfigError(f"config.json has {key} = {config[key]!r}", f"this decoder computes {listed} only")
-
-
-def _same_fields(config: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
-    return {ours: config[theirs] for ours, theirs in names.items()}
-
-
-def _their_fields(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
-    return {theirs: getattr(config, ours) for ours, theirs in names.items()}
-
-
 def _from_gpt2(config: HfConfig) -> dict[str, Any]:
-    _demand(config, "scale_attn_weights", True)
-    _demand(config, "scale_attn_by_inverse_layer_idx", False)
-    _demand(config, "add_cross_attention", False)
-    _demand(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
+    demand(config, "scale_attn_weights", True)
+    demand(config, "scale_attn_by_inverse_layer_idx", False)
+    demand(config, "add_cross_attention", False)
+    demand(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     return {
-        **_same_fields(config, _GPT2_FIELDS),
+        **same_fields(config, _GPT2_FIELDS),
         "ffn_hidden": config.get("n_inner") or 0,
         "seq_len": config["n_positions"],
         "positions": "learned",
@@ -235,7 +208,7 @@ def _from_gpt2(config: HfConfig) -> dict[str, Any]:
 
 def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
     return {
-        **_their_fields(config, _GPT2_FIELDS),
+        **their_fields(config, _GPT2_FIELDS),
         "n_inner": config.ffn_size,
         "n_positions": config.position_rows,
         "layer_norm_epsilon": config.norm_eps,
@@ -246,14 +219,14 @@ def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 def _from_mpt(config: HfConfig) -> dict[str, Any]:
     attention: HfConfig = config.get("attn_config") or {}
-    _demand(config, "logit_scale", None)
-    _demand(config, "norm_type", "low_precision_layernorm", "layernorm")
+    demand(config, "logit_scale", None)
+    demand(config, "norm_type", "low_precision_layernorm", "layernorm")
     for key, value in (("softmax_scale", None), ("qk_ln", False), ("prefix_lm", False), ("rope", False)):
-        _demand(attention, key, value)
-    _demand(attention, "attn_type", "multihead_attention", "grouped_query_attention")
+        demand(attention, key, value)
+    demand(attention, "attn_type", "multihead_attention", "grouped_query_attention")
     learned = "learned" if config.get("learned_pos_emb", True) else "none"
     return {
-        **_same_fields(config, _MPT_FIELDS),
+        **same_fields(config, _MPT_FIELDS),
         "kv_heads": attention.get("kv_n_heads") or 0,
         "ffn_hidden": int(config.get("expansion_ratio", 4) * config["d_model"]),
         "seq_len": config["max_seq_len"],
@@ -275,7 +248,7 @@ def _to_mpt(config: ModelConfig) -> dict[str, Any]:
     if config.clip_qkv:
         attention["clip_qkv"] = config.clip_qkv
     return {
-        **_their_fields(config, _MPT_FIELDS),
+        **their_fields(config, _MPT_FIELDS),
         "expansion_ratio": config.ffn_size // config.hidden,
         "max_seq_len": max(config.max_positions, config.seq_len),
         "layer_norm_epsilon": config.norm_eps,
@@ -283,106 +256,3 @@ def _to_mpt(config: ModelConfig) -> dict[str, Any]:
         "learned_pos_emb": False,
         "attn_config": attention,
     }
-
-
-def _from_llama_like(config: HfConfig, family: Family) -> dict[str, Any]:
-    _demand(config, "hidden_act", "silu")
-    base, scaling = _rope_parameters(config)
-    return {
-        **_same_fields(config, _LLAMA_FIELDS),
-        "kv_heads": config.get("num_key_value_heads") or 0,
-        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else 0),
-        "ffn_hidden": config["intermediate_size"],
-        "seq_len": config["max_position_embeddings"],
-        "positions": "rotary",
-        "rotary_base": base,
-        "rotary_scaling": scaling,
-        "norm": "rmsnorm",
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": "swiglu",
-        "bias": _has_biases(config),
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
-        "tied": config.get("tie_word_embeddings", False),
-        "sliding_window": _sliding_window(config, family),
-        "init_std": config.get("initializer_range", 0.02),
-    }
-
-
-def _to_llama_like(config: ModelConfig, family: Family) -> dict[str, Any]:
-    scaling = _rope_scaling(config)
-    fields: dict[str, Any] = {
-        **_their_fields(config, _LLAMA_FIELDS),
-        "intermediate_size": config.ffn_size,
-        "num_key_value_heads": config.key_value_heads,
-        "head_dim": config.head_size,
-        "max_position_embeddings": max(config.max_positions, config.seq_len),
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "initializer_range": config.init_std,
-        # transformers before and after version 5 read different keys.
-        "rope_theta": config.rotary_base,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rotary_base},
-    }
-    match family:
-        case "llama":
-            fields.update(attention_bias=config.bias, mlp_bias=config.bias)
-        case "mistral":
-            fields.update(sliding_window=config.sliding_window)
-        case _:
-            windowed = config.sliding_window > 0
-            window = {"sliding_window": config.sliding_window, "max_window_layers": 0} if windowed else {}
-            kind = "sliding_attention" if windowed else "full_attention"
-            fields.update(use_sliding_window=windowed, layer_types=[kind] * config.layers, **window)
-            if family == "qwen3":
-                fields.update(attention_bias=False)
-    return fields
-
-
-def _has_biases(config: HfConfig) -> bool:
-    attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
-    if attention != mlp:
-        raise ConfigError(
-            f"config.json has attention_bias = {attention} and mlp_bias = {mlp}",
-            "this decoder has biases in both or in neither",
-        )
-    return bool(attention)
-
-
-def _rope_parameters(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling. transformers 5 keeps both in rope_parameters; older files have two keys."""
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(values.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    for place in (config, values):
-        _demand(place, "partial_rotary_factor", 1.0, None)
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ConfigError(f"config.json scales rotary positions by {kind!r}", "known: default, linear, llama3, yarn")
-    if kind == "yarn":
-        values.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    return base, None if kind == "default" else {**values, "rope_type": kind}
-
-
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    given = dict(config.rotary_scaling or {})
-    # `type` is the older name of the key; where a file has both, the newer one counts.
-    kind = given.pop("type", None)
-    kind = given.pop("rope_type", kind) or "default"
-    return None if kind == "default" else {"rope_type": kind, **given}
-
-
-def _sliding_window(config: HfConfig, family: Family) -> int:
-    # A file without the key means the family's default window; null means none.
-    window = config.get("sliding_window", 4096) or 0
-    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-        return 0
-    if family == "llama" or not window:
-        return 0
-    kinds = set(config.get("layer_types") or ["sliding_attention"])
-    if kinds == {"full_attention"}:
-        return 0
-    first = config.get("max_window_layers", 28) if family != "mistral" else 0
-    if kinds != {"sliding_attention"} or (first and not config.get("layer_types")):
-        raise ConfigError("config.json mixes layers with and without a sliding window", "all layers must be alike")
-    return int(window)

@@ -60,18 +60,29 @@ class ModelConfig:
     rotary_scaling: Mapping[str, Any] | None = None
     """RoPE scaling in Hugging Face's format, for example `{rope_type: yarn, factor: 4.0, ...}`;
     linear, llama3 and yarn are supported."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalization before attention, before the feed-forward block and at the end."""
+    rotary_local_base: NonNegativeFloat = 0.0
+    """RoPE base of the sliding layers in `layer_types`, without scaling; 0 means the same RoPE as in the others."""
+    partial_rotary_factor: Annotated[float, Range(above=0, max=1)] = 1.0
+    """Fraction of each head's channels that RoPE rotates, the first ones."""
+    no_rope_layer_interval: ModelSizeOrZero = 0
+    """Every layer whose number, from 1, is a multiple of this has no RoPE (NoPE); 0 means none."""
+    norm: Literal["layernorm", "rmsnorm", "rmsnorm_1p"] = "layernorm"
+    """Normalization of the sub-blocks (attention and feed-forward) and at the end. rmsnorm_1p is RMSNorm with weights
+    around 0 that are used as 1 + weight."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Normalize the input of each sub-block, its output before it is added to the residual stream, or both."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance, for numerical stability."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """Feed-forward activation; swiglu is gated."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu"
+    """Feed-forward activation; swiglu and geglu_tanh are gated."""
     bias: bool = True
     """Biases in linear layers and in LayerNorm."""
     qkv_bias: bool = False
     """A bias on the query, key and value projections even if `bias` is false."""
     qk_norm: bool = False
-    """RMSNorm on each query and key head."""
+    """RMSNorm on queries and keys."""
+    head_qk_norm: bool = True
+    """With qk_norm: normalize each head; false normalizes all query heads, and all key heads, as one vector."""
     tied: bool = True
     """The output head shares the embedding's weights."""
     alibi_bias_max: PositiveFloat = 8.0
@@ -80,6 +91,20 @@ class ModelConfig:
     """Clamp query, key and value to ± this; 0 disables clamping."""
     sliding_window: ModelSizeOrZero = 0
     """Attend only to this many most recent tokens; 0 means all."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    """Which layers have the sliding window; a list shorter than `layers` repeats. Empty means all layers."""
+    attention_multiplier: NonNegativeFloat = 0.0
+    """Scale of the attention scores; 0 means 1 / √(head size)."""
+    attn_logit_softcapping: NonNegativeFloat = 0.0
+    """Keep attention scores within ± this by tanh; 0 disables it. There is no fused kernel for it."""
+    final_logit_softcapping: NonNegativeFloat = 0.0
+    """Keep logits within ± this by tanh; 0 disables it."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Token embeddings are multiplied by this."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Outputs of sub-blocks are multiplied by this before they are added to the residual stream."""
+    logits_scaling: PositiveFloat = 1.0
+    """Logits are divided by this."""
     dropout: FractionBelowOne = 0.0
     """Dropout on the residual stream and on embeddings."""
     linear: str = "dense"
@@ -89,12 +114,15 @@ class ModelConfig:
     linear_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `linear`, for example `{n: 2, m: 4}` for `sparse`."""
     linear_layers: tuple[str, ...] = ("qkv", "out", "up", "down")
-    """Projections of a block that `linear` replaces: any of qkv, out, up (with swiglu: gate and up), down. Others are
+    """Projections of a block that `linear` replaces: any of qkv, out, up (gated: gate and up), down. Others are
     dense."""
     init: Literal["kaiming", "normal"] = "normal"
     """Weight initialization. Both scale residual projections down by √(2·layers)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation for `init: normal`."""
+    family: Literal["auto", "phi3"] = "auto"
+    """Hugging Face family that an export uses. auto chooses by what the model computes; phi3 computes the same as llama
+    or mistral under other names, so an import sets it."""
 
     @property
     def key_value_heads(self) -> int:
@@ -107,9 +135,34 @@ class ModelConfig:
         return self.head_dim or self.hidden // self.heads
 
     @property
+    def rotary_size(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def plain_rope(self) -> bool:
+        """Whether queries and keys are at most rotated, as whole heads: what the fused kernels compute."""
+        return not self.qk_norm and self.rotary_size == self.head_size
+
+    @property
     def ffn_size(self) -> int:
         """`ffn_hidden` with its default resolved."""
         return self.ffn_hidden or 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer has the sliding window."""
+        kinds = self.layer_types or ("sliding_attention",)
+        return self.sliding_window > 0 and kinds[layer % len(kinds)] == "sliding_attention"
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer rotates queries and keys."""
+        interval = self.no_rope_layer_interval
+        return self.positions == "rotary" and not (interval and (layer + 1) % interval == 0)
 
     @property
     def padded_vocab(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keepstep.config.hf_config import Family
+from keepstep.config.hf_rotary import Family
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, malformed_as
 from keepstep.models.attention import pack_qkv, unpack_qkv
@@ -75,7 +75,7 @@ def rules(config: ModelConfig, family: Family) -> Iterator[Rule]:
         case "mpt":
             return _mpt(config)
         case _:
-            return _llama_like(config)
+            return _rotary(config, family)
 
 
 def _find(tensors: Collection[str], name: str) -> str:
@@ -93,21 +93,39 @@ def _is_derived(name: str, config: ModelConfig) -> bool:
     return config.tied and name == "lm_head.weight"
 
 
-def _llama_like(config: ModelConfig) -> Iterator[Rule]:
+_NORMS: Mapping[str, Mapping[str, str]] = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+"""Our norms of a block and theirs, by model.norm_placement."""
+
+
+def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
     yield vocab_rows("embed.weight", "model.embed_tokens.weight", config)
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
-        yield same(ours + "attention_norm.weight", theirs + "input_layernorm.weight")
+        for name, their_name in _NORMS[config.norm_placement].items():
+            yield same(f"{ours}{name}.weight", f"{theirs}{their_name}.weight")
         for kind in _kinds(config.bias or config.qkv_bias):
-            yield _separate_qkv(ours + f"attention.qkv.{kind}", theirs + "self_attn.", kind, config)
+            qkv = ours + f"attention.qkv.{kind}"
+            if family == "phi3":
+                yield _fused_qkv(qkv, theirs + f"self_attn.qkv_proj.{kind}", config, transposed=False)
+            else:
+                yield _separate_qkv(qkv, theirs + "self_attn.", kind, config)
         for kind in _kinds(config.bias):
             yield same(ours + f"attention.out.{kind}", theirs + f"self_attn.o_proj.{kind}")
         if config.qk_norm:
             yield same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
             yield same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
-        yield same(ours + "mlp_norm.weight", theirs + "post_attention_layernorm.weight")
         for kind in _kinds(config.bias):
-            yield _gate_up(ours + f"mlp.gate_up.{kind}", theirs + "mlp.", kind, config)
+            gate_up = _fused_gate_up if family == "phi3" else _gate_up
+            yield gate_up(ours + f"mlp.gate_up.{kind}", theirs + "mlp.", kind, config)
             yield same(ours + f"mlp.down.{kind}", theirs + f"mlp.down_proj.{kind}")
     yield same("norm.weight", "model.norm.weight")
     if not config.tied:
@@ -215,4 +233,15 @@ def _gate_up(ours: str, prefix: str, kind: str, config: ModelConfig) -> Rule:
         (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"),
         lambda gate, up: pack_gate_up(gate, up, blocks),
         lambda packed: unpack_gate_up(packed, blocks),
+    )
+
+
+def _fused_gate_up(ours: str, prefix: str, kind: str, config: ModelConfig) -> Rule:
+    """Theirs is all gate rows, then all up rows; ours has them in blocks."""
+    blocks, width = gate_blocks(config), config.ffn_size
+    return Rule(
+        ours,
+        (f"{prefix}gate_up_proj.{kind}",),
+        lambda fused: pack_gate_up(fused[:width], fused[width:], blocks),
+        lambda packed: (torch.cat(unpack_gate_up(packed, blocks)),),
     )

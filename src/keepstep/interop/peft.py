@@ -1,19 +1,20 @@
 """Adapters as Hugging Face PEFT files: adapter_config.json and adapter_model.safetensors.
 
-Where their model has queries, keys and values in one matrix (GPT-2, MPT), our three adapters become one adapter of
-three times the rank that is zero outside each part. It computes the same sum.
+Where their model has queries, keys and values in one matrix (GPT-2, MPT, Phi-3), our three adapters become one adapter
+of three times the rank that is zero outside each part. It computes the same sum. Phi-3's gate and up are alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keepstep.config.hf_config import Family
+from keepstep.config.hf_rotary import Family
 from keepstep.config.schema import LoraConfig
 from keepstep.core.files import write_json
 from keepstep.interop.hf_names import rules
@@ -71,16 +72,19 @@ def _their_factors(model: Transformer, lora: LoraConfig, family: Family) -> Iter
             ((factor_a, factor_b),) = factors.values()
             yield theirs[0], factor_a, factor_b
         else:
-            yield theirs[0], linear.lora_a, _fused_rows(linear, factors)
+            names = ("gate", "up") if name.endswith("gate_up") else ("q", "k", "v")
+            yield theirs[0], linear.lora_a, _fused_rows(linear, factors, names)
 
 
-def _fused_rows(linear: LoraLinear, factors: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """B of a fused q, k, v in their order (all queries, all keys, all values), zero outside each one's own rank."""
+def _fused_rows(linear: LoraLinear, factors: dict[str, tuple[Tensor, Tensor]], names: tuple[str, ...]) -> Tensor:
+    """B of fused projections in their order (all queries, all keys, all values), zero outside each one's own rank."""
     grouped = linear.grouped()
-    parts = (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])
+    # All projections but the first have one slot in a group.
+    ends = range(grouped.shape[1] - len(names) + 1, grouped.shape[1] + 1)
+    parts = (grouped[:, start:end] for start, end in pairwise((0, *ends)))
     rank = linear.shape.rank
     rows = []
-    for part, short in zip(parts, ("q", "k", "v"), strict=True):
+    for part, short in zip(parts, names, strict=True):
         count = part.shape[:3].numel()
         block = part.new_zeros(count, linear.shape.projections * rank)
         if short in factors:

@@ -19,7 +19,7 @@ from keepstep.models.attention_context import Context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.linear import is_plain, make_linear
-from keepstep.models.norm import RMSNorm
+from keepstep.models.norm import RMSNorm, make_rms_norm
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.fused_attention import fused_attention, qkv_fused_attention
 from keepstep.models.ops.matmul import matmul_add
@@ -37,17 +37,23 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.queries_per_group = config.heads // config.key_value_heads
         self.clip_qkv = config.clip_qkv
+        self.plain_rope = config.plain_rope
+        self.head_qk_norm = config.head_qk_norm
+        self.has_rope = config.has_rope(layer)
+        self.is_sliding = config.is_sliding(layer)
         self.plan = BlockPlan()
         rows = (config.heads + 2 * config.key_value_heads) * config.head_size
         self.qkv = make_linear(config, "qkv", config.hidden, rows, config.bias or config.qkv_bias)
         self.out = make_linear(config, "out", config.heads * config.head_size, config.hidden, config.bias)
-        self.query_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.query_norm = _qk_norm(config, config.heads)
+        self.key_norm = _qk_norm(config, config.key_value_heads)
 
     def forward(self, x_btd: Tensor, context: Context, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+        if self.is_sliding and context.sliding is not None:
+            context = context.sliding
         if self._fuses_attention(x_btd, context):
-            attn_out_btd = self._attend_fused(x_btd, context.rotary)
+            attn_out_btd = self._attend_fused(x_btd, self._rotary(context))
         else:
             attn_out_btd = self._attend(x_btd, context)
         if residual_btd is not None:
@@ -56,11 +62,14 @@ class Attention(nn.Module):
         return output_btd
 
     def _attend(self, x_btd: Tensor, context: Context) -> Tensor:
-        query_btne, key_btge, value_btge = self._project(x_btd, context.rotary)
+        query_btne, key_btge, value_btge = self._project(x_btd, self._rotary(context))
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
         run = self.plan.attend or attend
         return run(query_btne, key_btge, value_btge, self.plan.first_head, context).flatten(2)
+
+    def _rotary(self, context: Context) -> tuple[Tensor, Tensor] | None:
+        return context.rotary if self.has_rope else None
 
     def _fuses_attention(self, x_btd: Tensor, context: Context) -> bool:
         """Whether our own operator computes attention: plain causal rows of a size that its kernels support."""
@@ -83,7 +92,7 @@ class Attention(nn.Module):
             weight_md = self.qkv.weight.to(x_btd.dtype)
             return qkv_rope(x_btd, weight_md, *rotary, self.queries_per_group, self.head_size)
         qkv_btm = self._qkv(x_btd)
-        if rotary is not None and self.query_norm is None and backend().has_kernels(qkv_btm):
+        if rotary is not None and self.plain_rope and backend().has_kernels(qkv_btm):
             query_btne, key_btge, value_btge = split_apply_rope(
                 qkv_btm, *rotary, self.queries_per_group, self.head_size
             )
@@ -91,40 +100,69 @@ class Attention(nn.Module):
         grouped = qkv_btm.unflatten(-1, (-1, self.queries_per_group + 2, self.head_size))
         query_btgre, key_btge, value_btge = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
         if self.query_norm is not None and self.key_norm is not None:
-            query_btgre, key_btge = self.query_norm(query_btgre), self.key_norm(key_btge)
+            query_btgre = self._normed(query_btgre, self.query_norm)
+            key_btge = self._normed(key_btge, self.key_norm)
         if rotary is not None:
             query_btgre, key_btge = apply_rope(query_btgre, *rotary), apply_rope(key_btge, *rotary)
         return query_btgre.flatten(2, 3), key_btge, value_btge
 
+    def _normed(self, x_bthe: Tensor, norm: RMSNorm) -> Tensor:
+        """Queries or keys, normalised by head or over all heads."""
+        normed: Tensor = norm(x_bthe if self.head_qk_norm else x_bthe.flatten(2))
+        return normed.view(x_bthe.shape)
+
     def can_fuse_attention(self) -> bool:
         """Whether nothing stands between the projection and attention, and attention is the plain one."""
-        return self.query_norm is None
+        return self.plain_rope
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""
         return self.plan.spans_matmuls and is_plain(self.out)
 
     def _fuses_projection(self) -> bool:
-        return self.plan.spans_matmuls and is_plain(self.qkv) and not self.clip_qkv and self.query_norm is None
+        return self.plan.spans_matmuls and is_plain(self.qkv) and not self.clip_qkv and self.plain_rope
+
+
+def _qk_norm(config: ModelConfig, heads: int) -> RMSNorm | None:
+    size = config.head_size * (1 if config.head_qk_norm else heads)
+    return make_rms_norm(config, size) if config.qk_norm else None
 
 
 def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:
     """Scaled dot-product attention, [b, t, n, e]; the queries are the heads from `first_head` on."""
     if context.spans is not None:
-        return varlen_attention(query_btne, key_bsge, value_bsge, context.spans, context.window)
+        return varlen_attention(query_btne, key_bsge, value_bsge, context.spans, context.window, context.scale)
     heads = query_btne.shape[2]
     mask = context.mask
     if mask is not None and mask.shape[1] not in (1, heads):
         mask = mask.narrow(1, first_head, heads)
+    if context.softcap:
+        return _attend_capped(query_btne, key_bsge, value_bsge, mask, context)
     attn_out_bnte = F.scaled_dot_product_attention(
         query_btne.transpose(1, 2),
         key_bsge.transpose(1, 2),
         value_bsge.transpose(1, 2),
         attn_mask=mask,
         is_causal=context.causal,
+        scale=context.scale,
         enable_gqa=key_bsge.shape[2] != heads,
     )
     return attn_out_bnte.transpose(1, 2)
+
+
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context) -> Tensor:
+    """The same with scores within ± the soft cap, by plain matmuls: torch's kernels do not cap scores."""
+    repeats = query.shape[2] // key.shape[2]
+    key_bnse, value_bnse = (part.transpose(1, 2).repeat_interleave(repeats, dim=1) for part in (key, value))
+    scores_bnts = query.transpose(1, 2) @ key_bnse.transpose(2, 3)
+    scale = context.scale or query.shape[-1] ** -0.5
+    scores_bnts = context.softcap * torch.tanh(scores_bnts * (scale / context.softcap))
+    if mask is None and context.causal:
+        mask = torch.ones(scores_bnts.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores_bnts = scores_bnts.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_bnts + mask
+    probability_bnts = scores_bnts.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (probability_bnts @ value_bnse).transpose(1, 2)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, head_size: int) -> Tensor:

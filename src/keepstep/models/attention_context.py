@@ -6,7 +6,8 @@ heads, e head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class Context:
     to the compute precision, and rotary angles in bfloat16 lose whole positions.
     """
 
-    __slots__ = ("cache", "causal", "mask", "rotary", "spans", "window")
+    __slots__ = ("cache", "causal", "mask", "rotary", "scale", "sliding", "softcap", "spans", "window")
 
     def __init__(
         self,
@@ -98,16 +99,36 @@ class Context:
         cache: KeyValueCache | None,
         spans: VarlenSpans | None = None,
         window: int = 0,
+        scale: float | None = None,
+        softcap: float = 0.0,
     ) -> None:
         self.mask, self.causal, self.rotary, self.cache = mask, causal, rotary, cache
         self.spans = spans
         """Where packed documents start and end, in place of a mask."""
         self.window = window
         """With spans: how many latest tokens a query attends to; 0 for all."""
+        self.scale = scale
+        """What scores are multiplied by; None is 1 / √(head size)."""
+        self.softcap = softcap
+        """Scores stay within ± this; 0 for no bound."""
+        self.sliding: Context | None = None
+        """The context of sliding layers, where layers differ."""
 
     def is_plain(self) -> bool:
-        """Whether every token attends to all before it in its row, and nothing is remembered."""
-        return self.causal and self.mask is None and self.spans is None and self.cache is None
+        """Whether every token attends to all before it in its row, by plain scores, and nothing is remembered."""
+        plain_scores = self.scale is None and not self.softcap
+        return plain_scores and self.causal and self.mask is None and self.spans is None and self.cache is None
+
+
+def each_kind(config: ModelConfig, make: Callable[[ModelConfig], Context]) -> Context:
+    """The context that `make` makes, and where layers differ the one of sliding layers in it."""
+    if not config.layer_types:
+        return make(config)
+    context = make(replace(config, sliding_window=0))
+    if config.rotary_local_base:
+        config = replace(config, rotary_base=config.rotary_local_base, rotary_scaling=None)
+    context.sliding = make(config)
+    return context
 
 
 def make_context(
@@ -123,18 +144,30 @@ def make_context(
     Their number comes from the positions: under sequence parallelism `x_btd` holds a part of the row only. With
     `spans` of documents no mask is made.
     """
+    return each_kind(config, lambda kind: _one_context(kind, x_btd, positions_bt, documents_bt, cache, spans))
+
+
+def _one_context(
+    config: ModelConfig,
+    x_btd: Tensor,
+    positions_bt: Tensor,
+    documents_bt: Tensor | None,
+    cache: KeyValueCache | None,
+    spans: VarlenSpans | None,
+) -> Context:
     tokens = positions_bt.shape[1]
     rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
+    scale, softcap = config.attention_multiplier or None, config.attn_logit_softcapping
     if spans is not None:
-        # Variable-length attention supports neither: both would be ignored silently.
-        if config.positions == "alibi" or cache is not None:
-            other = "ALiBi positions" if config.positions == "alibi" else "a key-value cache"
+        # Variable-length attention supports none of these: they would be ignored silently.
+        refused = {"ALiBi positions": config.positions == "alibi", "a key-value cache": cache is not None}
+        for other in [name for name, given in {**refused, "soft-capped scores": softcap > 0}.items() if given]:
             raise UsageError(f"spans of packed documents and {other} cannot be combined", "give documents_bt alone")
-        return Context(None, True, rotary, None, spans, config.sliding_window)
+        return Context(None, True, rotary, None, spans, config.sliding_window, scale)
     past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)
     mask = _attention_mask(config, x_btd, tokens, documents_bt, past, padding_b)
     one_query = cache is not None and cache.length > 0 and tokens == 1
-    return Context(mask, mask is None and not one_query, rotary, cache)
+    return Context(mask, mask is None and not one_query, rotary, cache, scale=scale, softcap=softcap)
 
 
 def _attention_mask(

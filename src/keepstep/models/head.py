@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from keepstep.core.tokens import IGNORE_INDEX
 from keepstep.models.ops.backend import backend
@@ -41,6 +42,32 @@ def head_output(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None
     if targets_bt is None:
         return head_logits(hidden_btd, weight_vd, vocab)
     return head_loss(hidden_btd, weight_vd, targets_bt, vocab, chunks)
+
+
+def capped_output(
+    hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int, *, cap: float
+) -> Tensor:
+    """The same with logits within ± `cap` by tanh, by torch's own operators: no kernel of ours has its gradient."""
+    if targets_bt is None:
+        return _capped_logits(hidden_btd, weight_vd, vocab, cap)
+    hidden_nd, targets_n = _counted(hidden_btd.flatten(0, 1), targets_bt.flatten())
+    chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
+    losses = [
+        checkpoint(_capped_loss, chunk_nd, weight_vd, chunk_n, vocab, cap, use_reentrant=False)
+        for chunk_nd, chunk_n in zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def _capped_logits(hidden: Tensor, weight_vd: Tensor, vocab: int, cap: float) -> Tensor:
+    logits = cap * torch.tanh(F.linear(hidden, weight_vd) / cap)
+    padding_v = torch.arange(weight_vd.shape[0], device=logits.device) >= vocab
+    return logits.masked_fill(padding_v, torch.finfo(logits.dtype).min)
+
+
+def _capped_loss(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float) -> Tensor:
+    logits_nv = _capped_logits(hidden_nd, weight_vd, vocab, cap).float()
+    return F.cross_entropy(logits_nv, targets_n, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def head_logits(hidden_btd: Tensor, weight_vd: Tensor, vocab: int) -> Tensor:

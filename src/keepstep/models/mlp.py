@@ -2,7 +2,7 @@
 
 Shape legend: b rows, t tokens, d hidden, f feed-forward width, c blocks of the fused gate, w = f / c.
 
-Layout of `gate_up.weight` [2·f, d] (swiglu): c = gcd(key-value heads, f) blocks; in a block first w gate rows, then the
+Layout of `gate_up.weight` [2·f, d] (gated): c = gcd(key-value heads, f) blocks; in a block first w gate rows, then the
 w up rows they multiply. Any contiguous slice of whole blocks is a smaller feed-forward of its own, for every
 tensor-parallel degree that attention allows and the width can be divided by.
 """
@@ -30,10 +30,11 @@ def gate_blocks(config: ModelConfig) -> int:
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: silu(gate) × up, then down."""
+    """SwiGLU, silu(gate) × up, then down; GEGLU has gelu by tanh in place of silu, and no fused operators."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.is_swiglu = config.activation == "swiglu"
         self.block_width = config.ffn_size // gate_blocks(config)
         self.gate_up = make_linear(config, "up", config.hidden, 2 * config.ffn_size, config.bias)
         self.down = make_linear(config, "down", config.ffn_size, config.hidden, config.bias)
@@ -44,22 +45,23 @@ class GatedMLP(nn.Module):
         if residual_btd is not None or (self.fuses_residual() and backend().fuses_matmuls(x_btd)):
             weights = self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype)
             return swiglu_mlp(x_btd, *weights, self.block_width, residual_btd)
-        if not self.plan.tensor_parallel and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
+        one_operator = self.is_swiglu and not self.plan.tensor_parallel
+        if one_operator and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
             return fp8_swiglu_mlp(x_btd, self.gate_up, self.down, self.block_width)
         gate_up = self.gate_up(x_btd)
         # Torch's own operators are as fast on a CPU, and can be differentiated twice.
-        has_kernel = backend().has_kernels(gate_up)
-        activation = swiglu(gate_up, self.block_width) if has_kernel else self._plain_swiglu(gate_up)
+        has_kernel = self.is_swiglu and backend().has_kernels(gate_up)
+        activation = swiglu(gate_up, self.block_width) if has_kernel else self._plain_glu(gate_up)
         output_btd: Tensor = self.down(activation)
         return output_btd
 
     def fuses_residual(self) -> bool:
         """Whether both matmuls may be fused: SwiGLU inside, the residual in the last one's epilogue."""
-        return self.plan.spans_matmuls and is_plain(self.gate_up) and is_plain(self.down)
+        return self.is_swiglu and self.plan.spans_matmuls and is_plain(self.gate_up) and is_plain(self.down)
 
-    def _plain_swiglu(self, gate_up: Tensor) -> Tensor:
+    def _plain_glu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)
-        activation: Tensor = F.silu(gate) * up
+        activation: Tensor = (F.silu(gate) if self.is_swiglu else F.gelu(gate, approximate="tanh")) * up
         return activation.flatten(-2)
 
 
@@ -93,7 +95,7 @@ class PlainMLP(nn.Module):
 
 def make_mlp(config: ModelConfig) -> GatedMLP | PlainMLP:
     """The feed-forward sub-block that `model.activation` names."""
-    return GatedMLP(config) if config.activation == "swiglu" else PlainMLP(config)
+    return GatedMLP(config) if config.gated else PlainMLP(config)
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, blocks: int) -> Tensor:

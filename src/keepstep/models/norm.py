@@ -46,20 +46,33 @@ class RMSNorm(nn.Module):
         return backend().rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
+class RMSNorm1p(RMSNorm):
+    """Root mean square one, times 1 + weight, which is added and multiplied in fp32; the weight starts at 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return backend().rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The norm before each sub-block and at the end."""
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.hidden, config.norm_eps)
-    return LayerNorm(config.hidden, config.norm_eps, config.bias)
+    """A norm of the residual stream or of what is added to it."""
+    if config.norm == "layernorm":
+        return LayerNorm(config.hidden, config.norm_eps, config.bias)
+    return make_rms_norm(config, config.hidden)
 
 
-def add_norm(x_btd: Tensor, added_btd: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """The stream plus `added_btd`, and its norm."""
-    # Tensor parallelism replaces the norm by a subclass that reads its weight in another way.
+def make_rms_norm(config: ModelConfig, size: int) -> RMSNorm:
+    """An RMS norm of `size` channels, with weights as `model.norm` has them."""
+    return (RMSNorm1p if config.norm == "rmsnorm_1p" else RMSNorm)(size, config.norm_eps)
+
+
+def add_norm(x_btd: Tensor, added_btd: Tensor | None, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """The stream plus `added_btd`, and its norm; without one the stream twice."""
+    # Tensor parallelism replaces the norm by a subclass that reads its weight in another way; 1 + weight is one too.
     if type(norm) is RMSNorm and backend().fuses_matmuls(x_btd):
         return fused_add_norm(x_btd, added_btd, norm.weight, norm.eps)
     stream_btd = x_btd if added_btd is None else x_btd + added_btd
-    return stream_btd, norm(stream_btd)
+    return stream_btd, stream_btd if norm is None else norm(stream_btd)
 
 
 def fused_add_norm(x_btd: Tensor, added_btd: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:

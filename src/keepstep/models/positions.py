@@ -1,7 +1,7 @@
 """Position encodings: document-relative positions, RoPE angles, ALiBi slopes.
 
-Shape legend: b rows, t tokens, f rotary frequencies (half a head), g key-value heads, r query heads a key-value head,
-n heads, e head size.
+Shape legend: b rows, t tokens, f rotary frequencies (half the rotated channels), g key-value heads, r query
+heads a key-value head, n heads, e head size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
     Computed when needed instead of kept in a buffer: `model.to(bfloat16)` or a meta-device build cannot spoil it.
     """
-    exponent_f = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device) / config.head_size
+    size = config.rotary_size
+    exponent_f = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     frequency_f = 1.0 / (config.rotary_base**exponent_f)
     scaling = config.rotary_scaling
     if not scaling:
@@ -43,7 +44,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
         case "llama3":
             return _llama3_frequencies(frequency_f, scaling)
         case "yarn":
-            return _yarn_frequencies(frequency_f, scaling, config.head_size, config.rotary_base)
+            return _yarn_frequencies(frequency_f, scaling, size, config.rotary_base)
         case other:
             raise ConfigError(
                 f"model.rotary_scaling has rope_type {other!r}", "known types: default, linear, llama3, yarn"
@@ -108,12 +109,13 @@ def rope_tables(config: ModelConfig, positions_bt: Tensor) -> tuple[Tensor, Tens
 def apply_rope(x_btge: Tensor, cos_btf: Tensor, sin_btf: Tensor) -> Tensor:
     """Rotate each head by its token's angles, in fp32: keys [b, t, g, e] or queries [b, t, g, r, e].
 
-    Channel i is paired with channel i + head_size / 2.
+    Channel i is paired with channel i + f; channels from 2·f on stay as they are.
     """
     heads = (1,) * (x_btge.dim() - 3)
     cos, sin = (table.view(*table.shape[:2], *heads, table.shape[2]) for table in (cos_btf, sin_btf))
-    first, second = x_btge.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_btge.dtype)
+    half = cos.shape[-1]
+    first, second, rest = x_btge.float().split((half, half, x_btge.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x_btge.dtype)
 
 
 def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> Tensor:

@@ -47,7 +47,7 @@ def mfu_llm_foundry(tokens_per_s: float, config: ModelConfig, seq_len: int, peak
 def _block_matrices(config: ModelConfig) -> int:
     attention_width = config.heads * config.head_size
     qkv = config.hidden * (attention_width + 2 * config.key_value_heads * config.head_size)
-    mlp = (3 if config.activation == "swiglu" else 2) * config.hidden * config.ffn_size
+    mlp = (3 if config.gated else 2) * config.hidden * config.ffn_size
     return qkv + attention_width * config.hidden + mlp
 
 
@@ -56,10 +56,16 @@ def block_parameters(config: ModelConfig) -> int:
     qkv_rows = (config.heads + 2 * config.key_value_heads) * config.head_size
     biases = qkv_rows if config.bias or config.qkv_bias else 0
     if config.bias:
-        up_rows = (2 if config.activation == "swiglu" else 1) * config.ffn_size
+        up_rows = (2 if config.gated else 1) * config.ffn_size
         biases += config.hidden + up_rows + config.hidden
-    qk_norms = 2 * config.head_size if config.qk_norm else 0
-    return _block_matrices(config) + biases + qk_norms + 2 * norm_parameters(config)
+    return _block_matrices(config) + biases + block_norm_parameters(config)
+
+
+def block_norm_parameters(config: ModelConfig) -> int:
+    """Parameters of one block's norms, those of queries and keys included."""
+    heads = 2 if config.head_qk_norm else config.heads + config.key_value_heads
+    qk_norms = heads * config.head_size if config.qk_norm else 0
+    return qk_norms + (4 if config.norm_placement == "both" else 2) * norm_parameters(config)
 
 
 def norm_parameters(config: ModelConfig) -> int:

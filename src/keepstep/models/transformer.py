@@ -21,7 +21,7 @@ from keepstep.core.errors import UsageError
 from keepstep.models.attention import Attention
 from keepstep.models.attention_context import Context, KeyValueCache, make_context
 from keepstep.models.block_plan import BlockPlan
-from keepstep.models.head import Head, head_output
+from keepstep.models.head import Head, capped_output, head_output
 from keepstep.models.mlp import make_mlp
 from keepstep.models.norm import add_norm, make_norm
 from keepstep.models.ops.backend import backend
@@ -30,15 +30,19 @@ from keepstep.models.positions import document_positions
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added back after."""
+    """Attention and feed-forward, each normalised before, after or both, and added back."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.attention_norm = make_norm(config)
+        self.residual_multiplier = config.residual_multiplier
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.attention_norm = make_norm(config) if before else None
         self.attention = Attention(config, layer)
-        self.mlp_norm = make_norm(config)
+        self.attention_post_norm = make_norm(config) if after else None
+        self.mlp_norm = make_norm(config) if before else None
         self.mlp = make_mlp(config)
+        self.mlp_post_norm = make_norm(config) if after else None
         self.plan = BlockPlan()
 
     def use(self, plan: BlockPlan) -> None:
@@ -51,15 +55,25 @@ class Block(nn.Module):
         if self._fuses_residual() and backend().fuses_matmuls(x_btd):
             x_btd, normed_btd = add_norm(self.attention(normed_btd, context, x_btd), None, self.mlp_norm)
             return self.mlp(normed_btd, x_btd), None
-        attended_btd = F.dropout(self.attention(normed_btd, context), self.dropout, self.training)
+        attended_btd = self._to_add(self.attention(normed_btd, context), self.attention_post_norm)
         x_btd, normed_btd = add_norm(x_btd, attended_btd, self.mlp_norm)
-        added_btd = F.dropout(self.mlp(normed_btd), self.dropout, self.training)
+        added_btd = self._to_add(self.mlp(normed_btd), self.mlp_post_norm)
         return (x_btd, added_btd) if self.plan.deferred_add else (x_btd + added_btd, None)
+
+    def _to_add(self, output_btd: Tensor, norm: nn.Module | None) -> Tensor:
+        """What a sub-block adds to the residual stream."""
+        if norm is not None:
+            output_btd = norm(output_btd)
+        if self.residual_multiplier != 1.0:
+            output_btd = output_btd * self.residual_multiplier
+        return F.dropout(output_btd, self.dropout, self.training)
 
     def _fuses_residual(self) -> bool:
         """Whether both sub-blocks add to the residual stream in the epilogues of their last matmuls."""
-        drops = self.dropout > 0 and self.training
-        return self.plan.deferred_add and not drops and self.attention.fuses_residual() and self.mlp.fuses_residual()
+        changes = (self.dropout > 0 and self.training) or self.residual_multiplier != 1.0
+        if changes or self.attention_post_norm is not None:
+            return False
+        return self.plan.deferred_add and self.attention.fuses_residual() and self.mlp.fuses_residual()
 
 
 class Transformer(nn.Module):
@@ -82,6 +96,11 @@ class Transformer(nn.Module):
         # Where tensor and context parallelism put their own form of the same computation.
         self.make_context: Callable[..., Context] = make_context
         self.tied_output: Callable[..., Tensor] = head_output
+        cap = config.final_logit_softcapping
+        if cap:
+            self.tied_output = functools.partial(capped_output, cap=cap)
+            if self.head is not None:
+                self.head.output = self.tied_output
 
     def forward(
         self,
@@ -128,6 +147,8 @@ class Transformer(nn.Module):
             cache.advance(tokens_bt.shape[1])
         if last_only:
             x_btd = x_btd[:, -1:]
+        if self.config.logits_scaling != 1.0:
+            x_btd = x_btd / self.config.logits_scaling
         if self.head is None:
             return self.tied_output(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
         output: Tensor = self.head(x_btd, targets_bt, loss_chunks)
@@ -135,6 +156,9 @@ class Transformer(nn.Module):
 
     def _embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         x_btd: Tensor = self.embed(tokens_bt)
+        if self.config.embedding_multiplier != 1.0:
+            # Rounded to the precision of the embeddings, as Gemma was trained.
+            x_btd = x_btd * torch.tensor(self.config.embedding_multiplier, dtype=x_btd.dtype, device="cpu").item()
         if self.position is not None:
             x_btd = x_btd + self.position(positions_bt)
         # The embedding's own mode: a stage shares modules with the model that is set to evaluate, but not its flag.
@@ -170,6 +194,8 @@ def add_embedding_noise(model: Transformer, alpha: float, row_parts: int = 1) ->
         if not model.training:
             return embedded_btd
         bound = alpha / math.sqrt(embedded_btd.shape[1] * row_parts * embedded_btd.shape[2])
+        # The blocks get the noise multiplied like the embeddings.
+        bound /= model.config.embedding_multiplier
         return embedded_btd + torch.empty_like(embedded_btd).uniform_(-bound, bound)
 
     model.embed.register_forward_hook(noisy)

@@ -56,11 +56,12 @@ class Block:
     causal: bool
     """Token i of the block attends to tokens up to i; the block is square then."""
     mask: BlockMask | None
+    given_scale: float | None = None
 
     @property
     def scale(self) -> float:
         """What scores are multiplied by."""
-        return 1.0 / math.sqrt(self.query.shape[-1])
+        return self.given_scale or 1.0 / math.sqrt(self.query.shape[-1])
 
 
 def attend_block(block: Block) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from keepstep.config.schema import ModelConfig
 from keepstep.data.batch import Batch
-from keepstep.models.attention_context import Context, KeyValueCache
+from keepstep.models.attention_context import Context, KeyValueCache, each_kind
 from keepstep.models.ops.varlen_attention import VarlenSpans
 from keepstep.models.positions import alibi_slopes, rope_tables
 from keepstep.models.transformer import Transformer
@@ -36,8 +36,10 @@ class RingContext(Context):
 
     __slots__ = ("documents_rbt",)
 
-    def __init__(self, rotary: tuple[Tensor, Tensor] | None, documents_rbt: Tensor | None) -> None:
-        super().__init__(mask=None, causal=True, rotary=rotary, cache=None)
+    def __init__(self, config: ModelConfig, positions_bt: Tensor, documents_rbt: Tensor | None) -> None:
+        assert not config.attn_logit_softcapping, "config.rules.parallel refuses it"
+        rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
+        super().__init__(None, True, rotary, None, None, config.sliding_window, config.attention_multiplier or None)
         self.documents_rbt = documents_rbt
 
 
@@ -98,8 +100,7 @@ def _ring_context(
         everyone = [torch.empty_like(documents_bt) for _ in range(group.size())]
         dist.all_gather(everyone, documents_bt.contiguous(), group=group)
         documents_rbt = torch.stack(everyone)
-    rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
-    return RingContext(rotary, documents_rbt)
+    return each_kind(config, lambda kind: RingContext(kind, positions_bt, documents_rbt))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -120,8 +121,8 @@ def _attend(
         all_slopes = alibi_slopes(config.heads, config.alibi_bias_max, query_btne.device)
         slopes_n = all_slopes[first_head : first_head + heads]
     tokens = query_btne.shape[1] * group.size()
-    window = config.sliding_window if config.sliding_window < tokens else 0
-    masks = RingMasks(group, window, slopes_n, context.documents_rbt)
+    window = context.window if context.window < tokens else 0
+    masks = RingMasks(group, window, slopes_n, context.documents_rbt, context.scale)
     parts = (each.transpose(1, 2) for each in (query_btne, key_btge, value_btge))
     mixed: Tensor = _RingAttention.apply(*parts, masks)  # type: ignore[no-untyped-call]
     return mixed.transpose(1, 2)
@@ -136,6 +137,8 @@ class RingMasks:
     slopes_n: Tensor | None
     documents_rbt: Tensor | None
     """Documents of every process's tokens."""
+    scale: float | None
+    """What scores are multiplied by; None is 1 / √e."""
 
     def between(self, source: int, query: Tensor, queries: slice, keys: slice) -> BlockMask | None:
         """The mask of our queries against the keys of process `source`; None where order says it all."""
@@ -254,4 +257,5 @@ def _block(query: Tensor, key_value: Tensor, source: int, masks: RingMasks) -> t
     queries = slice(half, None) if source > rank else everything
     keys = slice(0, half) if source < rank else everything
     mask = masks.between(source, query, queries, keys)
-    return Block(query[:, :, queries], key[:, :, keys], value[:, :, keys], source == rank, mask), queries, keys
+    block = Block(query[:, :, queries], key[:, :, keys], value[:, :, keys], source == rank, mask, masks.scale)
+    return block, queries, keys

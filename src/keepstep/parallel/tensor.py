@@ -37,7 +37,8 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
         attention, mlp = block.attention, block.mlp
         _split_matmuls(attention, attention.qkv, attention.out, mesh)
         _split_matmuls(mlp, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, mlp.down, mesh)
-        for norm in (attention.query_norm, attention.key_norm, block.attention_norm, block.mlp_norm):
+        own = (block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm)
+        for norm in (attention.query_norm, attention.key_norm, *own):
             if norm is not None:
                 place_module(norm, mesh)
     if model.norm is not None:

@@ -216,7 +216,7 @@ class _StageMemory:
         """
         model = self.work.model
         qkv = (model.heads + 2 * model.key_value_heads) * model.head_size
-        wide = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+        wide = model.ffn_size * (2 if model.gated else 1)
         width = (7 * model.hidden + qkv + wide + model.ffn_size) // self.work.degrees.tensor
         gradients = self.size * width * self.work.tokens_per_microbatch * self.stage_blocks
         return passes * (gradients + (FP32 * self.counts.table if self.last else 0))
@@ -245,6 +245,9 @@ class _StageMemory:
         """Peak of one chunk of head and loss, with the head's gradient."""
         work, tensor, chunks = self.work, self.work.degrees.tensor, loss_chunks(self.work)
         logits = -(-work.tokens_per_microbatch // chunks) * (work.model.padded_vocab // tensor)
+        if work.model.final_logit_softcapping:
+            # Torch's own operators: fp32 logits, probabilities and gradient next to the capped logits.
+            return (3 * FP32 + self.size) * logits + self.size * self.counts.table
         if tensor == 1 and not self.splits:
             # The kernel overwrites logits with their gradient; with one chunk the head's gradient needs no fp32 sum.
             return self.size * logits + (self.size if chunks == 1 else FP32) * self.counts.table

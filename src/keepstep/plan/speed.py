@@ -143,7 +143,8 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     # `adapters` counts one tensor-parallel process already; they are never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate
 
-    span = min(model.seq_len, model.sliding_window) if model.sliding_window else model.seq_len
+    spans = [min(model.seq_len, model.sliding_window or model.seq_len), model.seq_len]
+    span = sum(spans[0 if model.is_sliding(layer) else 1] for layer in range(model.layers)) / model.layers
     # Forward 4, backward 10 (it recomputes the scores) per channel and token; a causal mask leaves half of them.
     attention_passes = 18 if work.recompute == "full" and not work.saves_attention else 14
     scores = tokens * model.heads * model.head_size * span / 2 / degrees.tensor

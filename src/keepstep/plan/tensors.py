@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ModelConfig
-from keepstep.models.size import block_parameters, norm_parameters
+from keepstep.models.size import block_norm_parameters, block_parameters, norm_parameters
 from keepstep.plan.workload import Recompute, Workload
 
 FP32 = 4
@@ -52,7 +52,7 @@ class StageParameters:
 def split_block_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one block on one tensor-parallel process: matrices are split, norms are not."""
     biases = 2 * model.hidden if model.bias else 0
-    whole = 2 * norm_parameters(model) + biases + (2 * model.head_size if model.qk_norm else 0)
+    whole = block_norm_parameters(model) + biases
     return (block_parameters(model) - whole) // tensor + whole
 
 
@@ -60,7 +60,7 @@ def block_matrices(work: Workload) -> list[int]:
     """Parameters of each matrix of a block on one tensor-parallel process."""
     model = work.model
     query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
-    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    inner = model.ffn_size * (2 if model.gated else 1)
     widths = (query + 2 * key, query, inner, model.ffn_size)
     return [model.hidden * width // work.degrees.tensor for width in widths]
 
@@ -93,7 +93,7 @@ def adapted_linears(work: Workload) -> list[tuple[int, int, int]]:
     """
     model, targets = work.model, set(work.lora_targets)
     query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
-    gated = model.activation == "swiglu"
+    gated = model.gated
     linears = {
         ("q", "k", "v"): (model.hidden, query + 2 * key),
         ("o",): (query, model.hidden),
@@ -143,7 +143,7 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     """Bytes saved, needed and temporarily used by one block that recomputes by `mode`."""
     model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
     widths = _Widths.of(model, work.degrees.tensor)
-    gated = model.activation == "swiglu"
+    gated = model.gated
     needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths)
     match mode:
         case "none":
@@ -167,11 +167,16 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
 def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
     """Bytes per token saved when nothing is recomputed, without statistics."""
     rotary = model.positions == "rotary"
-    gated = model.activation == "swiglu"
+    gated = model.gated
     saved = [
         work.stream_width,  # the block's input, saved by its norm
         widths.qkv,  # queries, keys and values: three tensors after a fused split and rope, else views of one
-        widths.query + widths.key if model.qk_norm else 0,
+        0 if model.plain_rope else widths.query + widths.key,
+        # A norm over all heads needs them side by side.
+        0 if model.head_qk_norm else widths.query + widths.key,
+        2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
+        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32.
+        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping else 0,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
@@ -180,27 +185,36 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         (2 if gated else 1) * widths.ffn,  # the input of the activation
         # Adapters save the same inputs as the weights' gradients would, and their low-rank intermediate.
         work.lora_rank * len(work.lora_targets),
+        widths.ffn if model.activation == "geglu_tanh" else 0,  # the activated gate, which no kernel fuses
     ]
     # The inputs of matmuls: both norms' outputs and the activation's.
     inputs = 2 * widths.hidden + widths.ffn
     if work.precision == "fp8":
         # Each matmul saves its input in fp8, one byte per element, including the output of attention.
-        return work.compute_bytes * sum(saved) + inputs + widths.query
-    return work.compute_bytes * (sum(saved) + inputs)
+        return work.compute_bytes * sum(saved) + inputs + widths.query + _fp32_norm_inputs(model, widths, work)
+    return work.compute_bytes * (sum(saved) + inputs) + _fp32_norm_inputs(model, widths, work)
+
+
+def _fp32_norm_inputs(model: ModelConfig, widths: _Widths, work: Workload) -> int:
+    """Bytes per token that norms with 1 + weight save on top, because they compute in fp32."""
+    if model.norm != "rmsnorm_1p" or work.compute_bytes == FP32:
+        return 0
+    norms = (4 if model.norm_placement == "both" else 2) * work.stream_width * (FP32 - work.compute_bytes)
+    return norms + (FP32 * (widths.query + widths.key) if model.qk_norm else 0)
 
 
 def _quantised_weights(model: ModelConfig, widths: _Widths) -> int:
     """Bytes of a block's weights in fp8, which each matmul saves for its backward."""
-    inner = 3 if model.activation == "swiglu" else 2
+    inner = 3 if model.gated else 2
     return widths.hidden * (widths.qkv + widths.query + inner * widths.ffn)
 
 
 def _saved_statistics(model: ModelConfig, widths: _Widths) -> int:
     """Bytes per token saved in fp32 or as booleans: norms' statistics, softmax sums, dropout masks."""
-    norm = FP32 * (1 if model.norm == "rmsnorm" else 2)
+    norm = FP32 * (2 if model.norm == "layernorm" else 1)
     heads = FP32 * (widths.heads + widths.key // model.head_size) if model.qk_norm else 0
     dropout = 2 * model.hidden if model.dropout else 0
-    return 2 * norm + FP32 * widths.heads + heads + dropout
+    return (4 if model.norm_placement == "both" else 2) * norm + FP32 * widths.heads + heads + dropout
 
 
 def mask_bytes(work: Workload) -> int:

@@ -82,7 +82,7 @@ def block_traffic(work: Workload, gpu: Gpu) -> float:
         once, again = (_moved(each, work) for each in table[name])
         forward, backward = forward + once, backward + again
     if work.precision == "fp8":
-        gates = 2 if model.activation == "swiglu" else 1
+        gates = 2 if model.gated else 1
         forward += _moved(_Widths(2, 1, 0, 1), work) * CAST_TO_FP8_BYTES
         backward += _moved(_Widths(2, 1, 2, gates), work) * CAST_TO_FP8_BYTES
     for _, inputs, outputs in adapted_linears(work):
@@ -100,24 +100,27 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
     """The kernels of a block outside matmuls, as models/ chooses them."""
     model = work.model
     fused = _fuses_matmuls(work)
-    plain = fused and not model.bias
+    placed = model.norm_placement == "before" and model.residual_multiplier == 1.0
+    plain = fused and not model.bias and placed and model.activation != "geglu_tanh"
     sums_inside = plain and work.unsharded and work.recompute == "none"
-    yield "rms norm" if model.norm == "rmsnorm" else "layer norm"
+    for _ in range(2 if model.norm_placement == "both" else 1):
+        yield "layer norm" if model.norm == "layernorm" else "rms norm"
     if not sums_inside:
         yield "sums before rms norms" if model.norm == "rmsnorm" else "sums"
-    own_attention = fused and gpu.is_hopper and model.head_size == _OWN_HEAD_SIZE and not model.qk_norm
+    own_attention = fused and gpu.is_hopper and model.head_size == _OWN_HEAD_SIZE and model.plain_rope
+    own_attention = own_attention and not (model.attention_multiplier or model.attn_logit_softcapping)
     if not own_attention:
         yield "around attention"
         if model.key_value_heads != model.heads:
             yield "shared keys"
-    if model.positions == "rotary" and not model.qk_norm:
+    if model.positions == "rotary" and model.plain_rope:
         if not (own_attention and plain):
             yield "rope"
     else:
         yield "split"
         if model.positions == "rotary":
             yield "unfused rope"
-    if model.activation == "swiglu":
+    if model.gated:
         if not (plain and gpu.is_hopper):
             yield "swiglu"
     elif not (fused and gpu.is_hopper):

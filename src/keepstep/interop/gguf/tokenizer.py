@@ -7,17 +7,28 @@ tokens than in training, a model answers nonsense.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from keepstep.core.errors import DataError, malformed_as
+from keepstep.core.files import read_json_object
 from keepstep.data import tokenization
+from keepstep.data.chat.template import ChatTemplate, token_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens."""
 _LONGEST_PIECE = 256
 _OTHER_TOKENIZER = "give a folder with its tokenizer.json: --tokenizer FOLDER"
+_NOT_AS_GGUF = "keepstep export RUN --hf OUT writes what transformers and vLLM read"
+_SAMPLE = (
+    "Hello  world\n\n it's I'M don'T 1234567 x_1  naïve e\u0301 日本語 😀 \t\r\n f_b(x=3.14)//\n  HTTPServer <a> ... "
+)
+"""A text that known splittings treat differently."""
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+"""Their name of a special token → Hugging Face's."""
 _SPACE = "\u2581"
 """A space in the pieces of SentencePiece."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -174,3 +185,72 @@ def _prepending(text: str, number: int) -> dict[str, Any]:
     pair = [first, sequence, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {text: {"id": text, "ids": [number], "tokens": [text]}}
     return {"type": "TemplateProcessing", "single": [first, sequence], "pair": pair, "special_tokens": special}
+
+
+def tokenizer_metadata(path: Path, vocab: int, template: ChatTemplate) -> dict[str, Any]:
+    """Metadata of a tokenizer.json and its chat template, proven to give the same tokens when it is read again."""
+    raw, loaded = read_json_object(path), tokenization.load(path)
+    with malformed_as(DataError, f"{path} cannot be written as GGUF", _NOT_AS_GGUF):
+        model, texts = raw["model"], {number: text for text, number in loaded.get_vocab().items()}
+        if model["type"] != "BPE" or max(texts) >= vocab:
+            raise ValueError("it is no BPE, or has more tokens than the model")
+        added = {item["id"]: _CONTROL if item["special"] else _USER_DEFINED for item in raw["added_tokens"]}
+        types = [added.get(number, _NORMAL if number in texts else _UNUSED) for number in range(vocab)]
+        tokens = [texts.get(number, f"[PAD{number}]") for number in range(vocab)]
+        pairs = [item.split(" ") if isinstance(item, str) else item for item in model["merges"]]
+        found: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+        found |= {"tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs]}
+        if model.get("byte_fallback"):
+            found |= _piece_metadata(found, pairs, loaded, model.get("unk_token"))
+        found |= _special_metadata(path, loaded, template)
+        for name in SPLITTINGS:
+            found["tokenizer.ggml.pre"] = "default" if model.get("byte_fallback") else name
+            if _same_tokens(loaded, tokenization.load_text(tokenizer_files(found)["tokenizer.json"], "GGUF")):
+                return found
+    known = ", ".join(SPLITTINGS)
+    raise DataError(f"{path} splits words in a way that llama.cpp does not know ({known})", _NOT_AS_GGUF)
+
+
+def _piece_metadata(found: dict[str, Any], pairs: list[Any], loaded: Any, unknown: str | None) -> dict[str, Any]:
+    """Scores in the order of the merges, and the kinds of pieces that only SentencePiece has."""
+    order = {text: float(-rank) for rank, text in reversed(list(enumerate("".join(pair) for pair in pairs)))}
+    tokens, types = found["tokenizer.ggml.tokens"], list(found["tokenizer.ggml.token_type"])
+    for number, text in enumerate(tokens):
+        if text == unknown:
+            types[number] = _UNKNOWN
+        elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+            types[number] = _BYTE
+    prefix = bool(loaded.encode("a", add_special_tokens=False).tokens[0].startswith(_SPACE))
+    scores = [order.get(text, float(-len(pairs))) for text in tokens]
+    found.pop("tokenizer.ggml.merges")
+    values = {"model": "llama", "scores": scores, "token_type": types, "add_space_prefix": prefix}
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+def _special_metadata(path: Path, loaded: Any, template: ChatTemplate) -> dict[str, Any]:
+    config = path.parent / "tokenizer_config.json"
+    known = read_json_object(config) if config.is_file() else {}
+    texts = {name: token_text(known.get(f"{key}_token")) for name, key in _SPECIAL.items()} | {
+        "eot": template.turn_end()
+    }
+    # Every reader stops at eos; the file of a base model may lack the token that ends a turn.
+    texts["eos"] = texts["eos"] or texts["eot"] or tokenization.END_OF_TEXT
+    ids = {name: loaded.token_to_id(text) for name, text in texts.items() if text}
+    starts = loaded.encode("a").ids[:1] == [ids.get("bos")]
+    found = {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None}
+    return {**found, "tokenizer.ggml.add_bos_token": starts, "tokenizer.chat_template": template.source}
+
+
+def _same_tokens(one: Any, other: Any) -> bool:
+    special = " a".join(token.content for token in one.get_added_tokens_decoder().values())
+    texts = [_SAMPLE, f"{special}\n{special[::-1]}"]
+    return all(one.encode(text).ids == other.encode(text).ids for text in texts) and _words(one) == _words(other)
+
+
+def _words(tokenizer: Any) -> Any:
+    """How a text is split, and whether words that are tokens are merged: a small vocabulary may hide either."""
+    model = json.loads(tokenizer.to_str())["model"]
+    split = tokenizer.pre_tokenizer
+    if model.get("byte_fallback"):
+        return None
+    return split and split.pre_tokenize_str(_SAMPLE), bool(model.get("ignore_merges"))

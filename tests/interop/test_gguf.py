@@ -29,6 +29,7 @@ from keepstep.interop.gguf.writer import PlannedTensor, write_gguf
 from keepstep.interop.hf_folder import load_hf, read_hf_shape
 from keepstep.interop.hf_import import import_model, import_weights
 from keepstep.models.transformer import Transformer
+from tests.doc_blocks import commands
 from tests.interop.test_convert import GPT, LLAMA, weights_of
 
 BYTES = [*map(chr, range(33, 127)), *map(chr, range(161, 173)), *map(chr, range(174, 256)), *map(chr, range(256, 324))]
@@ -401,6 +402,17 @@ def test_llama_cpp_gives_the_same_tokens_and_logits(name: str, tmp_path: Path) -
     context.decode(batch)
     expected = load_full_model(run)[0](torch.tensor([ids]))[0, -1].detach()
     assert torch.allclose(torch.tensor(context.get_logits()), expected, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.slow
+def test_page_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "model.gguf", kind="f16")
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    for command in commands("docs/gguf.md"):
+        program, *words = command.split()
+        assert program == "keepstep"
+        assert main(words) == 0, command
 
 
 @pytest.mark.slow

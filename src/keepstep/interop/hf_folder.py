@@ -16,7 +16,7 @@ from keepstep.core.errors import CheckpointError, UsageError
 from keepstep.core.files import write_json
 from keepstep.data.remote.hub import fetch_model, is_model_name
 from keepstep.data.tokenization import FILES
-from keepstep.interop.gguf.model import open_gguf_model
+from keepstep.interop.gguf.model import open_gguf_model, read_gguf_tokenizer
 from keepstep.interop.hf_names import export_parameters, import_parameters
 from keepstep.interop.safetensors_files import open_hf_tensors, write_shards
 from keepstep.models.init import keep_shard
@@ -41,6 +41,11 @@ def is_hf_folder(path: Path) -> bool:
 def is_gguf(path: Path) -> bool:
     """Whether the path is a GGUF file."""
     return path.suffix == ".gguf" and path.is_file()
+
+
+def tokenizer_inside(source: Path) -> dict[str, str]:
+    """File name → content of the tokenizer in a GGUF file; empty for a folder."""
+    return read_gguf_tokenizer(source) if is_gguf(source) else {}
 
 
 def read_hf_shape(source: Path) -> ModelConfig:

@@ -18,8 +18,7 @@ from keepstep.core.errors import UsageError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.data.chat.tokenizer import copy_tokenizer
-from keepstep.interop.gguf.model import read_gguf_tokenizer
-from keepstep.interop.hf_folder import is_gguf, is_hf_folder, load_hf, open_source, read_hf_shape
+from keepstep.interop.hf_folder import is_gguf, is_hf_folder, load_hf, open_source, read_hf_shape, tokenizer_inside
 from keepstep.interop.run_source import TOKENIZER_FOLDER, find_tokenizer
 from keepstep.interop.safetensors_files import common_dtype
 from keepstep.models.size import parameter_count
@@ -39,8 +38,8 @@ def import_model(source: Path, name: str, runs_dir: str, *, own_tokenizer: bool 
     """
     if not is_gguf(source) and not is_hf_folder(source):
         raise UsageError(f"{source} is no Hugging Face model: it has no config.json", "a run needs no import")
-    if is_gguf(source) and not own_tokenizer:
-        read_gguf_tokenizer(source)  # an error before the weights are read
+    if not own_tokenizer:
+        tokenizer_inside(source)  # an error before the weights are read
     shape = read_hf_shape(source)
     model = replace(shape, preset="custom", max_positions=max(shape.max_positions, shape.seq_len))
     config = replace(RunConfig(), name=name, runs_dir=runs_dir, model=model)
@@ -83,10 +82,9 @@ def import_weights(source: Path, config: RunConfig, tokenizer: Path | None = Non
 
 
 def _write_tokenizer(source: Path, tokenizer: Path | None, folder: Path) -> None:
-    if tokenizer is None and is_gguf(source):
-        for name, text in read_gguf_tokenizer(source).items():
+    found = tokenizer or find_tokenizer(source)
+    if found is not None:
+        copy_tokenizer(found, folder)
+    else:
+        for name, text in tokenizer_inside(source).items():
             write_atomic(folder / name, text)
-        return
-    tokenizer = tokenizer or find_tokenizer(source)
-    if tokenizer is not None:
-        copy_tokenizer(tokenizer, folder)

@@ -32,13 +32,10 @@ def open_gguf_model(path: Path) -> tuple[dict[str, Any], Tensors]:
     places = {names.hf_name(name, described["model_type"]): name for name in file.tensors if name != names.ROPE_FACTORS}
 
     def read(name: str) -> Tensor:
-        return names.to_hf_layout(name, file.read(places[name]), described)
+        return names.with_layout(name, file.read(places[name]), described, of_gguf=False)
 
     stored = {name: file.tensors[place] for name, place in places.items()}
-    kinds = {
-        name: (dtype_of(item.kind), names.to_hf_shape(name, item.shape, described)) for name, item in stored.items()
-    }
-    tensors = Tensors(kinds, read)
+    tensors = Tensors({name: (dtype_of(item.kind), item.shape) for name, item in stored.items()}, read)
     match_rules(tensors, rules(shape, hf_family(described)), shape)
     # The model is allocated before its tensors are read, so its size must not be only a claim of the metadata.
     elements = sum(item.kind.elements * (item.size_bytes // item.kind.block.itemsize) for item in stored.values())
@@ -68,7 +65,7 @@ def write_gguf_model(
         if names.needs_rope_factors(config):
             yield names.ROPE_FACTORS, names.rope_factors(config)
         for name, tensor in export_parameters(source, config, family):
-            yield names.gguf_name(name, family), names.to_gguf_layout(name, tensor.detach(), described)
+            yield names.gguf_name(name, family), names.with_layout(name, tensor.detach(), described, of_gguf=True)
 
     # Parameters without data show the shapes that the header needs.
     shapes = (

@@ -82,36 +82,18 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
     return f"{known.format(found[0] if found else '')}.{kind}" if known else name
 
 
-def to_hf_layout(name: str, tensor: Tensor, described: Mapping[str, Any]) -> Tensor:
-    """A GGUF tensor with the layout of the Hugging Face tensor `name`."""
-    heads = _permuted_heads(name, described)
-    if heads:
-        return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    return tensor.t() if _is_transposed(name, described) else tensor
+def with_layout(name: str, tensor: Tensor, described: Mapping[str, Any], *, of_gguf: bool) -> Tensor:
+    """The Hugging Face tensor `name` with the layout that GGUF has for it, or the other way round.
 
-
-def to_gguf_layout(name: str, tensor: Tensor, described: Mapping[str, Any]) -> Tensor:
-    """The inverse of `to_hf_layout`."""
-    heads = _permuted_heads(name, described)
-    if heads:
-        return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    return tensor.t() if _is_transposed(name, described) else tensor
-
-
-def _permuted_heads(name: str, described: Mapping[str, Any]) -> int:
-    """Heads of a tensor whose rows llama.cpp orders as pairs of channels; 0 for others. Only `llama` has such."""
-    keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-    key = keys.get(name.split(".")[-2]) if described["model_type"] in ("llama", "mistral") else None
-    return int(described[key]) if key else 0
-
-
-def to_hf_shape(name: str, shape: tuple[int, ...], described: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape that `to_hf_layout` gives."""
-    return shape[::-1] if _is_transposed(name, described) else shape
-
-
-def _is_transposed(name: str, described: Mapping[str, Any]) -> bool:
-    return described["model_type"] == "gpt2" and ".c_" in name and name.endswith(".weight")
+    In `llama`, the rows of a query or key head are ordered as the pairs of channels that are rotated together.
+    """
+    if described["model_type"] == "gpt2":
+        return tensor.t() if ".c_" in name and name.endswith(".weight") else tensor
+    key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if key is None or described["model_type"] != "llama":
+        return tensor
+    split = (2, -1) if of_gguf else (-1, 2)
+    return tensor.reshape(int(described[key]), *split, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def described_model(file: GgufFile) -> dict[str, Any]:

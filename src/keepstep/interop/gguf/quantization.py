@@ -18,7 +18,7 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
 _CHUNK_BLOCKS = 1 << 14
-"""Blocks that are decoded or encoded at once, so that a large tensor needs no large temporary arrays."""
+"""Blocks that are decoded or encoded together: temporary arrays stay small, however large the tensor."""
 _FIT_STEPS = 21
 """Scales that are tried for each sub-block of 4-bit types, as llama.cpp does."""
 

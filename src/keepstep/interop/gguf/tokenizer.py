@@ -33,7 +33,6 @@ _SPACE = "\u2581"
 """A space in the pieces of SentencePiece."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
@@ -64,14 +63,6 @@ SPLITTINGS = {
         _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST), whole_words=True, adds_bos=True
     ),
     "qwen2": Splitting(_split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST), composes=True),
-    "tekken": Splitting(
-        _split(
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
-            + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
-        ),
-        whole_words=True,
-        adds_bos=True,
-    ),
 }
 """By the value of tokenizer.ggml.pre."""
 

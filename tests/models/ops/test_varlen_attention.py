@@ -68,7 +68,10 @@ def test_documents_see_themselves_only(groups: int, window: int) -> None:
     assert torch.allclose(varlen_attention(query, key, value, spans_of(documents), window), expected)
 
 
-@pytest.mark.parametrize("name", ["learned", "grouped rotary", "query and key norm", "sliding window"])
+NEWER = ("partial rotary", "norms after", "multipliers", "layers without rope", "two kinds of layers")
+
+
+@pytest.mark.parametrize("name", ["learned", "grouped rotary", "query and key norm", "sliding window", *NEWER])
 def test_a_model_learns_the_same_by_bounds_and_by_mask(name: str) -> None:
     model = build(VARIANTS[name])
     tokens = random_tokens(model.config, 2, 12)
@@ -89,6 +92,13 @@ def test_a_bias_is_not_left_out_in_silence(name: str) -> None:
     model = build(VARIANTS[name])
     documents = torch.tensor([[0] * 5 + [1] * 7])
     with pytest.raises(UsageError, match="spans of packed documents and ALiBi"):
+        model(random_tokens(model.config, 1, 12), documents_bt=documents, spans=spans_of(documents))
+
+
+def test_a_soft_cap_is_not_left_out_in_silence() -> None:
+    model = build(VARIANTS["gemma"])
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    with pytest.raises(UsageError, match="spans of packed documents and soft-capped scores"):
         model(random_tokens(model.config, 1, 12), documents_bt=documents, spans=spans_of(documents))
 
 
@@ -127,8 +137,8 @@ def test_both_passes_of_the_kernel_are_told_of_documents_and_window(
     parts = [torch.empty(64, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
     spans = VarlenSpans(torch.empty(3, device="meta", dtype=torch.int32), 128)
     with Calls() as calls:
-        torch.autograd.backward(_flash(*parts, spans, window).sum())
-    expected = {"window_size_left": left, "window_size_right": right}
+        torch.autograd.backward(_flash(*parts, spans, window, 0.3).sum())
+    expected = {"window_size_left": left, "window_size_right": right, "scale": 0.3}
     for name in ("aten::_flash_attention_forward", "aten::_flash_attention_backward"):
         told = calls.told[name]
         assert told[:4] == (128, 128, 0.0, True)
@@ -140,7 +150,7 @@ def test_both_passes_of_the_kernel_are_told_of_documents_and_window(
 def test_compiled_blocks_see_few_kinds_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def kernel(query: torch.Tensor, _key: object, _value: object, spans: VarlenSpans, _window: int) -> torch.Tensor:
+    def kernel(query: torch.Tensor, _key: object, _value: object, spans: VarlenSpans, *_: object) -> torch.Tensor:
         # As the operator has it: the number goes in, and nothing is decided by it.
         return query * spans.cu_seqlens.sum() * spans.max_seqlen
 

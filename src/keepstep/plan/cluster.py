@@ -18,6 +18,8 @@ from keepstep.plan.workload import Precision
 
 GIB = 2**30
 
+CPU = "CPU"
+"""The name of a device that is no GPU."""
 LLAMA3_FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 """Unexpected interruptions of Llama 3's training, as its authors report them."""
 
@@ -128,6 +130,11 @@ class Cluster:
     def gpus(self) -> int:
         """All of them."""
         return self.gpus_per_node * self.nodes
+
+    @property
+    def unit(self) -> str:
+        """What one of `gpus` is: on a CPU every process has its share of the machine."""
+        return "process" if self.gpu.name == CPU else "GPU"
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def _rotary_family(config: ModelConfig) -> Family:
     else:
         family = "llama"
     if config.bias and family != "llama":
-        raise ConfigError(f"model.bias is on, which {family} has not", "train such a model without biases")
+        raise ConfigError(f"model.bias is on, but {family} has no biases", "train such a model without biases")
     return family
 
 
@@ -203,7 +203,8 @@ def _demand(config: HfConfig, key: str, *allowed: Any) -> None:
     """Raise unless the key is absent or has one of the values our decoder computes."""
     if key in config and config[key] not in allowed:
         listed = " or ".join(repr(value) for value in allowed)
-        raise ConfigError(f"config.json has {key} = {config[key]!r}", f"this decoder computes {listed} only")
+        message = f"config.json has {key} = {config[key]!r}, which keepstep does not support"
+        raise ConfigError(message, f"supported: {listed}")
 
 
 def _same_fields(config: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
@@ -344,8 +345,8 @@ def _has_biases(config: HfConfig) -> bool:
     attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
     if attention != mlp:
         raise ConfigError(
-            f"config.json has attention_bias = {attention} and mlp_bias = {mlp}",
-            "this decoder has biases in both or in neither",
+            f"config.json has attention_bias = {attention} and mlp_bias = {mlp}, which keepstep does not support",
+            "supported: biases in both, or in neither",
         )
     return bool(attention)
 
@@ -358,7 +359,10 @@ def _rope_parameters(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
         _demand(place, "partial_rotary_factor", 1.0, None)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ConfigError(f"config.json scales rotary positions by {kind!r}", "known: default, linear, llama3, yarn")
+        raise ConfigError(
+            f"config.json has rope_type {kind!r}, which keepstep does not support",
+            "supported: default, linear, llama3, yarn",
+        )
     if kind == "yarn":
         values.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return base, None if kind == "default" else {**values, "rope_type": kind}
@@ -384,5 +388,6 @@ def _sliding_window(config: HfConfig, family: Family) -> int:
         return 0
     first = config.get("max_window_layers", 28) if family != "mistral" else 0
     if kinds != {"sliding_attention"} or (first and not config.get("layer_types")):
-        raise ConfigError("config.json mixes layers with and without a sliding window", "all layers must be alike")
+        message = "config.json mixes layers with and without a sliding window, which keepstep does not support"
+        raise ConfigError(message, "supported: the same window in all layers, or none")
     return int(window)

@@ -123,7 +123,10 @@ def group_from_environment(nodes: str, max_restarts: int, environment: Mapping[s
         )
     port = _first(environment, "KEEPSTEP_PORT", "PET_MASTER_PORT", "MASTER_PORT") or str(_DEFAULT_PORT)
     if not port.isdigit() or not rank.isdigit():
-        raise UsageError(f"port {port!r} and node rank {rank!r} must be numbers", "see the job's environment")
+        raise UsageError(
+            f"port {port!r} and node rank {rank!r} must be numbers",
+            "check MASTER_PORT and PET_NODE_RANK in the job's environment",
+        )
     secret = environment.get(RENDEZVOUS_SECRET, "")
     if len(secret) < _SECRET_CHARACTERS:
         raise UsageError(

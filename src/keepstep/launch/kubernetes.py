@@ -255,5 +255,6 @@ def _run(command: Sequence[str], text: str | None = None) -> str:
                 f"another run of this namespace has the TensorBoard service: {done.stderr.strip()}",
                 "tensorboard: false, or another tensorboard_service, in the profile",
             )
-        raise HardwareError(f"{Path(command[0]).name} failed: {done.stderr.strip()}", " ".join(command[1:4]))
+        hint = "kubectl cluster-info tells whether the cluster answers; -v prints the whole command"
+        raise HardwareError(f"{Path(command[0]).name} failed: {done.stderr.strip()}", hint)
     return done.stdout

@@ -247,9 +247,9 @@ def _built(kind: type[Kind], name: str, entry: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where} lacks {', '.join(missing)}", f"its keys are {', '.join(allowed)}")
     for key, value in entry.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be 0 or more"))
+            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be 0 or more"), "null where it is unknown")
         if isinstance(value, str) and key not in ("sku", "gpu", "as_of", "source", "note"):
-            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be a number"))
+            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be a number"), "null where it is unknown")
     # A null is a value that is not known: the default stands for it.
     return kind(name=name, **{key: value for key, value in entry.items() if value is not None})
 
@@ -273,7 +273,7 @@ def _entries(sections: Mapping[str, Any], section: str, where: str) -> list[tupl
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must hold keys and values, not {value!r}")
+        raise ConfigError(f"{where} must hold keys and values, not {value!r}", "see docs/planning.md for an example")
     return value
 
 

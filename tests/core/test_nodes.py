@@ -17,8 +17,10 @@ SECRET = {RENDEZVOUS_SECRET: "0123456789abcdef"}
         {"PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "20001", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"},
         {"MASTER_ADDR": "n1", "MASTER_PORT": "20001", "RANK": "0", "WORLD_SIZE": "2"},
         {"MASTER_ADDR": "n1", "MASTER_PORT": "20001", "JOB_COMPLETION_INDEX": "0"},
+        {"MASTER_ADDR": "n1", "MASTER_PORT": "20001", "VC_TASK_INDEX": "0", "VK_TASK_INDEX": "0"},
+        {"MASTER_ADDR": "n1", "MASTER_PORT": "20001", "LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "2"},
     ],
-    ids=["slurm", "trainjob", "pytorchjob", "jobset"],
+    ids=["slurm", "trainjob", "pytorchjob", "jobset", "volcano", "leaderworkerset"],
 )
 def test_every_scheduler_is_understood(environment: dict[str, str]) -> None:
     environment |= SECRET

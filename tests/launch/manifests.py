@@ -18,6 +18,7 @@ from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 CHARTS = REPOSITORY / "charts"
+CUSTOM_RESOURCES = Path(__file__).with_name("crds.yaml")
 KUBERNETES_VERSION = "1.34"
 
 Manifest = dict[str, Any]
@@ -54,6 +55,8 @@ def check(manifest: Manifest) -> None:
             _check_trainer_model(manifest)
         case "kubeflow.org":
             _check_pytorchjob(manifest)
+        case "leaderworkerset.x-k8s.io" | "batch.volcano.sh":
+            _check_custom_resource(manifest)
         case "monitoring.coreos.com":
             # The operator's schema is in no package; what it needs to find a pod and to be let in is here.
             (endpoint,) = manifest["spec"]["podMetricsEndpoints"]
@@ -83,6 +86,25 @@ def _check_trainer_model(manifest: Manifest) -> None:
     }
     # The models drop what they do not know, so an unknown field shows as a difference.
     assert kinds[manifest["kind"]].from_dict(manifest).to_dict() == manifest
+
+
+def _check_custom_resource(manifest: Manifest) -> None:
+    import jsonschema
+
+    schema = yaml.safe_load(CUSTOM_RESOURCES.read_text())[f"{manifest['apiVersion']}/{manifest['kind']}"]
+    jsonschema.validate(manifest["spec"], schema)
+    for template in _pod_templates(schema, manifest["spec"]):
+        _check_core({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "inner"}, "template": template})
+
+
+def _pod_templates(schema: dict[str, Any], found: Any) -> list[dict[str, Any]]:
+    """What the custom resource has where its schema says `podTemplate`."""
+    if schema.get("podTemplate"):
+        return [found]
+    if isinstance(found, list):
+        return [template for item in found for template in _pod_templates(schema.get("items", {}), item)]
+    inner = schema.get("properties", {})
+    return [template for key in inner if key in found for template in _pod_templates(inner[key], found[key])]
 
 
 def _check_pytorchjob(manifest: Manifest) -> None:

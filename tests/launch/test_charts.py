@@ -23,7 +23,7 @@ from keepstep.launch.foundry import translate
 from tests.launch.documents import commands
 from tests.launch.manifests import CHARTS, containers, helm, kubelet_expand, template, training_container
 
-KINDS = ("trainjob", "pytorchjob", "jobset")
+KINDS = ("trainjob", "pytorchjob", "jobset", "volcano", "leaderworkerset")
 INSTALLS = [words for words in commands("helm") if words[1] == "install"]
 TRAININGS = [words for words in INSTALLS if words[3] == "charts/training"]
 
@@ -64,7 +64,9 @@ def test_documented_install_renders_lints_and_validates(words: list[str]) -> Non
     assert linted.returncode == 0, linted.stdout
     for kind in KINDS if chart == "training" else ("",):
         chosen = ["--set", f"jobKind={kind}"] if kind else []
-        manifests = template(words[2], chart, *flags, *chosen)
+        # Volcano has queues of its own.
+        queued = [flag.replace("kueue.", "volcano.") if kind == "volcano" else flag for flag in flags]
+        manifests = template(words[2], chart, *queued, *chosen)
         assert manifests
         for container in containers(manifests):
             assert not container["securityContext"]["privileged"]
@@ -104,12 +106,14 @@ def test_documented_install_trains_a_valid_configuration(words: list[str], tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_value_reaches_the_pod(kind: str) -> None:
+    queues = "volcano" if kind == "volcano" else "kueue"
     manifests = template(
         "run", "training", "--set", f"jobKind={kind}",
         "--set", "training.nodes=3", "--set", "training.minNodes=2", "--set", "training.gpusPerNode=4",
         "--set", "resources.rdmaResource=rdma/shared_ib", "--set", "resources.rdmaCount=1",
         "--set", "resources.shmSize=8Gi",
-        "--set", "kueue.queueName=team", "--set", "kueue.requiredTopology=example.com/block",
+        "--set", f"{queues}.queueName=team", "--set", f"{queues}.requiredTopology=example.com/block",
+        "--set", "schedulerName=packer",
         "--set", "terminationGracePeriodSeconds=900", "--set", "training.useSharp=1",
         "--set", "metrics.scrape=true", "--set", "metrics.tokenSecret=metrics", "--set", "metrics.podMonitor=true",
         "--set-json", 'secrets=[{"name":"HF_TOKEN","secretName":"hub","secretKey":"token"}]',
@@ -126,11 +130,16 @@ def test_every_value_reaches_the_pod(kind: str) -> None:
     assert environment["KEEPSTEP_METRICS_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "metrics", "key": "token"}
     assert "observe.metrics_port=9464" in container["args"]
     text = yaml.safe_dump_all(manifests)
-    assert "kueue.x-k8s.io/queue-name: team" in text
-    # On the template of every pod of the job, where Kueue reads it; not on TensorBoard's, which is another workload.
-    assert text.count("kueue.x-k8s.io/podset-required-topology: example.com/block") == (
-        2 if kind == "pytorchjob" else 1
-    )
+    pods = 2 if kind == "pytorchjob" else 1
+    if kind == "volcano":
+        (job,) = [manifest["spec"] for manifest in manifests if manifest["apiVersion"] == "batch.volcano.sh/v1alpha1"]
+        assert (job["queue"], job["schedulerName"]) == ("team", "volcano")
+        assert job["networkTopology"] == {"mode": "hard", "highestTierName": "example.com/block"}
+    else:
+        assert "kueue.x-k8s.io/queue-name: team" in text
+        # On the template of every pod of the job, where Kueue reads it; not on TensorBoard's, another workload.
+        assert text.count("kueue.x-k8s.io/podset-required-topology: example.com/block") == pods
+    assert text.count("schedulerName: packer") == pods
     assert "terminationGracePeriodSeconds: 900" in text
     assert "sizeLimit: 8Gi" in text
     kinds = [manifest["kind"] for manifest in manifests]
@@ -166,9 +175,61 @@ def test_chart_does_not_retry_permanent_failures(kind: str) -> None:
     pytest.fail("nothing that runs jobs")
 
 
+def job_spec(kind: str, *flags: str) -> dict[str, Any]:
+    values = [word for flag in (f"jobKind={kind}", *flags) for word in ("--set", flag)]
+    named = {"volcano": "Job", "leaderworkerset": "LeaderWorkerSet"}[kind]
+    (spec,) = [manifest["spec"] for manifest in template("run", "training", *values) if manifest["kind"] == named]
+    return dict(spec)
+
+
+def test_volcano_restarts_by_exit_code() -> None:
+    spec = job_spec("volcano", "training.nodes=3", "training.backoffLimit=2")
+    (task,) = spec["tasks"]
+    # A gang: none of the pods starts before there is room for all.
+    assert (spec["minAvailable"], task["minAvailable"], task["replicas"]) == (3, 3, 3)
+    # Volcano fails the job as soon as it has counted maxRetry restarts.
+    assert spec["maxRetry"] == 3
+    actions = {policy["exitCode"]: policy["action"] for policy in task["policies"]}
+    assert {code for code, action in actions.items() if action == "TerminateJob"} == {2, 4}
+    assert {code for code, action in actions.items() if action == "RestartJob"} == {1, 3, 5, 6, 137}
+    # Volcano counts what any policy restarts, so 75 must have none: the launcher continues by itself.
+    assert 75 not in actions
+    assert not any("event" in policy or "events" in policy for policy in task["policies"])
+    container = training_container([{"spec": spec}])
+    assert "--again" in container["args"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["MASTER_ADDR"] == "run-node-0.run"
+    assert spec["plugins"] == {"env": [], "svc": ["--publish-not-ready-addresses"]}
+    assert task["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_volcano_replaces_one_pod_of_an_elastic_run() -> None:
+    spec = job_spec("volcano", "training.nodes=3", "training.minNodes=2")
+    (task,) = spec["tasks"]
+    assert (spec["minAvailable"], task["minAvailable"], task["replicas"]) == (2, 2, 3)
+    assert {p["action"] for p in task["policies"] if p["exitCode"] not in (2, 4)} == {"RestartPod"}
+
+
+def test_leaderworkerset_is_one_group_whose_pods_stay() -> None:
+    spec = job_spec("leaderworkerset", "training.nodes=3", "training.backoffLimit=2")
+    group = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], group["size"], group["restartPolicy"]) == (1, 3, "None")
+    assert group["workerTemplate"]["spec"]["restartPolicy"] == "Always"
+    container = training_container([{"spec": spec}])
+    assert container["args"][container["args"].index("--hold") + 1] == "2"
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["MASTER_ADDR"] == "run-0.run"
+
+
 @pytest.mark.parametrize(
     ("chart", "flags", "message"),
     [
+        ("training", ["jobKind=volcano", "kueue.queueName=team"], "set volcano.queueName"),
+        (
+            "training",
+            ["jobKind=volcano", "volcano.requiredTopology=a", "volcano.preferredTopology=b"],
+            "volcano.requiredTopology and volcano.preferredTopology exclude each other",
+        ),
         ("training", ["training.gpuPerNode=8"], "Additional property gpuPerNode is not allowed"),
         ("training", ["training.nodes=two"], "training.nodes: Invalid type. Expected: integer, given: string"),
         ("training", ["model.size=176b"], "model.size must be one of"),

@@ -13,6 +13,7 @@ from keepstep.cli.main import main
 from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes
 from keepstep.launch.job import Job, Target, load_record
+from keepstep.launch.pod import ENDED
 from keepstep.launch.profiles import KubernetesProfile
 from keepstep.launch.submit import ReportJob, run_report_job
 
@@ -21,6 +22,7 @@ printf '%s' "$(basename "$0")" >> "$LOG"; printf ' %s' "$@" >> "$LOG"; echo >> "
 case "$*" in
   *"get pods"*) cat "$PODS" ;;
   *"list -q"*) [ -e "$LOG.stopped" ] || echo my-run ;;
+  *--tail=1) cat "$LOG.ends" ;;
   *logs*) echo "[pod/my-run-node-0-0] step" ;;
 esac
 """
@@ -105,6 +107,37 @@ def test_the_state_follows_from_the_pods(programs: Path, found: list[str], state
     submitted(programs)
     phases(programs, *found)
     assert kubernetes.state(load_record(Path("runs"), "my-run")) == state
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes", "state"),
+    [
+        ("leaderworkerset", [0, 0], "finished"),
+        ("leaderworkerset", [0], "running"),
+        ("leaderworkerset", [4], "failed"),
+        ("jobset", [0, 0], "running"),
+    ],
+)
+def test_state_of_a_leaderworkerset_follows_from_its_log(
+    programs: Path, kind: str, codes: list[int], state: str
+) -> None:
+    submitted(programs)
+    record = load_record(Path("runs"), "my-run")
+    values = yaml.safe_load(Path(record.script).read_text())
+    Path(record.script).write_text(yaml.safe_dump({**values, "jobKind": kind}))
+    ends = [f"{ENDED} {code}" for code in codes] + ["step 3"] * (2 - len(codes))
+    (programs / "log.ends").write_text("\n".join(ends))
+    assert kubernetes.state(record) == state
+
+
+def test_a_queue_is_one_of_volcano_for_its_jobs() -> None:
+    job = Job("a", ("train", "run.yaml"), Path("runs/a"), 1)
+    queue = {"queueName": "team", "requiredTopology": "block", "preferredTopology": ""}
+    for kind, key, other in (("volcano", "volcano", "kueue"), ("jobset", "kueue", "volcano")):
+        profile = KubernetesProfile(job_kind=kind, queue="team", required_topology="block")  # type: ignore[arg-type]
+        values = kubernetes.chart_values(job, profile)
+        assert values[key] == queue
+        assert other not in values
 
 
 def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:

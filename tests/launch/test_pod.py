@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from keepstep.launch.environments import all_environments
+from keepstep.launch.pod import ENDED
 from keepstep.observe.run_folder import read_from
 from tests.launch.manifests import REPOSITORY, check, kubelet_expand, template, training_container
 from tests.patience import PATIENCE_S
@@ -50,7 +51,7 @@ def dry_run(folder: Path, kind: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "jobset"])
+@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "jobset", "volcano", "leaderworkerset"])
 def test_helm_and_dry_run_give_the_same_container(kind: str, tmp_path: Path) -> None:
     said = dry_run(tmp_path, kind, "optimizer.lr=1e-4")
     flags = ["--set", f"jobKind={kind}", "--set", "training.gpusPerNode=0", "--set", "environment.profile=none"]
@@ -75,8 +76,25 @@ def operator_environment(kind: str, rank: int, port: int) -> dict[str, str]:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank),
                 "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
+        case "volcano" | "leaderworkerset":
+            index = "VC_TASK_INDEX" if kind == "volcano" else "LWS_WORKER_INDEX"
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), index: str(rank)}
         case _:
             return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "JOB_COMPLETION_INDEX": str(rank)}
+
+
+def _last_words(pod: subprocess.Popen[bytes], stays: bool) -> str:
+    """All that the pod prints. One that stays after its run is stopped as Kubernetes does it."""
+    said = b""
+    while stays and ENDED.encode() not in said:
+        assert pod.stdout is not None
+        line = pod.stdout.readline()
+        said += line
+        if not line:
+            break
+    if stays:
+        pod.terminate()
+    return (said + pod.communicate(timeout=PATIENCE_S)[0]).decode()
 
 
 @pytest.mark.slow
@@ -86,6 +104,8 @@ def operator_environment(kind: str, rank: int, port: int) -> dict[str, str]:
         "trainjob",
         pytest.param("pytorchjob", marks=pytest.mark.cluster),
         pytest.param("jobset", marks=pytest.mark.cluster),
+        pytest.param("volcano", marks=pytest.mark.cluster),
+        pytest.param("leaderworkerset", marks=pytest.mark.cluster),
     ],
 )
 def test_the_pods_command_trains_in_two_processes(kind: str, tmp_path: Path) -> None:
@@ -111,7 +131,7 @@ def test_the_pods_command_trains_in_two_processes(kind: str, tmp_path: Path) -> 
                 command, cwd=tmp_path, env={**ENVIRONMENT, **values}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
         )
-    said = [pod.communicate(timeout=PATIENCE_S)[0].decode() for pod in pods]
+    said = [_last_words(pod, stays=kind == "leaderworkerset") for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
     steps, _ = read_from(tmp_path / "data" / "runs" / "my-run" / "metrics.jsonl")
     assert [line["step"] for line in steps if "loss" in line] == [1, 2, 3, 4]

@@ -188,7 +188,18 @@ def test_plan_without_a_cluster_is_for_this_machine(capsys: pytest.CaptureFixtur
     assert (answer["cluster"]["name"], answer["cluster"]["gpus"], answer["precision"]) == ("CPU", 1, "fp32")
     assert answer["speed"]["tokens_per_s"] > 0
     assert main(["plan", *words]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"next: keepstep train {' '.join(words)}"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"next: keepstep train {' '.join(words)}"
+    # There is no GPU, so nothing is counted per GPU. Llama 3's published run had some.
+    assert [line for line in lines if "GPU" in line and "Llama 3" not in line] == []
+    assert any(line.startswith("memory    GiB of host memory for the fullest process at the peak") for line in lines)
+
+
+def test_plan_for_a_cluster_counts_by_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model=mpt-125m", "--cluster", "h100:8"]) == 0
+    text = capsys.readouterr().out
+    assert "GiB on the fullest GPU at the peak" in text
+    assert "GiB per GPU" in text
 
 
 def test_plan_for_this_machine_needs_torch() -> None:

@@ -112,8 +112,8 @@ def test_driver_checks_report_hanging_driver(tmp_path: Path) -> None:
     [
         ("--on slurm:azure-h100", "--on without --cluster"),
         ("-N 4 --storage /data --data /data/c4", "-N, --storage, --data without --cluster"),
-        ("--cluster --dry-run", "--dry-run: this machine is all there is"),
-        ("--cluster -N 2", "-N: this machine is all there is"),
+        ("--cluster --dry-run", "--dry-run needs a cluster, and --on names none"),
+        ("--cluster -N 2", "-N needs a cluster, and --on names none"),
         ("--cluster --on slurm:azure-h100 -N 0 --dry-run", "-N is 0"),
         ("--cluster --on slurm:azure-h100 -N -3 --dry-run", "-N is -3"),
     ],

@@ -77,7 +77,7 @@ def test_prompts_that_do_not_fit_are_refused(tokenizer: Path) -> None:
     assert "data.tokenizer=" in str(caught.value.hint)
     with pytest.raises(ConfigError, match=r"evaluate\.prompts\[1\] has"):
         Prompts.of(EvaluateConfig(prompts=("a", "x" * 40)), model, tokenizer)
-    with pytest.raises(ConfigError, match="knows those below 100"):
+    with pytest.raises(ConfigError, match="fewer than 16 tokens, with ids below 100"):
         Prompts.of(EvaluateConfig(prompts=("\u00ff",)), ModelConfig(seq_len=16, vocab=100), tokenizer)
     assert Prompts.of(EvaluateConfig(), model, None) is None
 

@@ -31,8 +31,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- range $name, $value := $merged }}{{ $env = append $env (dict "name" $name "value" (include "training.scalar" $value | replace "$" "$$")) }}{{ end -}}
 {{- /* A health check must name the machine; the host name is only the pod's. */ -}}
 {{- $env = append $env (dict "name" "KEEPSTEP_NODE" "valueFrom" (dict "fieldRef" (dict "fieldPath" "spec.nodeName"))) -}}
-{{- if eq $v.jobKind "jobset" -}}
-{{- $env = append $env (dict "name" "MASTER_ADDR" "value" (printf "%s-node-0-0.%s" .Release.Name .Release.Name)) -}}
+{{- $leaders := dict "jobset" "%s-node-0-0.%s" "volcano" "%s-node-0.%s" "leaderworkerset" "%s-0.%s" -}}
+{{- with index $leaders $v.jobKind -}}
+{{- $env = append $env (dict "name" "MASTER_ADDR" "value" (printf . $.Release.Name $.Release.Name)) -}}
 {{- $env = append $env (dict "name" "MASTER_PORT" "value" "29500") -}}
 {{- end -}}
 {{- if gt (int $v.training.nodes) 1 -}}
@@ -97,6 +98,9 @@ spec:
     {{- range . }}
     - name: {{ . | quote }}
     {{- end }}
+  {{- end }}
+  {{- with $v.schedulerName }}
+  schedulerName: {{ . | quote }}
   {{- end }}
   {{- with $v.priorityClassName }}
   priorityClassName: {{ . | quote }}

@@ -111,6 +111,8 @@
 {{- define "training.args" -}}
 {{- $v := .Values -}}
 {{- $words := list "--nodes" (include "training.nodes" .) "--processes" (printf "%d" (int $v.training.gpusPerNode | max 1)) "--max-restarts" (printf "%d" (int $v.training.maxRestarts)) -}}
+{{- if eq $v.jobKind "volcano" }}{{ $words = append $words "--again" }}{{ end -}}
+{{- if eq $v.jobKind "leaderworkerset" }}{{ $words = concat $words (list "--hold" (printf "%d" (int $v.training.backoffLimit))) }}{{ end -}}
 {{- range $key, $value := $v.yamlUpdates }}{{ $words = concat $words (list "--foundry-update" (printf "%s=%s" $key (include "training.scalar" $value))) }}{{ end -}}
 {{- if $v.instead -}}
 {{- $words = concat $words (list "--") $v.instead -}}

@@ -37,7 +37,8 @@ def choose_step(place: str, step: int | None = None) -> tuple[Store, CommittedCh
         try:
             return store, read_step(store, name)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{place} is not committed: it has no marker") from error
+            hint = "its save did not finish; keepstep ckpt ls RUN lists the steps that are complete"
+            raise CheckpointError(f"{place} is not committed: it has no marker", hint) from error
     damages: list[CheckpointError] = []
     steps = [found for found in committed_steps(store, damages.append) if step is None or found.step == step]
     if not steps:

@@ -72,7 +72,7 @@ def _experiment(args: argparse.Namespace) -> Experiment:
         )
     for name, value in (("--procs", args.procs), ("--mtbf", args.mtbf), ("--timeout", args.timeout)):
         if not value > 0:
-            raise UsageError(invalid_value(name, value, "must be more than 0"))
+            raise UsageError(invalid_value(name, value, "must be more than 0"), f"leave {name} out for its default")
     if args.random < 0:
         raise UsageError(invalid_value("--random", args.random, "must be a number of faults"), "--random 20")
     folder = new_folder(Path(config.runs_dir), args.name or f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")

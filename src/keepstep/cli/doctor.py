@@ -67,7 +67,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.cluster and args.on == "local" and any(elsewhere.values()):
         given = " and ".join(flag for flag, is_given in elsewhere.items() if is_given)
         raise UsageError(
-            f"{given}: this machine is all there is", "--on slurm:PROFILE, k8s:PROFILE, sky:PROFILE or ssh:HOSTS"
+            f"{given} needs a cluster, and --on names none", "--on slurm:PROFILE, k8s:PROFILE, sky:PROFILE or ssh:HOSTS"
         )
     if args.nodes is not None and args.nodes < 1:
         raise UsageError(f"-N is {args.nodes}, but a job has at least one node", "-N 1")
@@ -120,7 +120,7 @@ def _measure_here(args: argparse.Namespace) -> list[dict[str, Any]]:
         report = Path(scratch) / "report.json"
         code = start_processes([*_probe_words(args), "--report", str(report)], process_count("auto", "auto"))
         if code or not report.exists():
-            raise HardwareError(f"the measuring job ended with {code}", "its messages are above")
+            raise HardwareError(f"the measuring job failed with exit code {code}", "its messages are above")
         reports: list[dict[str, Any]] = json.loads(report.read_text())
         return reports
 

@@ -65,6 +65,10 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     add("--nodes", default="1", metavar="N | MIN:MAX", help="nodes of the job (default: 1)")
     add("--processes", type=int, default=1, metavar="N", help="processes on this node (default: 1)")
     add("--max-restarts", type=int, default=0, metavar="N", help="restarts in place (default: 0)")
+    again = "run again after exit code 75, unless this node itself was asked to stop (Volcano)"
+    add("--again", action="store_true", help=again)
+    hold = "the same, and after N failures or at the end wait for a stop (LeaderWorkerSet)"
+    add("--hold", type=int, metavar="N", help=hold)
     foundry = "an override by its LLM Foundry name"
     add("--foundry-update", action="append", default=[], metavar="KEY=VALUE", help=foundry)
     profiles = add_action(actions, "profiles", _profiles, "print a profile with every key explained")
@@ -154,6 +158,8 @@ def _node(args: argparse.Namespace) -> int:
 
     if not args.words:
         raise UsageError("nothing to run", "keepstep launch node --nodes 2 -- train run.yaml")
+    if args.again or args.hold is not None:
+        return _supervised_node(args)
     group = group_from_environment(args.nodes, args.max_restarts, os.environ)
     words = [*args.words, *translate(args.foundry_update)]
     for sentence in not_used(args.foundry_update):
@@ -173,6 +179,14 @@ def _node(args: argparse.Namespace) -> int:
         print(f"warning: {message}\n hint: {hint}", file=sys.stderr, flush=True)
     code = start_processes(words, args.processes, group, config)
     return code if folder is None else record_exit(Path(folder), code)
+
+
+def _supervised_node(args: argparse.Namespace) -> int:
+    from keepstep.launch.pod import supervise
+
+    words = ["--nodes", args.nodes, "--processes", str(args.processes), "--max-restarts", str(args.max_restarts)]
+    words += [word for update in args.foundry_update for word in ("--foundry-update", update)]
+    return supervise([sys.executable, "-m", "keepstep", "launch", "node", *words, "--", *args.words], args.hold)
 
 
 def _host(_: argparse.Namespace) -> int:

@@ -103,8 +103,8 @@ def _answer(words: Sequence[str]) -> int:
     if words[0] not in VERBS:
         from keepstep.core.messages import suggestion
 
-        hint = suggestion(words[0], list(VERBS), "keepstep --help lists the verbs")
-        raise UsageError(f"unknown verb {words[0]!r}", hint)
+        hint = suggestion(words[0], list(VERBS), "keepstep --help lists the commands")
+        raise UsageError(f"unknown command {words[0]!r}", hint)
     module, parser = load_verb(words[0])
     args = parser.parse_args(list(words[1:]))
     with verbosity(args.verbosity):

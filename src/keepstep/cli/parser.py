@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keepstep.core.errors import UsageError
-from keepstep.core.messages import suggestion
+from keepstep.core.messages import NOT_UTF8_HINT, suggestion
 from keepstep.core.units import ByteSize
 
 Actions = Any
@@ -205,7 +205,8 @@ def read_text(path: Path, flag: str) -> str:
     except OSError as error:
         raise UsageError(f"{flag} {path} cannot be read: {error.strerror}", "check the path") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{flag} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        message = f"{flag} {path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise UsageError(message, NOT_UTF8_HINT) from None
 
 
 def writable(text: str) -> Path:

@@ -159,7 +159,7 @@ def _search(plan: Plan, args: argparse.Namespace) -> tuple[list[Candidate], floa
     seconds = time.perf_counter() - started
     if not candidates:
         raise ConfigError(
-            f"no layout of {plan.cluster.gpus} GPUs fits global_batch {plan.work.global_batch}",
+            f"no layout of {plan.cluster.gpus} ranks fits global_batch {plan.work.global_batch}",
             "a global batch with more divisors has more layouts",
         )
     if args.png:

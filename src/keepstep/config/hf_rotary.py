@@ -71,7 +71,7 @@ def rotary_family(config: ModelConfig) -> Family:
     """The family that computes what a model with RMSNorm, rotary positions and a gated feed-forward computes."""
     family = _family(config)
     if config.bias and family not in _BIASED:
-        raise ConfigError(f"model.bias is on, which {family} has not", "train such a model without biases")
+        raise ConfigError(f"model.bias is on, but {family} has no biases", "train such a model without biases")
     return family
 
 
@@ -135,7 +135,8 @@ def demand(config: HfConfig, key: str, *allowed: Any) -> None:
     """Raise unless the key is absent or has one of the values our decoder computes."""
     if key in config and config[key] not in allowed:
         listed = " or ".join(repr(value) for value in allowed)
-        raise ConfigError(f"config.json has {key} = {config[key]!r}", f"this decoder computes {listed} only")
+        message = f"config.json has {key} = {config[key]!r}, which keepstep does not support"
+        raise ConfigError(message, f"supported: {listed}")
 
 
 def same_fields(config: HfConfig, names: Mapping[str, str]) -> dict[str, Any]:
@@ -293,8 +294,8 @@ def _has_biases(config: HfConfig) -> bool:
     attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
     if attention != mlp:
         raise ConfigError(
-            f"config.json has attention_bias = {attention} and mlp_bias = {mlp}",
-            "this decoder has biases in both or in neither",
+            f"config.json has attention_bias = {attention} and mlp_bias = {mlp}, which keepstep does not support",
+            "supported: biases in both, or in neither",
         )
     return bool(attention)
 
@@ -317,7 +318,10 @@ def _rope_parameters(config: HfConfig, family: Family) -> dict[str, Any]:
             "use a model without it, for example phi-4 or Phi-3-mini-4k",
         )
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ConfigError(f"config.json scales rotary positions by {kind!r}", "known: default, linear, llama3, yarn")
+        raise ConfigError(
+            f"config.json has rope_type {kind!r}, which keepstep does not support",
+            "supported: default, linear, llama3, yarn",
+        )
     if kind == "yarn":
         values.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     scaling = None if kind == "default" else {**values, "rope_type": kind}

@@ -8,6 +8,7 @@ from typing import Any
 
 from keepstep.core.units import ByteSize, Duration
 
+NOT_UTF8_HINT = "save it as UTF-8, for example with iconv -f LATIN1 -t UTF-8"
 _LONGEST_SHOWN = 80
 
 

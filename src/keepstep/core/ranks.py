@@ -26,7 +26,7 @@ RENDEZVOUS_SECRET = "KEEPSTEP_RENDEZVOUS_SECRET"
 """Environment variable: a random text, the same on every node of a run; only nodes that know it join."""
 _SECRET_CHARACTERS = 16
 _DEFAULT_PORT = 29500
-_NODE_RANK = ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
+_NODE_RANK = ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "LWS_WORKER_INDEX", "VC_TASK_INDEX", "RANK")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def group_from_environment(nodes: str, max_restarts: int, environment: Mapping[str, str]) -> NodeGroup:
-    """The rendezvous, from the variables of our Slurm script, of the Kubeflow operators or of JobSet."""
+    """The rendezvous, from the variables of our Slurm script, or of the operator that made the pod."""
     low, high = node_range(nodes)
     if high == 1:
         return NodeGroup(max_restarts=max_restarts)
@@ -123,7 +123,10 @@ def group_from_environment(nodes: str, max_restarts: int, environment: Mapping[s
         )
     port = _first(environment, "KEEPSTEP_PORT", "PET_MASTER_PORT", "MASTER_PORT") or str(_DEFAULT_PORT)
     if not port.isdigit() or not rank.isdigit():
-        raise UsageError(f"port {port!r} and node rank {rank!r} must be numbers", "see the job's environment")
+        raise UsageError(
+            f"port {port!r} and node rank {rank!r} must be numbers",
+            "check MASTER_PORT and PET_NODE_RANK in the job's environment",
+        )
     secret = environment.get(RENDEZVOUS_SECRET, "")
     if len(secret) < _SECRET_CHARACTERS:
         raise UsageError(

@@ -128,7 +128,7 @@ class MdsSet:
         """Rows over these samples. Samples of the model's row length are used as they are."""
         config = options.config
         if config.order == "gpt":
-            raise ConfigError("data.order gpt needs .bin/.idx data, this is MDS")
+            raise ConfigError("data.order is gpt, which needs .bin/.idx data, but this is MDS", "leave data.order out")
         if config.strategy == "pack" and self.store.width in (options.seq_len, options.seq_len + 1):
             if config.separate_documents:
                 raise ConfigError(

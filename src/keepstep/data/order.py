@@ -121,7 +121,10 @@ class Blend:
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or any(not 0 < weight < float("inf") for weight in weights):
-            raise ConfigError(f"data.blend has weights {list(weights)}, but each must be above 0", "drop the others")
+            raise ConfigError(
+                f"data.blend has weights {list(weights)}, but each must be above 0",
+                "remove the sources with a weight of 0 or less",
+            )
         self.counts = _counts(weights)
         self.period = sum(self.counts)
         self._chosen = greedy(self.counts, self.period)

@@ -151,7 +151,8 @@ class OverflowRows(SegmentRows):
     def __init__(self, store: DocumentStore, length: int, vocab: int, stride: int) -> None:
         super().__init__(store, length, vocab)
         if not 0 < stride <= length:
-            raise ConfigError(invalid_value("data.stride", stride, f"must be between 1 and model.seq_len ({length})"))
+            wrong = invalid_value("data.stride", stride, f"must be between 1 and model.seq_len ({length})")
+            raise ConfigError(wrong, f"data.stride={length}: windows that do not overlap")
         self._stride = stride
         rest = np.maximum(0, store.lengths - (length + 1))
         self._ends = np.cumsum(1 + -(-rest // stride))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from keepstep.config.schema import DataConfig, RunConfig
 from keepstep.core.errors import DataError, UsageError
-from keepstep.core.messages import invalid_value
+from keepstep.core.messages import NOT_UTF8_HINT, invalid_value
 from keepstep.data import tokenization
 from keepstep.data.batch import Batch
 from keepstep.data.loader import Loader, build_loaders
@@ -115,7 +115,8 @@ def read_texts(data: str | Path, field: str = "text") -> Iterator[str]:
         try:
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise DataError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+            message = f"{file} is not UTF-8 text: {error.reason} at byte {error.start}"
+            raise DataError(message, NOT_UTF8_HINT) from None
         yield from [text] if file.suffix == ".txt" else _rows(text, file, field)
 
 

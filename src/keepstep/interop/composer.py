@@ -39,6 +39,6 @@ def read_composer_config(values: Mapping[str, Any]) -> dict[str, Any]:
             place[last] = value
     if not found:
         raise UsageError(
-            "this Composer checkpoint does not say the shape of its model", "give it with --config RUN.yaml"
+            "this Composer checkpoint does not store the shape of its model", "give it with --config RUN.yaml"
         )
     return found

@@ -85,7 +85,7 @@ def _open_files(source: str, step: int) -> Iterator[Content]:
         yield read_safetensors(path, step)
     else:
         raise CheckpointError(
-            f"{source} is no checkpoint that we can read",
+            f"{source} is not a checkpoint that keepstep can read",
             "give a run or step folder, a DCP folder (with .metadata), safetensors files, or a folder of Megatron",
         )
 
@@ -122,7 +122,7 @@ def write_hf(content: Content, target: Path, config: Path | None, dtype: str = "
             "this checkpoint holds adapters, not whole weights", "keepstep export RUN --hf OUT merges them"
         )
     if not weights:
-        raise CheckpointError("this checkpoint holds no weights (no tensor below `model`)")
+        raise CheckpointError("this checkpoint holds no weights (no tensor below `model`)", "give another step")
     kind = PRECISIONS[dtype] if dtype != "auto" else next(iter(weights.kinds.values()))[0]
     with finished_in(target) as unfinished:
         save_hf(weights, model, hf_config_of(model, str(kind).removeprefix("torch.")), unfinished, kind)
@@ -137,7 +137,7 @@ def _stored_shape(content: Content) -> ModelConfig:
     """The model of a step of ours: its metadata holds the run's configuration."""
     text = content.metadata.get("config")
     if not isinstance(text, str):
-        raise UsageError("this checkpoint does not say the shape of its model", "give it with --config RUN.yaml")
+        raise UsageError("this checkpoint does not store the shape of its model", "give it with --config RUN.yaml")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(text)

@@ -22,6 +22,7 @@ from keepstep.checkpoint.protocol.tensor_slice import TensorSlice, coverage_prob
 from keepstep.core.errors import CheckpointError, malformed_as
 
 DCP_METADATA = ".metadata"
+_COPY_AGAIN = "copy the folder again from where it was written"
 _HOSTILE = "copy it again from where it was written; if that does not help, treat this file as hostile"
 
 
@@ -108,7 +109,9 @@ def _read_metadata(folder: Path) -> Any:
     try:
         return _AllowListUnpickler(path.read_bytes(), str(path)).load()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: {folder} is not a DCP checkpoint") from error
+        raise CheckpointError(
+            f"{path} is missing: {folder} is not a DCP checkpoint", "give the folder with .metadata"
+        ) from error
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
@@ -146,11 +149,12 @@ def _kind(folder: Path, name: str, entry: Any, places: Mapping[Any, Any]) -> tup
     slices = [TensorSlice(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
     problem = coverage_problem(entry.size, slices)
     if problem:
-        raise CheckpointError(f"{folder}: tensor {name} is not whole: {problem}")
+        raise CheckpointError(f"{folder}: tensor {name} is not complete: {problem}", _COPY_AGAIN)
     for tensor_slice in slices:
         _safe_file(places[name, tensor_slice.offset])
     if entry.properties.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{folder}: tensor {name} has type {entry.properties.dtype}, which is not read")
+        message = f"{folder}: tensor {name} has type {entry.properties.dtype}, which is not supported"
+        raise CheckpointError(message, f"supported: {', '.join(DTYPE_NAMES.values())}")
     return entry.properties.dtype, tuple(entry.size)
 
 
@@ -165,7 +169,8 @@ def _read_slice(folder: Path, name: str, entry: Any, places: Mapping[Any, Any], 
         part = _read_item(folder, name, places[name, tensor_slice.offset])
         if not isinstance(part, torch.Tensor) or tuple(part.shape) != tensor_slice.shape or part.dtype != target.dtype:
             raise CheckpointError(
-                f"{folder}: the part of {name} at {list(tensor_slice.offset)} is not what its metadata says"
+                f"{folder}: the part of {name} at {list(tensor_slice.offset)} is not what its metadata says",
+                _COPY_AGAIN,
             )
         target[common.within(wanted)] = part[common.within(tensor_slice)]
     return target
@@ -183,14 +188,16 @@ def _read_value(folder: Path, name: str, info: Any) -> Any:
 
 def _read_item(folder: Path, name: str, info: Any) -> Any:
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{folder}: {name} is stored compressed, which is not read")
+        raise CheckpointError(
+            f"{folder}: {name} is stored compressed, which is not supported", "save it without compression"
+        )
     path = folder / _safe_file(info)
     try:
         with path.open("rb") as file, malformed_as(CheckpointError, f"{path}: the place of {name} is damaged"):
             file.seek(info.offset)
             content = file.read(min(info.length, path.stat().st_size))
     except OSError as error:
-        raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}", _COPY_AGAIN) from error
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises depends on the bytes

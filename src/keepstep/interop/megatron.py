@@ -54,7 +54,8 @@ def find_megatron(path: Path) -> Path | None:
     text = latest.read_text(errors="replace").strip()
     name = "release" if text == "release" else f"iter_{int(text):07d}" if re.fullmatch("[0-9]{1,12}", text) else ""
     if not name or not _is_iteration(path / name):
-        raise CheckpointError(f"{latest} says {text[:40]!r}, and there is no such iteration", "name its folder")
+        message = f"{latest} names iteration {text[:40]!r}, which is not there"
+        raise CheckpointError(message, "give the folder of an iteration, for example iter_0001000")
     return path / name
 
 
@@ -88,7 +89,9 @@ def _load(path: Path) -> dict[str, Any]:
         hint = "copy it again from where it was written; if that does not help, treat this file as hostile"
         raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}", hint) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, where Megatron keeps a dict")
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, where Megatron keeps a dict", "give a folder that Megatron wrote"
+        )
     return content
 
 
@@ -142,7 +145,8 @@ def _read_legacy(folder: Path) -> MegatronCheckpoint:
     stages, slices = 1 + max(stage for stage, _ in files), 1 + max(rank for _, rank in files)
     missing = [(stage, rank) for stage in range(stages) for rank in range(slices) if (stage, rank) not in files]
     if missing:
-        raise CheckpointError(f"{folder} lacks the file of pipeline rank {missing[0][0]}, tensor rank {missing[0][1]}")
+        message = f"{folder} lacks the file of pipeline rank {missing[0][0]}, tensor rank {missing[0][1]}"
+        raise CheckpointError(message, "copy the folder again: it needs the files of all ranks")
     tensors: dict[str, list[torch.Tensor]] = {}
     first_layer = 0
     common: dict[str, Any] = {}

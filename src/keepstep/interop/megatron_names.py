@@ -42,7 +42,8 @@ def model_config_from_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for key, allowed in _REFUSED.items():
         if key in arguments and arguments[key] not in allowed:
-            raise ConfigError(f"this Megatron model has {key} = {arguments[key]!r}, which our decoder does not compute")
+            message = f"this Megatron model has {key} = {arguments[key]!r}, which keepstep does not support"
+            raise ConfigError(message, f"supported: {key} = {' or '.join(repr(value) for value in allowed)}")
     positions = arguments.get("position_embedding_type", "learned_absolute")
     if positions not in _POSITIONS:
         raise ConfigError(f"this Megatron model has {positions!r} positions", f"known: {', '.join(_POSITIONS)}")

@@ -37,7 +37,7 @@ def read_safetensors(path: Path, step: int = 0) -> Content:
         kinds.update({f"model.{name}": kind for name, kind in found.items()})
         places.update({f"model.{name}": file for name in found})
     if not kinds:
-        raise CheckpointError(f"{path} holds no safetensors file")
+        raise CheckpointError(f"{path} holds no safetensors file", "give a folder with *.safetensors")
     tensors = Tensors(kinds, lambda name: _read_tensor(places[name], name.removeprefix("model.")))
     return Content(step, tensors, {}, {"source": "safetensors"}, {})
 
@@ -176,7 +176,7 @@ def write_safetensors(tensors: Tensors, folder: Path) -> str:
     """The weights under our own names in one file, one tensor in memory at a time; returns the file's path."""
     weights = {name: kind for name, kind in tensors.kinds.items() if name.startswith("model.")}
     if not weights:
-        raise CheckpointError("this checkpoint holds no weights (no tensor below `model`)")
+        raise CheckpointError("this checkpoint holds no weights (no tensor below `model`)", "give another step")
     path = folder / SINGLE
     if path.exists():
         raise CheckpointError(f"{path} exists already", "choose another folder: nothing is overwritten")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from keepstep.core.messages import invalid_value
 from keepstep.core.verbosity import debug
 from keepstep.launch.environments import is_on_volume
 from keepstep.launch.job import Job, JobRecord, absolute, record_path, require_answer
+from keepstep.launch.pod import ENDED
 from keepstep.launch.profiles import KubernetesProfile
 from keepstep.launch.quoting import slug
 
@@ -87,7 +89,7 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
             {"name": name, "secretName": reference.split("/")[0], "secretKey": reference.split("/")[1]}
             for name, reference in profile.secrets.items()
         ],
-        "kueue": {
+        "volcano" if profile.job_kind == "volcano" else "kueue": {
             "queueName": profile.queue,
             "requiredTopology": profile.required_topology,
             "preferredTopology": profile.preferred_topology,
@@ -159,10 +161,28 @@ def state(record: JobRecord) -> str:
         return "waiting" if installed.strip() else "stopped"
     if phases & {"Running", "Pending"} and not installed.strip():
         return "ending"
+    if phases == {"Running"} and (ended := _ended_while_pods_wait(record)):
+        return ended
     for phase, word in (("Running", "running"), ("Pending", "waiting"), ("Failed", "failed")):
         if phase in phases:
             return word
     return "finished"
+
+
+def _ended_while_pods_wait(record: JobRecord) -> str:
+    """finished or failed, for a LeaderWorkerSet whose pods stay after the run; empty where the run has not ended."""
+    values = Path(record.script)
+    if not values.is_file() or yaml.safe_load(values.read_text())["jobKind"] != "leaderworkerset":
+        return ""
+    try:
+        lines = _kubectl(record, ["logs", "-l", _selector(record), "--tail=1"])
+    except HardwareError:
+        # The container of a pod is starting.
+        return ""
+    codes = [int(code) for code in re.findall(rf"{ENDED} (\d+)", lines)]
+    if any(codes):
+        return "failed"
+    return "finished" if len(codes) >= record.nodes else ""
 
 
 def _newest_of_each_node(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,5 +255,6 @@ def _run(command: Sequence[str], text: str | None = None) -> str:
                 f"another run of this namespace has the TensorBoard service: {done.stderr.strip()}",
                 "tensorboard: false, or another tensorboard_service, in the profile",
             )
-        raise HardwareError(f"{Path(command[0]).name} failed: {done.stderr.strip()}", " ".join(command[1:4]))
+        hint = "kubectl cluster-info tells whether the cluster answers; -v prints the whole command"
+        raise HardwareError(f"{Path(command[0]).name} failed: {done.stderr.strip()}", hint)
     return done.stdout

@@ -98,8 +98,8 @@ class KubernetesProfile:
     """kubectl context; empty means the current one."""
     namespace: str = "default"
     """Namespace of the job and its storage."""
-    job_kind: Literal["trainjob", "pytorchjob", "jobset"] = "trainjob"
-    """trainjob (Kubeflow Trainer v2), pytorchjob (v1 operator) or jobset (no operator but its own)."""
+    job_kind: Literal["trainjob", "pytorchjob", "jobset", "volcano", "leaderworkerset"] = "trainjob"
+    """trainjob (Kubeflow Trainer v2), pytorchjob (v1 operator), jobset, volcano or leaderworkerset."""
     image: str = "keepstep:0.1.0"
     """repository:tag."""
     pull_secrets: tuple[str, ...] = ()
@@ -139,9 +139,9 @@ class KubernetesProfile:
     secrets: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables from Kubernetes Secrets: {HF_TOKEN: secret-name/key}."""
     queue: str = ""
-    """Kueue LocalQueue."""
+    """Kueue LocalQueue; with `job_kind: volcano` a queue of Volcano."""
     required_topology: str = ""
-    """Kueue topology level, as a node label: all pods must be in one domain of it."""
+    """Topology level, as a node label (Volcano: a tier's name): all pods must be in one domain of it."""
     preferred_topology: str = ""
     """The same as a preference; set one of the two."""
     grace_period_s: int = 600

@@ -143,5 +143,8 @@ def _sky(words: Sequence[str], values: Mapping[str, str] | None = None) -> str:
     command, environment = [_program(), "jobs", *words], {**os.environ, **(values or {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise HardwareError(f"sky jobs {words[0]} failed: {(done.stderr or done.stdout).strip()}", "sky check")
+        raise HardwareError(
+            f"sky jobs {words[0]} failed: {(done.stderr or done.stdout).strip()}",
+            "sky check tells which clouds can be used",
+        )
     return done.stdout

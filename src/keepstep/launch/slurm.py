@@ -72,7 +72,10 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield option("chdir", str(job.working_dir))
     log = str(log_path(job.folder))
     if "\\" in log:
-        raise UsageError(f"Slurm cannot write to {log!r}: it drops backslashes from names", "runs_dir= another folder")
+        raise UsageError(
+            f"Slurm cannot write to {log!r}: it drops backslashes from names",
+            "set runs_dir to a folder without backslashes in its path",
+        )
     # In sbatch, % starts a pattern.
     yield option("output", log.replace("%", "%%"))
     yield "#SBATCH --open-mode=append"
@@ -179,7 +182,7 @@ def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
     current = state(record)
     require_answer(record, current)
     if current not in ENDED:
-        raise UsageError(f"run {record.name} is {current} as job {record.job_id}", "keepstep stop it first")
+        raise UsageError(f"run {record.name} is {current} as job {record.job_id}", f"keepstep stop {record.name} first")
     # sbatch's option replaces the script's, so nodes that the profile excludes must be named again.
     left_out = [*exclude, *_excluded(Path(record.script))] if exclude else []
     return _sbatch(Path(record.script), [f"--exclude={','.join(dict.fromkeys(left_out))}"] if left_out else [])
@@ -194,7 +197,9 @@ def stop(record: JobRecord, immediately: bool) -> None:
     """Ask the run to save and stop; `immediately` cancels it without a save."""
     current = state(record)
     if current in ENDED:
-        raise UsageError(f"run {record.name} is not running: {current or 'Slurm has forgotten it'}", "keepstep jobs")
+        raise UsageError(
+            f"run {record.name} is not running: {current or 'Slurm has forgotten it'}", "keepstep jobs lists all"
+        )
     mark = stop_mark(Path(record.script).parent)
     asked_before = mark.exists()
     # The mark first: a node that is just starting sees it, a running one gets the signal, and nothing is requeued.

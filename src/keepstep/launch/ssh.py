@@ -163,7 +163,9 @@ def _ask(plan: _Plan, node: int, question: Mapping[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError("there is no ssh on this machine", "apt-get install openssh-client") from None
     except subprocess.TimeoutExpired:
-        raise HardwareError(f"{host} did not answer within {_ANSWER_S} s", f"ssh {host} true") from None
+        raise HardwareError(
+            f"{host} did not answer within {_ANSWER_S} s", f"try it yourself: ssh {host} true"
+        ) from None
     if done.returncode == 0 and MARK in done.stdout:
         facts: dict[str, Any] = json.loads(done.stdout.rpartition(MARK)[2])
         return facts
@@ -205,7 +207,9 @@ def stop(record: JobRecord, immediately: bool) -> None:
     """Ask the run to save and stop; `immediately` ends it without a save."""
     current = state(record)
     if current in ENDED:
-        raise UsageError(f"run {record.name} is not running: {current or 'it never started'}", "keepstep jobs")
+        raise UsageError(
+            f"run {record.name} is not running: {current or 'it never started'}", "keepstep jobs lists all"
+        )
     _send(_load(record), signal.SIGINT if immediately else signal.SIGTERM)
     if immediately:
         # The agent ends its processes without a save at the second Ctrl-C.

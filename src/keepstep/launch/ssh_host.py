@@ -78,7 +78,9 @@ def _start(node: _Node, order: Mapping[str, Any]) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError("the run is still running here", "keepstep stop it, or name= another") from None
+        raise UsageError(
+            "the run is still running here", "stop it with keepstep stop NAME, or choose another name with name=NAME"
+        ) from None
     node.exit_code.unlink(missing_ok=True)
     if order["config"]:
         write_atomic(node.folder / "run.yaml", order["config"])

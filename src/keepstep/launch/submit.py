@@ -245,7 +245,10 @@ def submit(job: Job, profile: AnyProfile, target: Target) -> JobRecord:
         word = state(record)
         require_answer(record, word)
         if word in ("waiting", "running", "ending"):
-            raise UsageError(f"run {job.name} is {word} as {record.job_id}", "keepstep stop it, or name= another")
+            raise UsageError(
+                f"run {job.name} is {word} as {record.job_id}",
+                f"keepstep stop {job.name}, or choose another name with name=NAME",
+            )
     submitted: JobRecord = _engine_of(profile).submit(job, profile, target.profile)
     return submitted
 

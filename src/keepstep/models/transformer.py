@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         past = 0
         if cache is not None:
             if documents_bt is not None:
-                raise UsageError("packed documents and a key-value cache do not go together", "decode a document a row")
+                raise UsageError("packed documents cannot be used with a key-value cache", "put one document in a row")
             cache.check_room(tokens)
             past = cache.length
         # A document inside a row may be short enough: then its positions are, whatever the row's length.

@@ -45,7 +45,7 @@ def read_runs(path: Path) -> list[Measured]:
     except FileNotFoundError:
         raise DataError(f"there is no file {path}", "keepstep bench step --json writes one") from None
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from None
+        raise DataError(f"{path} is not JSON: {error}", "keepstep bench step --json writes one") from None
     entries = raw.get("runs", [raw]) if isinstance(raw, Mapping) else raw
     if not isinstance(entries, list):
         raise DataError(f"{path} must hold one run or a list of runs", "keepstep bench step --json writes one")
@@ -61,7 +61,7 @@ def shipped_runs() -> list[Measured]:
 def measured_run(entry: Any, where: str = "run") -> Measured:
     """One run from its JSON object."""
     if not isinstance(entry, Mapping):
-        raise DataError(f"{where} must be an object, not {entry!r}")
+        raise DataError(f"{where} must be an object, not {entry!r}", "keepstep bench step --json writes one")
     missing = [key for key in _NEEDED if key not in entry]
     if not (entry.get("step_s") or entry.get("tokens_per_s")):
         missing.append("step_s")

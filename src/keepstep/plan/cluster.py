@@ -18,6 +18,8 @@ from keepstep.plan.workload import Precision
 
 GIB = 2**30
 
+CPU = "CPU"
+"""The name of a device that is no GPU."""
 LLAMA3_FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 """Unexpected interruptions of Llama 3's training, as its authors report them."""
 
@@ -128,6 +130,11 @@ class Cluster:
     def gpus(self) -> int:
         """All of them."""
         return self.gpus_per_node * self.nodes
+
+    @property
+    def unit(self) -> str:
+        """What one of `gpus` is: on a CPU every process has its share of the machine."""
+        return "process" if self.gpu.name == CPU else "GPU"
 
 
 @dataclass(frozen=True)
@@ -240,9 +247,9 @@ def _built(kind: type[Kind], name: str, entry: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where} lacks {', '.join(missing)}", f"its keys are {', '.join(allowed)}")
     for key, value in entry.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be 0 or more"))
+            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be 0 or more"), "null where it is unknown")
         if isinstance(value, str) and key not in ("sku", "gpu", "as_of", "source", "note"):
-            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be a number"))
+            raise ConfigError(invalid_value(f"{where}.{key}", value, "must be a number"), "null where it is unknown")
     # A null is a value that is not known: the default stands for it.
     return kind(name=name, **{key: value for key, value in entry.items() if value is not None})
 
@@ -266,7 +273,7 @@ def _entries(sections: Mapping[str, Any], section: str, where: str) -> list[tupl
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must hold keys and values, not {value!r}")
+        raise ConfigError(f"{where} must hold keys and values, not {value!r}", "see docs/planning.md for an example")
     return value
 
 

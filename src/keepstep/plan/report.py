@@ -95,7 +95,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 def verdict(plan: Plan) -> str:
     """The answer in one line."""
-    memory = f"{plan.memory.needed / GIB:.1f} of {plan.cluster.gpu.memory_gib:.1f} GiB per GPU"
+    memory = f"{plan.memory.needed / GIB:.1f} of {plan.cluster.gpu.memory_gib:.1f} GiB per {plan.cluster.unit}"
     if plan.fits_device and not plan.host.fits:
         machine = f"{plan.host.needed / GIB:.0f} of {plan.host.available_gib:.0f} GiB per machine"
         return f"verdict: does not fit, needs {machine}"
@@ -121,7 +121,8 @@ def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> st
         return f"next: keepstep plan {words} {more}, or machines with more memory"
     if plan.remedies:
         return f"next: keepstep plan {words} {' '.join(plan.remedies[0].overrides)} {where}"
-    return f"next: keepstep plan {words} {where} --search, or more or larger GPUs"
+    larger = "more or larger GPUs" if plan.cluster.unit == "GPU" else "a machine with more memory"
+    return f"next: keepstep plan {words} {where} --search, or {larger}"
 
 
 def _run(plan: Plan) -> Iterator[str]:
@@ -146,7 +147,8 @@ def _run(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     memory, limit = plan.memory, plan.cluster.gpu.memory_gib
     stage = f", pipeline stage {memory.stage}" if plan.work.degrees.pipeline > 1 else ""
-    yield f"memory    GiB on the fullest GPU at the peak ({memory.instant}{stage})"
+    where = "on the fullest GPU" if plan.cluster.unit == "GPU" else "of host memory for the fullest process"
+    yield f"memory    GiB {where} at the peak ({memory.instant}{stage})"
     for name, size in (*vars(memory.parts).items(), ("slack", memory.slack)):
         yield f"  {name:<14}{size / GIB:9.2f}"
     fits = "fits" if plan.fits_device else "does not fit"
@@ -176,10 +178,8 @@ def _speed(plan: Plan) -> Iterator[str]:
             yield f"  {name:<14}{seconds:9.3f} s {seconds / step.total_s:6.1%}"
     if plan.work.offload:
         yield "  not included: copies of weights and gradients between host and GPU, and the update on the host"
-    yield (
-        f"  {speed.tokens_per_s:,.0f} tokens/s, {speed.tokens_per_s_per_gpu:,.0f} per GPU, MFU {speed.mfu:.1%}"
-        f"{_length(plan)}"
-    )
+    each = f"{speed.tokens_per_s_per_gpu:,.0f} per {plan.cluster.unit}"
+    yield f"  {speed.tokens_per_s:,.0f} tokens/s, {each}, MFU {speed.mfu:.1%}{_length(plan)}"
 
 
 def _length(plan: Plan) -> str:

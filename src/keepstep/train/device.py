@@ -39,7 +39,8 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise HardwareError(
-            f"precision is bf16, but {torch.cuda.get_device_name(device)} has none", "precision=fp16 or precision=fp32"
+            f"precision is bf16, but {torch.cuda.get_device_name(device)} does not support it",
+            "precision=fp16 or precision=fp32",
         )
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     return dtypes[precision]
@@ -134,7 +135,7 @@ def chosen_kernels(config: RunConfig) -> Iterator[None]:
     deterministic = config.reproducible == "elastic" or (on_gpu and config.reproducible == "resume")
     if on_gpu and deterministic and config.compute.attention == "cudnn":
         raise ConfigError(
-            "compute.attention is cudnn, whose backward pass gives other bits each time",
+            "compute.attention is cudnn, whose backward pass is not deterministic",
             "compute.attention=auto, or reproducible=off",
         )
     with ExitStack() as choices:

@@ -218,7 +218,7 @@ _BUILD = ["build", "none.jsonl", "--out", "x", "--tokenizer", __file__]
         (["merge", "none", "--out", "x"], "none holds no .bin/.idx pairs"),
         (["inspect", "none"], "no data is there"),
         (["dedup", "none.jsonl", "--out", "x"], "none.jsonl matches no input file"),
-        ([*_BUILD, "--limit", "2", "--task-per-file"], "--limit makes a build one task"),
+        ([*_BUILD, "--limit", "2", "--task-per-file"], "--limit and --task-per-file exclude each other"),
         ([*_BUILD, "--workers", "-2"], "--workers is -2"),
     ],
 )

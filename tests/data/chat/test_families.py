@@ -124,14 +124,25 @@ def test_frequent_reasons_count_alike_rows_and_name_a_remedy(tmp_path: Path) -> 
     ]
 
 
+NEEDS_REAL = pytest.mark.skipif(not REAL, reason="needs KEEPSTEP_REAL_TOKENIZERS, from scripts/real_tokenizers.py")
+
+
+@NEEDS_REAL
+def test_real_templates_cover_every_promised_family() -> None:
+    found = " ".join(path.name for path in Path(REAL).iterdir())
+    promised = ("llama-3", "mistral", "qwen", "gemma", "phi", "gpt-oss", "deepseek")
+    assert [family for family in promised if family not in found] == []
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not REAL, reason="needs KEEPSTEP_REAL_TOKENIZERS: a folder with FAMILY/tokenizer.json")
+@NEEDS_REAL
 @pytest.mark.parametrize("family", sorted(path.name for path in Path(REAL).iterdir()) if REAL else [])
 def test_real_templates_render_rows_or_name_a_remedy(tmp_path: Path, family: str) -> None:
     path = next(Path(REAL, family).rglob("tokenizer.json"), None)
     if path is None:
         pytest.skip(f"{family} has no tokenizer.json")
     template, tokenizer = find_template(path), tokenization.load(path)
+    assert template.source != BUILT_IN, "the folder has no template of its own"
     for name, turns in ROWS.items():
         try:
             encoded = encode(conversation(tmp_path, name), template, tokenizer)

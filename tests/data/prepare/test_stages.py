@@ -431,7 +431,7 @@ def test_a_tokenizer_that_will_not_do_is_told_before_anything_is_fetched(
 
 def test_too_few_files_to_join_may_be_joined_into_fewer(tmp_path: Path) -> None:
     write_rows(tmp_path / "raw" / "0.jsonl", "0")
-    with pytest.raises(DataError, match="cannot become 2"):
+    with pytest.raises(DataError, match="cannot be joined into 2"):
         joined(pipeline(tmp_path / "out", tmp_path / "raw", into=2))
     assert joined(pipeline(tmp_path / "out", tmp_path / "raw", into=1)) == ["0"]
 

@@ -98,7 +98,7 @@ def _newest_step(agent: int, opened: ExitStack) -> list[_Snapshot]:
     newest = max(steps)
     raise _OvertakenError(
         f"the agent (process {agent}) holds step {newest} of ranks {sorted(steps[newest])} only",
-        "the other ranks are in the memory of other nodes: make room for the run's own checkpoints instead",
+        "the other ranks are in the memory of other nodes: free space on the run's disk, so that it can save",
     )
 
 

@@ -20,6 +20,7 @@ from keepstep.checkpoint.protocol.lease import NO_FENCE, Fence
 from keepstep.checkpoint.protocol.manifest import (
     BEST_ALGORITHM,
     LATEST,
+    OLDER_STEP,
     Algorithm,
     CommittedCheckpoint,
     FileEntry,
@@ -101,7 +102,8 @@ def read_step(store: Store, name: str) -> CommittedCheckpoint:
     parsed = parse_folder_name(name)
     if parsed is not None and parsed[0] != marker.step:
         raise CheckpointError(
-            f"{store.locate(where)} is the marker of step {marker.step}: it was copied from another folder"
+            f"{store.locate(where)} is the marker of step {marker.step}: it was copied from another folder",
+            "copy the whole folder of a step, and keep its name",
         )
     return CommittedCheckpoint(name, marker)
 
@@ -113,11 +115,11 @@ def read_manifest(store: Store, step: CommittedCheckpoint) -> Manifest:
     try:
         content = store.read(name)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{where} is missing") from error
+        raise CheckpointError(f"{where} is missing", OLDER_STEP) from error
     except OSError as error:
         raise unreadable(error, where) from error
     if hasher(step.marker.algorithm)(content) != step.marker.manifest_hash:
-        raise CheckpointError(f"{where} is damaged: its hash differs from the one in the marker")
+        raise CheckpointError(f"{where} is damaged: its hash differs from the one in the marker", OLDER_STEP)
     return decode_manifest(content, where)
 
 

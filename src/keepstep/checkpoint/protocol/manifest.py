@@ -22,6 +22,7 @@ from typing import Any, Literal
 from keepstep.checkpoint.protocol.tensor_slice import TensorSlice, coverage_problem
 from keepstep.core.errors import CheckpointError, malformed_as
 
+OLDER_STEP = "resume from an older step: keepstep ckpt ls RUN lists them"
 FORMAT = "keepstep-checkpoint"
 VERSION = 1
 LATEST = "latest"
@@ -267,7 +268,7 @@ def decode_marker(content: bytes, where: str) -> Marker:
         check = body.pop("check")
         algorithm = body["algorithm"]
         if hasher(algorithm)(json.dumps(body, sort_keys=True).encode()) != check:
-            raise CheckpointError(f"{where} is damaged: it does not match its own hash")
+            raise CheckpointError(f"{where} is damaged: it does not match its own hash", OLDER_STEP)
         if body.pop("format") != FORMAT or body.pop("version") != VERSION:
             raise CheckpointError(f"{where} has a format that this keepstep does not read", "upgrade keepstep")
         counts = {name: _count(body[name]) for name in ("step", "sequence", "world_size", "data_bytes")}

@@ -114,7 +114,8 @@ def rebuild(store: Store, step: CommittedCheckpoint, manifest: Manifest, index: 
         # Keep the damaged original: a person may still recover something from it.
         store.remove(f"{step.name}/{aside.name}")
         raise CheckpointError(
-            f"{store.locate(target)} cannot be rebuilt: more than one file of its group is damaged ({error})"
+            f"{store.locate(target)} cannot be rebuilt: more than one file of its group is damaged ({error})",
+            "resume from an older step: keepstep ckpt ls RUN lists them",
         ) from error
     store.move(f"{step.name}/{aside.name}", target)
 

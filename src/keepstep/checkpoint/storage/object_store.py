@@ -39,7 +39,7 @@ class ObjectStore:
         kind = _SAME.get(protocol, protocol)
         if kind not in _ONLY_IF_ABSENT:
             raise CheckpointError(
-                f"checkpoints cannot be committed on {protocol}://: it has no known put-if-absent",
+                f"checkpoints cannot be committed on {protocol}://: keepstep knows no atomic create for it",
                 f"use a local path or one of {', '.join(f'{name}://' for name in sorted({*_ONLY_IF_ABSENT, *_SAME}))}",
             )
         self._if_absent = _ONLY_IF_ABSENT[kind]

@@ -109,7 +109,7 @@ def _chat(args: argparse.Namespace) -> int:
         why = f": {rejects} says why" if rejects else ""
         raise DataError(
             f"{args.path} holds no conversation: {counts['rejected']:,} rows were rejected{why}",
-            f"rows are {', '.join(_FORMATS[1:])}; --format names the one that the keys do not show",
+            f"known formats are {', '.join(_FORMATS[1:])}; set --format if the keys do not tell which it is",
         )
     if args.json:
         print(json.dumps({**counts, "rejects": str(rejects) if rejects else None}))

@@ -255,7 +255,8 @@ class ChatTemplate:
             environment.parse(self.source)
         except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:
             line, message = getattr(error, "lineno", "?"), getattr(error, "message", error)
-            raise DataError(f"the chat template is not valid jinja2: line {line}: {message}") from None
+            wrong = f"the chat template is not valid jinja2: line {line}: {message}"
+            raise DataError(wrong, "correct it, or name another with chat.template") from None
         return environment
 
 

@@ -104,7 +104,9 @@ def _check(options: BuildOptions) -> None:
             "--concat needs --format mds", ".bin/.idx stores documents; they become rows when they are loaded"
         )
     if options.limit and options.task_per_file:
-        raise UsageError("--limit makes a build one task, --task-per-file one for each file", "drop one of them")
+        raise UsageError(
+            "--limit and --task-per-file exclude each other: with --limit a build is one task", "drop one of them"
+        )
     if options.concat < 0 or options.limit < 0 or options.task_bytes < 0:
         raise UsageError("--concat, --limit and --task-bytes must not be negative", "leave them out for their defaults")
     if not 0 <= options.max_reject_share <= 1:

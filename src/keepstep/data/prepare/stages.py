@@ -190,7 +190,8 @@ class Pipeline:
     def _groups(self, sources: Sequence[Path]) -> dict[str, Callable[[Path], None]]:
         into = self.into or min(SLIMPAJAMA_FILES, len(sources))
         if len(sources) < into:
-            raise DataError(f"{len(sources)} files cannot become {into}", f"take more files, or --into {len(sources)}")
+            message = f"{len(sources)} files cannot be joined into {into}: there must be at least as many"
+            raise DataError(message, f"take more files, or --into {len(sources)}")
         bounds = [len(sources) * number // into for number in range(into + 1)]
         return {
             f"part-{number:05d}.jsonl": partial(_concatenate, sources[bounds[number] : bounds[number + 1]])

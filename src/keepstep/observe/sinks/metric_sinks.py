@@ -22,6 +22,7 @@ from keepstep.core.ranks import Ranks
 from keepstep.observe.history import History
 from keepstep.observe.run_folder import JsonLines, Record, RunFolder
 from keepstep.observe.sinks.trackers import MlflowSink, TensorBoardSink, WandbSink
+from keepstep.observe.sinks.trainjob import URL_VARIABLE, TrainJobSink
 
 METRICS, EVENT, RANKS, SAMPLE = "metrics", "event", "ranks", "sample"
 QUEUE_RECORDS = 4096
@@ -215,6 +216,8 @@ def build_sinks(
         more.append(_LazySink(WandbSink.name, lambda: WandbSink(folder, options.wandb_project, facts or {})))
     if options.mlflow_experiment:
         more.append(_LazySink(MlflowSink.name, lambda: MlflowSink(folder, options.mlflow_experiment, facts or {})))
+    if os.environ.get(URL_VARIABLE):
+        more += _try(TrainJobSink.name, lambda: TrainJobSink(folder))
     return open_sinks(folder, tensorboard=options.tensorboard, more=more)
 
 

@@ -29,7 +29,9 @@ def wait_for_room(
                 raise
             message = f"{folder} cannot be written: {error.strerror}"
         if stop.requested:
-            raise StopRequested(f"stopped on request while waiting for room in {folder}")
+            raise StopRequested(
+                f"stopped on request while waiting for room in {folder}", "start the same command to resume"
+            )
         if time.monotonic() > deadline:
             hint = "free some space there, then start the same command"
             raise NotSavedError(message, hint, EXIT_STORAGE_FULL)

@@ -51,8 +51,8 @@ class Prompts:
         for number, ids in enumerate(tokens):
             if len(ids) >= limit or max(ids) >= model.vocab:
                 raise ConfigError(
-                    f"evaluate.prompts[{number}] has {len(ids)} tokens up to number {max(ids)}, but the model takes "
-                    f"less than {limit} of them and knows those below {model.vocab}",
+                    f"evaluate.prompts[{number}] has {len(ids)} tokens with ids up to {max(ids)}, but the model takes "
+                    f"fewer than {limit} tokens, with ids below {model.vocab}",
                     "a shorter prompt, or the tokenizer of this model's data",
                 )
         rooms = [min(options.prompt_tokens, limit - len(ids)) for ids in tokens]

@@ -1,4 +1,7 @@
 // A line chart as SVG: a pale band from the smallest to the largest value in each piece, with the average on top.
+// Room for a whole marker at the first and at the last step: its radius and half of its outline.
+const MARK = 4.4;
+
 function ticks(low, high, wanted) {
   const raw = (high - low) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -125,7 +128,7 @@ class Chart {
     }
     for (const value of ticks(first, last, width / 110)) root.append(svg("text", { x: this.x(value), y: height - 5, "text-anchor": "middle", text: count(value) }));
     const clip = "clip-" + this.spec.key;
-    root.append(svg("clipPath", { id: clip }, svg("rect", { x: this.left, y: 0, width: this.inner, height: bottom + 1 })));
+    root.append(svg("clipPath", { id: clip }, svg("rect", { x: this.left - MARK, y: 0, width: this.inner + 2 * MARK, height: bottom + MARK })));
     const field = svg("g", { "clip-path": `url(#${clip})` });
     for (const step of this.marks) field.append(svg("line", { class: "event-line", x1: this.x(step), x2: this.x(step), y1: top, y2: bottom }));
     if (this.spec.stack) this.stack(field); else this.lines(field);
@@ -141,7 +144,7 @@ class Chart {
     const bands = [], lines = [];
     for (const { data, tone, points } of this.series) {
       const n = data.steps.length;
-      if (points) { for (let i = 0; i < n; i++) lines.push(svg("circle", { class: "mark " + tone, cx: this.x(data.steps[i]), cy: this.y(data.raw[i]), r: n > 60 ? 2 : 3.4 })); continue; }
+      if (points) { for (let i = 0; i < n; i++) lines.push(svg("circle", { class: "mark " + tone, cx: this.x(data.steps[i]), cy: this.y(data.raw[i]), r: n > 60 ? 2 : MARK - 1 })); continue; }
       const up = [], down = [], line = [];
       for (let i = 0; i < n; i++) {
         const x = this.x(data.steps[i]).toFixed(1);

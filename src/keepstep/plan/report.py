@@ -64,7 +64,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
             "tokens_per_step": work.tokens_per_step,
             "tokens_per_s": speed.tokens_per_s,
             "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
-            "mfu": speed.mfu,
+            "mfu": speed.mfu if plan.cluster.unit == "GPU" else None,
             "calibrated_by_runs": plan.assumptions.calibrated_by,
         },
         "run": {"steps": plan.steps, "busy_s": plan.busy_s, "wall_s": plan.wall_s, "cost": plan.cost},
@@ -102,7 +102,7 @@ def verdict(plan: Plan) -> str:
     if not plan.fits:
         first = f"; smallest change: {' '.join(plan.remedies[0].overrides)}" if plan.remedies else ""
         return f"verdict: does not fit, needs {memory}{first}"
-    parts = [f"verdict: fits, {memory}", f"{plan.speed.tokens_per_s:,.0f} tokens/s (MFU {plan.speed.mfu:.0%})"]
+    parts = [f"verdict: fits, {memory}", f"{plan.speed.tokens_per_s:,.0f} tokens/s{_mfu(plan, ' (MFU {:.0%})')}"]
     if plan.wall_s is not None:
         parts.append(format_seconds(plan.wall_s))
     if plan.cost is not None:
@@ -179,7 +179,12 @@ def _speed(plan: Plan) -> Iterator[str]:
     if plan.work.offload:
         yield "  not included: copies of weights and gradients between host and GPU, and the update on the host"
     each = f"{speed.tokens_per_s_per_gpu:,.0f} per {plan.cluster.unit}"
-    yield f"  {speed.tokens_per_s:,.0f} tokens/s, {each}, MFU {speed.mfu:.1%}{_length(plan)}"
+    yield f"  {speed.tokens_per_s:,.0f} tokens/s, {each}{_mfu(plan, ', MFU {:.1%}')}{_length(plan)}"
+
+
+def _mfu(plan: Plan, form: str) -> str:
+    """The share of the peak; nothing on a CPU, whose peak is not known."""
+    return form.format(plan.speed.mfu) if plan.cluster.unit == "GPU" else ""
 
 
 def _length(plan: Plan) -> str:

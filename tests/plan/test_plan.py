@@ -170,7 +170,6 @@ def test_a_run_on_a_cpu_has_a_plan_too() -> None:
     plan = plan_for_run(config, Machine("CPU", 24 * 2**30, 1e11, "fp32", processes=2, processes_per_node=2))
     assert plan["speed"]["step_s"] > 0
     assert plan["speed"]["mfu"] is None, "the peak of a CPU is not known"
-    assert "MFU" not in plan["verdict"]
     assert plan["layout"]["shard"] == 2
 
 

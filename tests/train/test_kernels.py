@@ -91,7 +91,7 @@ def test_packed_documents_reach_the_varlen_kernel(asked: list[Any]) -> None:
             step = build_learner(config, build_mesh(check_layout(config, 1), "cpu"), torch.device("cpu")).step
             found.append([step.run([batch], lr_share=1.0)[0].item() for _ in range(3)])
         assert bool(asked) == (name == "flash")
-    assert asked[0] == ([0, 9, 32, 63, 64], 128, 0)
+    assert asked[0] == ([0, 9, 32, 63, 64], 128, 0, None)
     assert found[1] == pytest.approx(found[0], rel=2e-3)
 
 
@@ -133,7 +133,7 @@ def test_sliding_window_needs_no_mask_with_flash(asked: list[Any]) -> None:
             step = build_learner(config, build_mesh(check_layout(config, 1), "cpu"), torch.device("cpu")).step
             found.append([step.run([batch], lr_share=1.0)[0].item(), step.evaluate(batch)[0].item()])
         assert bool(asked) == (name == "flash")
-    assert set(map(str, asked)) == {str(([0, 32, 64], 128, 5))}
+    assert set(map(str, asked)) == {str(([0, 32, 64], 128, 5, None))}
     assert found[1] == pytest.approx(found[0], rel=2e-3)
 
 

@@ -65,7 +65,7 @@ def test_kernels_of_attention_agree() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What variable-length attention gets: cu_seqlens, the longest document and the window, call by call."""
+    """What variable-length attention gets: cu_seqlens, the longest document, window and scale, call by call."""
     calls: list[Any] = []
 
     def attend(*parts: Any) -> torch.Tensor:

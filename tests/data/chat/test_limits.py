@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import os
+import signal
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from keepstep.data.chat.files import NumberedRow, RejectedRow, read_conversation
 from keepstep.data.chat.loader import ChatSource, build_chat_loaders
 from keepstep.data.chat.rows import BadRow, canonical
 from keepstep.data.chat.template import BUILT_IN, ChatTemplate, ConfinedTemplate, find_template
+from tests.patience import PATIENCE_S
 
 ROW = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}
 CONVERSATION = canonical(ROW["messages"])
@@ -134,3 +138,22 @@ def test_only_templates_from_files_are_confined(tmp_path: Path) -> None:
     assert type(find_template(None)) is ChatTemplate
     (tmp_path / "x.jinja").write_text("x")
     assert type(find_template(None, str(tmp_path / "x.jinja"))) is ConfinedTemplate
+
+
+def test_a_forked_process_leaves_its_parents_template_alone() -> None:
+    """A worker that was forked drops its copy: it must not wait for a process that only the parent can end."""
+    question = [{"role": "user", "content": "words"}]
+    used = [ConfinedTemplate("{{ messages[0]['content'] }}")]
+    assert used[0].prompt(question) == "words"
+    pid = os.fork()
+    if not pid:
+        used.clear()
+        gc.collect()
+        os._exit(0)
+    deadline = time.monotonic() + PATIENCE_S
+    while not (ended := os.waitpid(pid, os.WNOHANG)[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    assert ended == pid
+    assert used[0].prompt(question) == "words"

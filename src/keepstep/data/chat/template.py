@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import resource
 import signal
@@ -288,7 +289,7 @@ class ConfinedTemplate(ChatTemplate):
         code = "import sys; sys.path.insert(0, sys.argv[1]); from keepstep.data.chat import template; template.serve()"
         command = [sys.executable, "-c", code, str(Path(__file__).parents[3])]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        weakref.finalize(self, process.communicate)
+        weakref.finalize(self, _end, process, os.getpid())
         made = {"source": self.source, "bos": self.bos, "eos": self.eos, "ends": self._ends}
         print(json.dumps([CPU_S, MEMORY_BYTES, made]), file=process.stdin)
         return process
@@ -330,6 +331,12 @@ def serve() -> None:
             except Exception as error:  # BadRow, or no memory
                 answers.append(json.dumps({"refused": str(error) or type(error).__name__}))
         print(f"[{', '.join(answers)}]", flush=True)
+
+
+def _end(process: subprocess.Popen[str], owner: int) -> None:
+    """End a template's process. A forked copy of the one that started it would wait for ever: it is not its child."""
+    if os.getpid() == owner:
+        process.communicate()
 
 
 def _unused_text(conversation: Conversation) -> str:

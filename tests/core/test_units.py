@@ -93,3 +93,8 @@ def test_a_damaged_time_is_written_too() -> None:
 )
 def test_a_share_of_the_run_becomes_a_length(share: str, whole: str, length: str) -> None:
     assert Duration.parse(share).share_of(Duration.parse(whole)) == Duration.parse(length)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [("nan", "–"), ("inf", "11574074d01h"), ("-inf", "-1000000000000s")])
+def test_seconds_of_a_damaged_record_are_shown(seconds: str, text: str) -> None:
+    assert format_seconds(float(seconds)) == text

@@ -106,8 +106,10 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """For people: `42s`, `3m12s`, `2h05m`, `3d04h`."""
-    whole = round(min(seconds, 1e12))  # a damaged record may say infinity
+    """For people: `42s`, `3m12s`, `2h05m`, `3d04h`; `–` for NaN."""
+    if math.isnan(seconds):
+        return "–"
+    whole = round(max(-1e12, min(seconds, 1e12)))  # a damaged record may say infinity
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:

@@ -19,9 +19,9 @@ def near(ours: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
 
 def test_scaling_fills_the_format_and_undoes_itself() -> None:
     x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1)) * 1e-3
-    small, turned, undo = to_fp8(x, FORWARD)
+    small, transposed, undo = to_fp8(x, FORWARD)
     assert small.float().abs().max() == torch.finfo(FORWARD).max
-    assert torch.equal(turned.float(), small.float().t())
+    assert torch.equal(transposed.float(), small.float().t())
     near(small.float() * undo, x, 0.04)
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from keepstep.core.errors import UsageError
-from keepstep.observe.access import Access, new_token
+from keepstep.observe.access import Access, AccessServer, new_token
 
 
 def add_access(parser: argparse.ArgumentParser, port: int) -> None:
@@ -26,3 +26,14 @@ def read_access(args: argparse.Namespace) -> Access:
         raise UsageError(message, "--token auto, or set KEEPSTEP_UI_TOKEN to your token")
     token = args.token or os.environ.get("KEEPSTEP_UI_TOKEN", "")
     return Access(args.host, args.port, new_token() if token == "auto" else token)
+
+
+def serve_until_interrupted(server: AccessServer) -> int:
+    """Answer requests until Ctrl-C, which is how these verbs end."""
+    try:
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from keepstep.cli.access import add_access, read_access
+from keepstep.cli.access import add_access, read_access, serve_until_interrupted
 from keepstep.cli.parser import add_action, add_actions
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
@@ -245,13 +245,7 @@ def _ui(args: argparse.Namespace) -> int:
     print(f"runs in {runs_dir}", flush=True)
     print(f"open {server.url}{chosen}", flush=True)
     print("next: Ctrl-C stops the page; runs are not affected", flush=True)
-    try:
-        server.serve_forever(poll_interval=0.2)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
-    return 0
+    return serve_until_interrupted(server)
 
 
 def _shut_down_when_stdin_closes(server: PageServer) -> None:

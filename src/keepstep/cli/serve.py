@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from keepstep.cli.access import add_access, read_access
+from keepstep.cli.access import add_access, read_access, serve_until_interrupted
 from keepstep.cli.parser import positive
 
 
@@ -33,10 +33,4 @@ def run(args: argparse.Namespace) -> int:
     if access.token:
         print(f"api key: {access.token}", flush=True)
     print("next: Ctrl-C stops the server", flush=True)
-    try:
-        server.serve_forever(poll_interval=0.2)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
-    return 0
+    return serve_until_interrupted(server)

@@ -73,8 +73,10 @@ def finish(process: subprocess.Popen[str], good: Sequence[int] = (0,)) -> str:
 
 def bench(*words: str, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
     """Time steps of a configuration in a process of its own."""
+    started = time.perf_counter()
     output = finish(start(["-c", BENCH, json.dumps([words, steps, warmup])]))
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    print(f"  {time.perf_counter() - started:.0f} s: {result['step_s']:.3f} s a step, {' '.join(words)}", flush=True)
     return result
 
 
@@ -123,7 +125,7 @@ def compare_runs(case: str, runs: Path) -> dict[str, Any]:
 
 def start_tests() -> list[subprocess.Popen[str]]:
     """Start tests/gpu, a share in each process: most of their time goes into compiling on one core."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(REPOSITORY / "tests" / "gpu")]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3", str(REPOSITORY / "tests" / "gpu")]
     return [
         start(command, **FEW_COMPILERS, KEEPSTEP_TEST_SHARE=f"{share}/{TEST_SHARES}") for share in range(TEST_SHARES)
     ]
@@ -165,7 +167,7 @@ def measure_equality(found: dict[str, Any]) -> None:
     found["equal_losses"] = {case: [outcome["equal"], outcome["of"]] for case, outcome in cases.items()}
     measure_fsdp(found)
     for process in tests:
-        finish(process)
+        print(finish(process)[-500:], flush=True)
     found["tests_passed"] = True
 
 

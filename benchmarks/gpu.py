@@ -33,6 +33,7 @@ FEW_COMPILERS = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
 """For processes that run side by side: torch's default is a compiler for every core in each of them."""
 
 LLAMA_1B = ("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16", "compute.compile=true")
+FSDP = ("model=llama-1b", "model.layers=4", "model.seq_len=2048", "global_batch=4", "microbatch=4", "precision=bf16")
 LONG_ROW = ("model=llama-1b", "model.seq_len=131072", "global_batch=1", "microbatch=1", "precision=bf16")
 LORA_8B = ("model=llama-8b", "model.seq_len=4096", "lora.rank=16", "global_batch=4", "microbatch=4", "precision=bf16")
 SMALL_ROWS = ("model.seq_len=2048", "global_batch=4", "microbatch=2")
@@ -71,22 +72,22 @@ def finish(process: subprocess.Popen[str], good: Sequence[int] = (0,)) -> str:
     return output
 
 
-def bench(*words: str, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+def start_bench(*words: str, steps: int = 10, warmup: int = 3) -> subprocess.Popen[str]:
     """Time steps of a configuration in a process of its own."""
-    started = time.perf_counter()
-    output = finish(start(["-c", BENCH, json.dumps([words, steps, warmup])]))
-    result: dict[str, Any] = json.loads(output.splitlines()[-1])
-    print(f"  {time.perf_counter() - started:.0f} s: {result['step_s']:.3f} s a step, {' '.join(words)}", flush=True)
+    return start(["-c", BENCH, json.dumps([words, steps, warmup])])
+
+
+def finish_bench(process: subprocess.Popen[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(finish(process).splitlines()[-1])
     return result
 
 
-def step_ratio(words: Sequence[str], modes: Sequence[str]) -> dict[str, float]:
-    """Step time of each mode over the first one's, which runs before and after: GPUs slow down with heat."""
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
-    for mode in (*modes, modes[0]):
-        times[mode].append(bench(*words, f"reproducible={mode}")["step_s"])
-    means = {mode: sum(seconds) / len(seconds) for mode, seconds in times.items()}
-    return {mode: mean / means[modes[0]] for mode, mean in means.items()}
+def bench(*words: str, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+    """Time steps with nothing beside them."""
+    started = time.perf_counter()
+    result = finish_bench(start_bench(*words, steps=steps, warmup=warmup))
+    print(f"  {time.perf_counter() - started:.0f} s: {result['step_s']:.3f} s a step, {' '.join(words)}", flush=True)
+    return result
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -131,25 +132,35 @@ def start_tests() -> list[subprocess.Popen[str]]:
     ]
 
 
-def measure_recompute(found: dict[str, Any]) -> None:
-    none, full = (bench(*LLAMA_1B, f"compute.recompute={mode}") for mode in ("none", "full"))
-    found["peak_gib"] = {"none": none["peak_memory_gib"], "full": full["peak_memory_gib"]}
-    found["step_s"] = {"none": none["step_s"], "full": full["step_s"]}
-    found["full_over_none_peak"] = full["peak_memory_gib"] / none["peak_memory_gib"]
+def measure_steps(found: dict[str, Any]) -> None:
+    """What determinism costs, and what full recomputation saves, for Llama 1b."""
+    none = (*LLAMA_1B, "compute.recompute=none")
+    off, resume, elastic = (bench(*none, f"reproducible={mode}") for mode in ("off", "resume", "elastic"))
+    full = bench(*LLAMA_1B, "compute.recompute=full")
+    # Before and after the others: GPUs slow down with heat.
+    off_step_s = (off["step_s"] + bench(*none, "reproducible=off")["step_s"]) / 2
+    found["resume_over_off"], found["elastic_over_off"] = (mode["step_s"] / off_step_s for mode in (resume, elastic))
+    found["peak_gib"] = {"none": resume["peak_memory_gib"], "full": full["peak_memory_gib"]}
+    found["step_s"] = {"none": resume["step_s"], "full": full["step_s"]}
+    found["full_over_none_peak"] = full["peak_memory_gib"] / resume["peak_memory_gib"]
+
+
+def measure_sizes(found: dict[str, Any]) -> None:
+    """A large model and a long row, whose memory `auto` has to manage."""
     lora = bench(*LORA_8B, "compute.compile=true", "compute.recompute=auto", steps=8)
     found["lora8b_tokens_per_s"], found["lora8b_peak_gib"] = lora["tokens_per_s"], lora["peak_memory_gib"]
     long_row = bench(*LONG_ROW, "compute.compile=true", "compute.recompute=auto", steps=2, warmup=1)
     found["seq131072_mfu"], found["seq131072_peak_gib"] = long_row["mfu"], long_row["peak_memory_gib"]
 
 
-def measure_determinism(found: dict[str, Any]) -> None:
-    ratios = step_ratio(LLAMA_1B, ("off", "resume", "elastic"))
-    found["resume_over_off"], found["elastic_over_off"] = ratios["resume"], ratios["elastic"]
-
-
 def measure_equality(found: dict[str, Any]) -> None:
     """tests/gpu, FSDP, and every case twice and once with its worker killed, side by side: sharing changes no bit."""
     tests = start_tests()
+    # FSDP2 over NCCL: one process alone would do without both.
+    fsdp = {
+        "plain_loss": start_bench(*FSDP, "parallel.shard=-1", steps=5),
+        "loss": start_bench(*FSDP, "parallel.shard=1", steps=5),
+    }
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         runs = Path(folder)
@@ -165,29 +176,15 @@ def measure_equality(found: dict[str, Any]) -> None:
         cases = {case: compare_runs(case, runs) for case in EQUALITY_CASES}
     found["equality"] = cases
     found["equal_losses"] = {case: [outcome["equal"], outcome["of"]] for case, outcome in cases.items()}
-    measure_fsdp(found)
+    found["fsdp_world_of_one"] = {name: finish_bench(process)["loss"] for name, process in fsdp.items()}
     for process in tests:
         print(finish(process)[-500:], flush=True)
     found["tests_passed"] = True
 
 
-def measure_fsdp(found: dict[str, Any]) -> None:
-    """FSDP2 over NCCL: one process alone would do without both."""
-    words = (
-        "model=llama-1b",
-        "model.layers=4",
-        "model.seq_len=2048",
-        "global_batch=4",
-        "microbatch=4",
-        "precision=bf16",
-    )
-    plain, sharded = (bench(*words, f"parallel.shard={shard}", steps=5) for shard in (-1, 1))
-    found["fsdp_world_of_one"] = {"loss": sharded["loss"], "plain_loss": plain["loss"]}
-
-
 PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "recompute": measure_recompute,
-    "determinism": measure_determinism,
+    "steps": measure_steps,
+    "sizes": measure_sizes,
     "equality": measure_equality,
 }
 

@@ -368,6 +368,27 @@ def test_gelu_inside_its_products(tokens: int, hidden: int, ffn: int, biased: bo
 
 
 @hopper
+@pytest.mark.parametrize("hidden", [512, 576, 1088])
+def test_fused_products_of_small_depth_repeat_their_bits(hidden: int) -> None:
+    # With few steps the warps that finish tiles are the slow ones, and run far apart from each other.
+    torch.manual_seed(12)
+    tokens, ffn, width = 14336, 3072, 1536
+    x, d_out = (torch.randn(tokens, hidden, device=CUDA).bfloat16() for _ in range(2))
+    up, gate_up = ((torch.randn(rows, hidden, device=CUDA) * 0.05).bfloat16() for rows in (ffn, 2 * ffn))
+    down = (torch.randn(hidden, ffn, device=CUDA) * 0.05).bfloat16()
+    first: list[torch.Tensor] = []
+    for _ in range(100):
+        activation, slopes = gelu_mlp_forward(x, up, None, True)
+        product, gated_slopes = swiglu_mlp_forward(x, gate_up, width)
+        d_wide = gelu_mlp_backward(d_out, down, slopes, True)
+        d_fused = swiglu_mlp_backward(d_out, down, gated_slopes, width)
+        now = [activation, slopes, d_wide, product, gated_slopes, d_fused]
+        first = first or now
+        assert all(torch.equal(one, other) for one, other in zip(first, now, strict=True))
+    assert relative(first[2], torch.mm(d_out, down).float() * first[1].float()) < 5e-3
+
+
+@hopper
 def test_gelu_of_every_number() -> None:
     # The product with 1 is the number itself: all bf16 numbers of ordinary size, in rows of their own.
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=CUDA).to(torch.int16).view(torch.bfloat16)

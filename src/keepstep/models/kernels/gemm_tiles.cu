@@ -37,9 +37,16 @@ struct Tile { int row, column; };  // its first row, and its number in its row o
 
 // 16 rows of a piece on their way from a multiplying warp to one that works them out.
 struct Handed {
-  u32 strips, laid, freed, parity;
+  u32 strips, laid, freed, tag, use;
 
-  __device__ __forceinline__ void await() const { wait(laid, parity); }
+  // A barrier tells even from odd uses of its slot only, and another warp works out the use before: as long as that one was
+  // not laid, the one before it looks like ours.
+  __device__ __forceinline__ void await() const {
+    const u32 parity = use / SLOTS % 2;
+    do wait(laid, parity);
+    while (word(tag) != use);
+    wait(laid, parity);  // A tag that was read early comes before the arrival that makes the strips visible.
+  }
   // This lane's eight numbers of two rows of a strip, eight rows apart.
   __device__ __forceinline__ void read(uint4 (&eights)[2], int strip) const {
     const u32 lane = threadIdx.x % 32, at = strips + strip * STRIP_BYTES;
@@ -68,6 +75,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
   const u32 base = (u32)__cvta_generic_to_shared(room);
   const u32 strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
   const u32 full = barriers, empty = full + 8 * STAGES, laid = empty + 8 * STAGES, freed = laid + 8 * WARPS * SLOTS;
+  const u32 tags = freed + 8 * WARPS * SLOTS;  // the use that each slot holds
   const int warpgroup = threadIdx.x / 128;
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -76,6 +84,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4);
     for (int i = 0; i < 2 * WARPS * SLOTS; ++i) barrier_init(laid + 8 * i, 1);
+    for (int i = 0; i < WARPS * SLOTS; ++i) set_word(tags + 4 * i, ~0u);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_sync();
@@ -114,7 +123,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
         const typename Finish::Inputs inputs = ahead;
         const typename Finish::Spot here = spot;
         const u32 piece = unit / WARPS, warp = unit % WARPS, use = pieces + piece, slot = warp * SLOTS + use % SLOTS;
-        const Handed handed = {strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, use / SLOTS % 2};
+        const Handed handed = {strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, tags + 4 * slot, use};
         unit += HELPERS;
         if (unit >= PIECES * WARPS) {
           unit -= PIECES * WARPS, number += clusters, pieces += PIECES;
@@ -157,7 +166,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       wait(freed + 8 * slot, pieces / SLOTS % 2 ^ 1);
       finish.lay_out(strips + slot * PIECE_BYTES + mine, piece_words);
       __syncwarp();
-      if (lane == 0) arrive(laid + 8 * slot);
+      if (lane == 0) set_word(tags + 4 * slot, pieces), arrive(laid + 8 * slot);
       ++pieces;
     };
 

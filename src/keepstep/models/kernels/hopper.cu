@@ -20,7 +20,7 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni finished;\nbra.uni again;\nfinished:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
+      "@done bra finished;\nbra again;\nfinished:\n}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -32,6 +32,17 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
 }
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ---- words in shared memory ----
+
+__device__ __forceinline__ u32 word(u32 at) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+  return value;
+}
+__device__ __forceinline__ void set_word(u32 at, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
 
 // ---- copies ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +11,8 @@ import venv
 from pathlib import Path
 
 import pytest
+
+from tests.test_install import source_tree
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,14 +31,10 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment that holds our wheel and finds its dependencies in the environment of the tests."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    # A build writes next to its sources.
-    built = shutil.ignore_patterns("*.egg-info", "__pycache__")
-    for name in ("src", "charts", "recipes", "slurm"):
-        shutil.copytree(ROOT / name, folder / "sources" / name, ignore=built)
-    (folder / "sources" / "docs").mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/keepstep.1"):
-        shutil.copy(ROOT / name, folder / "sources" / name)
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, folder / "sources"], check=True)
+    sources = source_tree(folder / "sources")
+    # setuptools of this environment builds: torch brings one that is new enough, and nothing is downloaded.
+    offline = ["--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *offline, "--wheel-dir", folder, sources], check=True)
     venv.create(folder / "env", with_pip=False)
     wheel = next(folder.glob("keepstep-*.whl"))
     python = folder / "env" / "bin" / "python"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from xml.etree.ElementTree import canonicalize
 import pytest
 
 from keepstep.launch.environments import all_environments
+from tests.doc_blocks import blocks
 from tests.launch.manifests import REPOSITORY
 
 DOCKERFILE = (REPOSITORY / "docker/Dockerfile").read_text()
@@ -103,6 +105,10 @@ class Image:
         self._call(*build, DOCKER=str(program))
         self._container = self._call(*self._buildah, "from", "--pull-never", "localhost/keepstep:test")
 
+    def names(self) -> list[str]:
+        """Names and tags of the images that were built."""
+        return self._call(*self._buildah, "images", "--format", "{{.Name}}:{{.Tag}}").split()
+
     def run(self, words: Sequence[str], mounts: Sequence[str] = ()) -> str:
         """A command's output, run as the image's own user."""
         volumes = [f"--volume={mount}" for mount in mounts]
@@ -155,6 +161,18 @@ def test_image_compiles_an_extension_against_python(image: Image) -> None:
 def test_image_compiles_a_function_with_torch(image: Image) -> None:
     compiled = "torch.compile(lambda x: (x * 2 + 1).relu().sum())"
     assert image.python(f"import torch; print(int({compiled}(torch.arange(5.0))))") == "25"
+
+
+@built
+def test_image_answers_the_command_of_the_install_page(image: Image) -> None:
+    block = next(block for block in blocks("docs/install.md", "") if "docker/build" in block)
+    build, run = map(shlex.split, block.splitlines())
+    assert build == ["docker/build"]
+    # GPUs and shared memory are docker's; the name and the command after it are ours.
+    name, command = run[-3], run[-2:]
+    assert run[:-3] == ["docker", "run", "--rm", "--gpus", "all", "--shm-size", "16g"]
+    assert f"localhost/{name}:latest" in image.names()
+    assert "torch" in image.run(command)
 
 
 @built

@@ -99,3 +99,23 @@ def test_gpu_of_this_machine_is_found_among_similar_names() -> None:
     gpus = read_profiles().gpus.values()
     for device, name in (("NVIDIA GeForce RTX 4070", "rtx-4070"), ("NVIDIA GeForce RTX 4070 Ti", "rtx-4070-ti")):
         assert [gpu.name for gpu in gpus if gpu.is_named(device)] == [name]
+
+
+# CUDA cores and boost clock in GHz, as NVIDIA lists them.
+GEFORCE = {
+    "rtx-3060": (3584, 1.777), "rtx-3070": (5888, 1.725), "rtx-3080": (8704, 1.71), "rtx-3090": (10496, 1.695),
+    "rtx-4060": (3072, 2.46), "rtx-4060-ti": (4352, 2.535), "rtx-4070": (5888, 2.475), "rtx-4070-ti": (7680, 2.61),
+    "rtx-4080": (9728, 2.505), "rtx-4090": (16384, 2.52), "rtx-5070": (6144, 2.512), "rtx-5070-ti": (8960, 2.452),
+    "rtx-5080": (10752, 2.617), "rtx-5090": (21760, 2.407),
+}  # fmt: skip
+
+
+def test_geforce_rates_follow_from_cores_and_clock() -> None:
+    gpus = {name: gpu for name, gpu in read_profiles().gpus.items() if name.startswith("rtx-")}
+    assert gpus.keys() == GEFORCE.keys()
+    for name, (cores, clock_ghz) in GEFORCE.items():
+        tflops = gpus[name].tflops
+        # A multiplication and an addition a core and cycle; tensor cores do twice that, with fp32 sums.
+        assert tflops["fp32"] == pytest.approx(2 * cores * clock_ghz / 1000, abs=0.06), name
+        assert tflops["bf16"] == tflops["fp16"] == pytest.approx(4 * cores * clock_ghz / 1000, abs=0.06), name
+        assert tflops.get("fp8", 2 * tflops["bf16"]) == pytest.approx(2 * tflops["bf16"], rel=0.001), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import shutil
 import os
 import signal
 import time
@@ -157,3 +158,13 @@ def test_a_forked_process_leaves_its_parents_template_alone() -> None:
         os.kill(pid, signal.SIGKILL)
     assert ended == pid
     assert used[0].prompt(question) == "words"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_empty_template_is_refused(tmp_path: Path, tokenizer: Path, named: bool) -> None:
+    empty = tmp_path / "chat_template.jinja"
+    shutil.copy(tokenizer, tmp_path / "tokenizer.json")
+    empty.write_text(" \n")
+    with pytest.raises(DataError, match=r"chat_template\.jinja is empty") as caught:
+        template.find_template(tmp_path / "tokenizer.json", str(empty) if named else "")
+    assert "chat.template" in str(caught.value.hint)

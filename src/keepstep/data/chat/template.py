@@ -384,7 +384,11 @@ def find_template(tokenizer: Path | None, override: str = "") -> ChatTemplate:
 
 def _template_text(path: Path) -> str:
     with malformed_as(DataError, f"{path} is no template", "a template is a text file in UTF-8"):
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        # It would render every conversation as no text at all.
+        raise DataError(f"{path} is empty", "download it again, delete it, or name another with chat.template")
+    return text
 
 
 def _named_template(value: Any) -> str:

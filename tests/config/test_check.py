@@ -14,6 +14,7 @@ from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.units import ByteSize, Duration
 
+MIXTURE = ["model=llama-1b", "model.experts.count=8"]
 FLASH = ["model=llama-1b", "precision=bf16", "compute.attention=flash"]
 
 
@@ -48,6 +49,25 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
     ("words", "expected"),
     [
         (["seed=-1"], "seed is -1, but it must be at least 0"),
+        ([*MIXTURE, "model.experts.top_k=9"], "model.experts.top_k is 9, but it must be at most 8, the experts"),
+        (
+            [*MIXTURE, "model.experts.groups=4", "model.experts.top_k=3"],
+            "must be at most 2, the experts that a token may use in 1 of 4 groups",
+        ),
+        ([*MIXTURE, "model.experts.groups=3"], "it must divide model.experts.count (8)\n hint: model.experts.groups=2"),
+        ([*MIXTURE, "model.experts.top_groups=2"], "it must be at least model.experts.top_groups (2)"),
+        ([*MIXTURE, "model.experts.shared_gate=true"], "it needs a shared expert"),
+        ([*MIXTURE, "model.experts.first_dense_layers=99"], "none of the 16 layers has experts"),
+        ([*MIXTURE, "model.activation=gelu"], "it needs model.activation swiglu, and it is gelu"),
+        ([*MIXTURE, "model.bias=true"], "without biases, and model.bias is true"),
+        ([*MIXTURE, "model.linear=bitnet"], "it needs model.linear dense, and it is bitnet"),
+        ([*MIXTURE, "parallel.tensor=2"], "not supported with parallel.tensor above 1: experts are trained by data"),
+        ([*MIXTURE, "parallel.pipeline=2"], "not supported with parallel.pipeline above 1"),
+        ([*MIXTURE, "parallel.context=2"], "not supported with parallel.context above 1"),
+        ([*MIXTURE, "precision=fp8"], "not supported with precision fp8: grouped matmuls run in bf16 or fp32"),
+        ([*MIXTURE, "lora.rank=8"], "not supported with lora.rank above 0: experts take no adapters"),
+        ([*MIXTURE, "compute.compile=true"], "not supported with compute.compile"),
+        (["parallel.expert=2"], "unknown key parallel.expert\n hint: expert parallelism is not supported"),
         (["lora.rank=8", "precision=fp8"], "lora.rank is 8, but it needs matmuls in bf16, and precision is fp8"),
         (["lora.rank=8", "model.linear=bitnet"], "lora.rank is 8, but it needs model.linear dense, and it is bitnet"),
         (["model.dropout=1"], "model.dropout is 1.0, but it must be at least 0 and below 1"),

@@ -84,8 +84,9 @@ def test_relative_path_starts_here_or_next_to_the_yaml(tmp_path: Path, monkeypat
     ("text", "message"),
     [
         (
-            '{"model_type": "mixtral"}',
-            "model_type is 'mixtral', which is not supported: this decoder has no experts\n hint: known: gpt2",
+            '{"model_type": "deepseek_v3"}',
+            "model_type is 'deepseek_v3', which is not supported: this decoder has no multi-head latent attention\n "
+            "hint: known: gpt2",
         ),
         ("{}", "model_type is None, which is not supported"),
         ('{"model_type": "gpt2"}', "config.json does not say 'n_layer'"),

@@ -148,7 +148,12 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
 @pytest.mark.parametrize(
     ("described", "named"),
     [
-        ({**LLAMA_1B, "model_type": "mixtral"}, "mixtral.*this decoder has no experts"),
+        ({**LLAMA_1B, "model_type": "deepseek_v3"}, "deepseek_v3.*this decoder has no multi-head latent attention"),
+        ({**LLAMA_1B, "model_type": "gpt_oss"}, "gpt_oss.*this decoder has no attention sinks, clipped SwiGLU"),
+        ({**LLAMA_1B, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ({**LLAMA_1B, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ({**LLAMA_1B, "model_type": "qwen3_moe", "mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
+        ({**LLAMA_1B, "model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window = True"),
         ({**LLAMA_1B, "hidden_act": "gelu"}, "hidden_act"),
         ({**LLAMA_1B, "attention_bias": True}, "attention_bias"),
         ({**LLAMA_1B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keepstep.config.schema import ModelConfig
+from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.models.init import init_weights
 from keepstep.models.ops.backend import KernelBackend
 from keepstep.models.transformer import Transformer
@@ -51,8 +51,16 @@ VARIANTS: dict[str, ModelConfig] = {
             "head_dim": 12,
         }
     ),
+    "experts": ModelConfig(**LLAMA, experts=ExpertsConfig(count=4, top_k=2, ffn_hidden=16)),
+    "grouped experts": ModelConfig(
+        **{**LLAMA, "layers": 3},
+        experts=ExpertsConfig(
+            count=8, top_k=3, ffn_hidden=16, scores="sigmoid", scale=2.5, shared_ffn_hidden=24, shared_gate=True,
+            groups=4, top_groups=2, first_dense_layers=1, balance_bias=True,
+        ),
+    ),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
-}
+}  # fmt: skip
 
 
 def build(config: ModelConfig, seed: int = 17) -> Transformer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ GRANITE = {
 GEMMA = {**PHI3, "head_dim": 16}
 GEMMA2 = {**GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
 MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_size": 61}
+
+MIXTURE = {**PHI3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "vocab_size": 61}),
@@ -100,6 +103,12 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "mixtral": ("Mixtral", {**PHI3, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral with window": ("Mixtral", {**WINDOW, "num_local_experts": 3, "num_experts_per_tok": 3}),
+    "olmoe": ("Olmoe", {**PHI3, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe normalized": ("Olmoe", {**PHI3, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen2 moe": ("Qwen2Moe", {**MIXTURE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
+    "qwen3 moe": ("Qwen3Moe", {**MIXTURE, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
 }
 
 
@@ -124,8 +133,25 @@ def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]
     config = ModelConfig(**{**model_config_from_hf(described), **changes})
     family = hf_family(described)
     ours = Transformer(config)
-    ours.load_state_dict(dict(import_parameters(model.state_dict(), config, family)))
+    ours.load_state_dict(dict(import_parameters(by_expert(model.state_dict(), family), config, family)))
     return ours, config, family
+
+
+def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
+    """Their tensors as their files have them: transformers stacks those of all experts when it reads a file."""
+    separate: dict[str, torch.Tensor] = {}
+    w = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".experts.")
+        stem = stem.replace(".mlp", ".block_sparse_moe") if w else stem
+        if not stem:
+            separate[name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if w else name] = tensor
+            continue
+        kinds = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        for number, expert in enumerate(tensor):
+            for kind, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                separate[f"{stem}.experts.{number}.{w.get(kind, kind)}.weight"] = part
+    return separate
 
 
 @pytest.mark.parametrize("name", list(REFERENCES))
@@ -143,7 +169,7 @@ def test_logits_and_gradients_equal_the_reference(name: str) -> None:
     (loss / 40).backward()
     (our_loss / 40).backward()
     gradients = dict(export_parameters({key: value.grad for key, value in ours.named_parameters()}, config, family))
-    expected = {key: value.grad for key, value in theirs.named_parameters()}
+    expected = by_expert({key: value.grad for key, value in theirs.named_parameters()}, family)
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         scale = expected[key].abs().max().item()
@@ -155,7 +181,7 @@ def test_weights_survive_import_and_export_bit_by_bit(name: str) -> None:
     theirs = reference(name)
     ours, config, family = imported(theirs, vocab_multiple=16)
     exported = dict(export_parameters(ours.state_dict(), config, family))
-    expected = dict(theirs.named_parameters())
+    expected = by_expert(dict(theirs.named_parameters()), family)
     assert exported.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in exported.items())
 

@@ -34,6 +34,9 @@ PUBLISHED = {
     "llama-70b": 70_553_706_496,
     "llama-405b": 405_853_388_800,
     "smollm-135m": 134_515_008,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
 }
 PUBLISHED_ROUNDED = {
     "gpt3-175b": "174.6B",
@@ -85,6 +88,8 @@ def test_matmul_parameters_are_the_matrices_a_token_is_multiplied_with() -> None
         with torch.device("meta"):
             model = Transformer(config)
         matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
+        experts = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 3)
+        matrices += experts * config.experts.top_k // max(1, config.experts.count)
         assert matmul_parameters(config) == matrices + config.padded_vocab * config.hidden
 
 

@@ -57,6 +57,23 @@ MODELS: dict[str, list[str]] = {
         "model.final_logit_softcapping=2",
     ],
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
+    "experts": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.experts.count=3",
+        "model.experts.ffn_hidden=16",
+        "model.experts.balance_bias=true",
+        "model.experts.bias_update_rate=0.05",
+        "model.experts.shared_ffn_hidden=8",
+    ],
+    "balanced": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.experts.count=4",
+        "model.experts.aux_loss=1",
+        "model.experts.z_loss=0.01",
+    ],
+    "expert muon": ["model=llama-1b", "model.experts.count=4", "model.experts.aux_loss=0.1", "optimizer=muon"],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
     "deepest mpt": ["model=mpt-125m", "model.layers=8"],
     "deep llama": ["model=llama-1b", "model.layers=5", "model.kv_heads=2", "model.tied=false"],
@@ -93,7 +110,10 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "dp2 newer bounds": ("shard=2 microbatch=1", ("granite", "kinds+packed", "olmo")),
         "tp2 bounds": ("tensor=2", ("llama+packed", "window+packed")),
         "dp2 bounds": ("shard=2 microbatch=1", ("llama+packed", "window")),
-        "ddp2": ("replicate=-1 shard=1", ("mpt",)),
+        "ddp2": ("replicate=-1 shard=1", ("mpt", "experts")),
+        # The routers' losses are means over a micro batch, so these have the same micro batches as one process.
+        "dp2 experts": ("shard=2", ("experts", "balanced", "expert muon")),
+        "dp2 experts recomputed": ("shard=2 compute.recompute=full", ("experts", "balanced")),
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),
         "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama", "deep lora")),
@@ -103,7 +123,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
     4: {
         "dp2 tp2": ("shard=2 tensor=2", (*EVERY_MODEL, "muon")),
         "pp2 tp2": ("pipeline=2 tensor=2", (*EVERY_MODEL, "muon")),
-        "hsdp 2x2": ("replicate=2 shard=2 microbatch=1", EVERY_MODEL),
+        "hsdp 2x2": ("replicate=2 shard=2 microbatch=1", (*EVERY_MODEL, "experts")),
+        "dp4 experts": ("shard=4 microbatch=1", ("experts",)),
         "cp2 tp2": ("context=2 tensor=2", ("alibi+packed",)),
         "hsdp 2x1 cp2": ("replicate=2 shard=1 context=2", ("llama",)),
         "pp2 cp2 interleaved": ("pipeline=2 context=2 schedule=interleaved", ("deep mpt",)),
@@ -177,19 +198,29 @@ def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tm
 
 
 @pytest.mark.slow
-def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("gpt", ("pipeline=2 tensor=2", "pipeline=2 schedule=zero_bubble")),
+        # Three experts on four processes: one of them holds none.
+        ("experts", ("shard=4 microbatch=1", "shard=2")),
+    ],
+)
+def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(
+    tmp_path: Path, model: str, layouts: tuple[str, str]
+) -> None:
     place, common = str(tmp_path / "checkpoints"), {"fingerprints": True, "steps": 2}
-    spread = {**case("spread", "pipeline=2 tensor=2", "gpt"), **common, "save": place}
+    spread = {**case("spread", layouts[0], model), **common, "save": place}
     saved = run_world(4, [spread], tmp_path)[spread["name"]]
-    fresh = {**case("fresh", "shard=1", "gpt"), **common, "steps": 0}
-    alone = {**case("alone", "shard=1", "gpt"), **common, "load": place}
-    again = {**case("again", "pipeline=2 schedule=zero_bubble", "gpt"), **common, "load": place}
+    fresh = {**case("fresh", "shard=1", model), **common, "steps": 0}
+    alone = {**case("alone", "shard=1", model), **common, "load": place}
+    again = {**case("again", layouts[1], model), **common, "load": place}
     loaded = run_world(1, [fresh, alone], tmp_path) | run_world(2, [again], tmp_path)
     # The tied embedding is held by two stages: the worker itself compares what processes hold under one name.
-    assert saved["started"] == loaded["fresh: gpt"]["started"]
+    assert saved["started"] == loaded[f"fresh: {model}"]["started"]
     weights = {name: digest for name, digest in saved["ended"].items() if name in saved["started"]}
-    assert loaded["alone: gpt"]["started"] == weights
-    assert loaded["again: gpt"]["started"] == weights
+    assert loaded[f"alone: {model}"]["started"] == weights
+    assert loaded[f"again: {model}"]["started"] == weights
     # The optimizer came along too: both go on alike from here.
-    pairs = zip(loaded["alone: gpt"]["numbers"], loaded["again: gpt"]["numbers"], strict=True)
+    pairs = zip(loaded[f"alone: {model}"]["numbers"], loaded[f"again: {model}"]["numbers"], strict=True)
     assert all(ours == pytest.approx(theirs, rel=TOLERANCE) for ours, theirs in pairs)

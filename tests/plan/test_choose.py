@@ -29,6 +29,14 @@ def test_plan_chooses_a_layout_that_fits_for_every_preset(preset: str, capsys: C
     assert vars(check_layout(config, 512)).items() <= answer["layout"].items()
 
 
+def test_plan_shards_experts_by_data_parallelism(capsys: Captured) -> None:
+    assert main(["plan", "model=qwen3-30b-a3b", "--cluster", "azure-nd-h100-v5:8"]) == 0
+    said = capsys.readouterr().out
+    assert "30.5B parameters (3.35B active)" in said
+    assert "layout    shard 64;" in said
+    assert "verdict: fits" in said
+
+
 def test_plan_chooses_for_thousands_of_machines(capsys: Captured) -> None:
     assert main(["plan", "model=llama-405b", "--cluster", "azure-nd-h100-v5:2048"]) == 0
     out = capsys.readouterr().out

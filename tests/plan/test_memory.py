@@ -22,6 +22,8 @@ GEMMA2 = (
     "model.norm=rmsnorm_1p model.norm_placement=both model.activation=geglu_tanh model.qk_norm=true "
     "model.attn_logit_softcapping=50 model.final_logit_softcapping=30"
 )
+EXPERTS = "model.experts.count=16 model.experts.top_k=4 model.experts.ffn_hidden=512"
+SHARED = "model.experts.shared_ffn_hidden=1024 model.experts.first_dense_layers=1"
 OLMO2 = "model.norm_placement=after model.qk_norm=true model.head_qk_norm=false"
 
 
@@ -44,6 +46,10 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} model.vocab=128256 microbatch=1 global_batch=8 reproducible=elastic", 2),
         (f"{LLAMA} {GEMMA2} microbatch=8 global_batch=8", 1),
         (f"{LLAMA} {OLMO2} microbatch=8 global_batch=16", 2),
+        (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=8", 1),
+        (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=16 compute.recompute=selective", 2),
+        (f"{LLAMA} {EXPERTS} {SHARED} microbatch=4 global_batch=16", 2),
+        (f"{LLAMA} {EXPERTS} microbatch=4 global_batch=20 reproducible=elastic", 3),
     ],
 )
 def test_memory_formula_agrees_with_trace(words: str, processes: int) -> None:

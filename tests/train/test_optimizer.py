@@ -84,6 +84,13 @@ def test_orthogonalise_brings_singular_values_near_one() -> None:
     assert values.max() < 1.3
 
 
+def test_orthogonalise_treats_each_matrix_of_a_stack_alone() -> None:
+    for shape in ((3, 8, 5), (3, 5, 8)):
+        stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        expected = torch.stack([orthogonalise(matrix) for matrix in stack])
+        torch.testing.assert_close(orthogonalise(stack), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_muon_moves_block_matrices_and_adamw_the_rest() -> None:
     model = small_model()
     optimizers = Optimizers(model, OptimizerConfig(name="muon", lr=0.01))

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from keepstep.config.fields import all_fields, value_at
-from keepstep.config.rules import Rule, parallel, run
+from keepstep.config.rules import Rule, experts, parallel, run
 from keepstep.config.rules.parallel import flash_needs_bounds
 from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import ConfigError, KeepstepError
 from keepstep.core.messages import invalid_value
 
-RULES = tuple(rule for module in (run, parallel) for rule in vars(module).values() if isinstance(rule, Rule))
+RULES = tuple(rule for module in (run, experts, parallel) for rule in vars(module).values() if isinstance(rule, Rule))
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,13 @@ def _yaml_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
         section, _, name = path.rpartition(".")
         if section != opened:
             opened = section
-            yield f"{section}:", section
-        yield f"{'  ' if section else ''}{name}: {written(value_at(config, path))}", path
+            outer, _, last = section.rpartition(".")
+            yield f"{_indent(outer)}{last}:", section
+        yield f"{_indent(section)}{name}: {written(value_at(config, path))}", path
+
+
+def _indent(section: str) -> str:
+    return "  " * len(section.split(".")) if section else ""
 
 
 def written(value: Any) -> str:

@@ -35,9 +35,15 @@ class Field:
 
 @cache
 def all_sections() -> Mapping[str, Any]:
-    """Every section's dataclass by its name."""
-    kinds = get_type_hints(RunConfig).items()
-    return {name: kind for name, kind in kinds if is_dataclass(kind) and kind not in (Duration, ByteSize)}
+    """Every section's dataclass by its dotted path, each followed by the sections inside it."""
+    return dict(_sections_of(RunConfig, ""))
+
+
+def _sections_of(outer: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, kind in get_type_hints(outer).items():
+        if is_dataclass(kind) and kind not in (Duration, ByteSize):
+            yield prefix + name, kind
+            yield from _sections_of(kind, f"{prefix}{name}.")
 
 
 @cache
@@ -91,7 +97,11 @@ def assemble(values: Mapping[str, Any]) -> RunConfig:
     for path, value in values.items():
         section, _, name = path.rpartition(".")
         given[section][name] = value
-    return RunConfig(**given[""], **{name: kind(**given[name]) for name, kind in all_sections().items()})
+    # Inner sections come after the one they are in.
+    for path, kind in reversed(list(all_sections().items())):
+        outer, _, name = path.rpartition(".")
+        given[outer][name] = kind(**given[path])
+    return RunConfig(**given[""])
 
 
 def value_at(config: Any, path: str) -> Any:

@@ -1,6 +1,6 @@
 """Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
 
-What one side does not compute (mixture of experts, LongRoPE, parallel attention ...) is an error: a model that loads
+What one side does not compute (latent attention, LongRoPE, parallel attention ...) is an error: a model that loads
 and computes something else is worse than one that does not load.
 """
 
@@ -25,7 +25,7 @@ from keepstep.config.hf_rotary import (
     their_fields,
     to_rotary,
 )
-from keepstep.config.schema import ModelConfig
+from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.config.values import Misfit, convert
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.core.messages import invalid_value
@@ -35,7 +35,8 @@ _CLASSES: Mapping[Family, str] = {
     "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM",
     "granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
 }  # fmt: skip
 _GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
 _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
@@ -43,9 +44,8 @@ _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
 _MPT_BIAS_MAX = 8
 """The only value that transformers computes, whatever config.json says."""
 _NOT_COMPUTED: Mapping[str, str] = {
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), "experts"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "experts and no multi-head latent attention"),
-    "gpt_oss": "experts and no attention sinks",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention"),
+    "gpt_oss": "attention sinks, clipped SwiGLU and experts with biases",
     "gemma3": "images (export its text model, gemma3_text)",
     "phi": "parallel attention and feed-forward",
     **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),
@@ -111,11 +111,14 @@ def model_config_from_hf(config: HfConfig) -> dict[str, Any]:
             case family:
                 fields = from_rotary(config, family)
         fields["vocab"] = config["vocab_size"]
+        given = fields.pop("experts", {})
     except KeyError as missing:
         raise ConfigError(f"config.json does not say {missing}", "download the file again, or add it") from None
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"config.json holds a value of a wrong kind: {error}", "download the file again") from None
-    return {name: checked_field(name, value, "config.json") for name, value in fields.items()}
+    experts = {name: checked_field(f"experts.{name}", value, "config.json") for name, value in given.items()}
+    checked = {name: checked_field(name, value, "config.json") for name, value in fields.items()}
+    return checked | ({"experts": ExpertsConfig(**experts)} if experts else {})
 
 
 def checked_field(name: str, value: Any, source: str) -> Any:

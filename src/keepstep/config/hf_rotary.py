@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from keepstep.config.hf_experts import EXPERT_DEFAULTS, check_experts, experts_family, from_experts, to_experts
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.messages import listed
 
 Family = Literal[
     "gpt2", "mpt", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma",
-    "gemma2", "gemma3_text",
+    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -33,6 +34,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma": {**_GEMMA, "num_key_value_heads": 16},
     "gemma2": {**_GEMMA, "num_key_value_heads": 4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {**_GEMMA, "num_key_value_heads": 4, "rope_theta": 1000000.0},
+    **EXPERT_DEFAULTS,
 }
 """What a file without the key means, where the family differs from Llama."""
 _LOCAL_BASES: Mapping[str, float] = {"gemma3_text": 10000.0, "olmo3": 500000.0}
@@ -45,16 +47,17 @@ _BIASED: tuple[Family, ...] = ("llama", "granite", "smollm3")
 """Families that may have biases in all their linears."""
 _GEMMAS: tuple[Family, ...] = ("gemma", "gemma2", "gemma3_text")
 _OLMOS: tuple[Family, ...] = ("olmo2", "olmo3")
+_EXPERTS: tuple[Family, ...] = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _MIXED: tuple[Family, ...] = ("qwen2", "qwen3", "olmo3", "smollm3", "gemma2", "gemma3_text")
 _ONLY: Mapping[str, tuple[Family, ...]] = {
-    "qkv_bias": ("gpt2", "qwen2", *_BIASED),
-    "qk_norm": ("qwen3", "gemma3_text", *_OLMOS),
-    "head_qk_norm": _OLMOS,
+    "qkv_bias": ("gpt2", "qwen2", "qwen2_moe", *_BIASED),
+    "qk_norm": ("qwen3", "gemma3_text", "olmoe", "qwen3_moe", *_OLMOS),
+    "head_qk_norm": ("olmoe", *_OLMOS),
     "norm_placement": ("gemma2", "gemma3_text", *_OLMOS),
-    "sliding_window": ("mistral", "phi3", *_MIXED),
+    "sliding_window": ("mistral", "phi3", "mixtral", *_MIXED),
     "layer_types": _MIXED,
     "rotary_local_base": ("gemma3_text", "olmo3"),
-    "rotary_scaling": ("llama", "mistral", "granite", *_MIXED, "olmo2", "gemma"),
+    "rotary_scaling": ("llama", "mistral", "granite", *_MIXED, "olmo2", "gemma", *_EXPERTS),
     "partial_rotary_factor": ("phi3",),
     "no_rope_layer_interval": ("smollm3",),
     "embedding_multiplier": ("granite", *_GEMMAS),
@@ -76,6 +79,9 @@ def rotary_family(config: ModelConfig) -> Family:
 
 
 def _family(config: ModelConfig) -> Family:
+    if config.experts.count:
+        family: Family = experts_family(config)
+        return family
     if config.activation == "geglu_tanh":
         return "gemma3_text" if config.qk_norm else "gemma2" if config.norm_placement == "both" else "gemma"
     if config.family != "auto" or config.partial_rotary_factor != 1.0:
@@ -98,6 +104,8 @@ def check_rotary(config: ModelConfig, family: Family) -> None:
     """Raise for what our decoder computes and transformers does not in this family: the export would be misread."""
     defaults = ModelConfig()
     expected = {name: getattr(defaults, name) for name, families in _ONLY.items() if family not in families}
+    if config.experts.count:
+        check_experts(config, family)
     for name, value in {**expected, **_fixed(config, family)}.items():
         if getattr(config, name) != value:
             raise ConfigError(
@@ -121,6 +129,8 @@ def _fixed(config: ModelConfig, family: Family) -> dict[str, Any]:
         fixed.update(norm_placement="after", qk_norm=True, head_qk_norm=False)
     if family == "qwen2":
         fixed.update(qkv_bias=True)
+    if family == "olmoe":
+        fixed.update(head_qk_norm=False)
     if family in _LOCAL_BASES and config.sliding_window and not config.rotary_local_base:
         # Their sliding layers are never scaled.
         fixed.update(rotary_scaling=None)
@@ -174,6 +184,7 @@ def from_rotary(config: HfConfig, family: Family) -> dict[str, Any]:
         "init_std": config.get("initializer_range", 0.02),
         "family": "phi3" if family == "phi3" else "auto",
         **_own_fields(config, family),
+        **from_experts(config, family),
     }
 
 
@@ -249,7 +260,7 @@ def to_rotary(config: ModelConfig, family: Family) -> dict[str, Any]:
     fields.update(attention_bias=config.bias)
     if family in _BIASED:
         fields.update(mlp_bias=config.bias)
-    return {**fields, **_own_keys(config, family)}
+    return {**fields, **_own_keys(config, family), **to_experts(config, family)}
 
 
 def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -257,8 +268,8 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     window = config.sliding_window
     keys: dict[str, Any]
     match family:
-        case "mistral":
-            return {"sliding_window": window}
+        case "mistral" | "mixtral":
+            return {"sliding_window": window or None}
         case "phi3":
             partial = {"partial_rotary_factor": config.partial_rotary_factor}
             rope = {"rope_type": "default", "rope_theta": config.rotary_base, **partial}

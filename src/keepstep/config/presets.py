@@ -7,11 +7,13 @@ If only `hidden` is overridden, heads, key-value heads and feed-forward width sc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from keepstep.config.hf_config import is_model_file, read_model_file
+from keepstep.config.schema import ExpertsConfig
 
 Fields = Mapping[str, Any]
 
@@ -68,7 +70,19 @@ PRESETS: Mapping[str, Fields] = {
     "llama-70b": _llama(80, 8192, 64, 8, 28672),
     "llama-405b": _llama(126, 16384, 128, 8, 53248),
     "smollm-135m": _llama(30, 576, 9, 3, 1536, vocab=49152, tied=True, seq_len=2048, rotary_base=10000.0),
-}
+    "olmoe-1b-7b": _llama(
+        16, 2048, 16, 16, 1024, vocab=50304, seq_len=4096, rotary_base=10000.0, qk_norm=True, head_qk_norm=False,
+        experts=ExpertsConfig(count=64, top_k=8, ffn_hidden=1024, normalize=False, aux_loss=0.01, z_loss=0.001),
+    ),
+    "qwen3-30b-a3b": _llama(
+        48, 2048, 32, 4, 6144, head_dim=128, vocab=151936, seq_len=4096, rotary_base=1000000.0, norm_eps=1e-6,
+        qk_norm=True, experts=ExpertsConfig(count=128, top_k=8, ffn_hidden=768, aux_loss=0.001),
+    ),
+    "mixtral-8x7b": _llama(
+        32, 4096, 32, 8, 14336, vocab=32000, seq_len=4096, rotary_base=1000000.0,
+        experts=ExpertsConfig(count=8, top_k=2, ffn_hidden=14336, aux_loss=0.02),
+    ),
+}  # fmt: skip
 
 ALIASES: Mapping[str, str] = {"mpt-small-cpu": "mpt-tiny"}
 
@@ -95,4 +109,7 @@ def preset_fields(name: str, given: Callable[[str, Any], Any] = lambda _, defaul
         fields["kv_heads"] = gcd(now, max(1, now * fields["kv_heads"] // heads))
     if fields.get("ffn_hidden"):
         fields["ffn_hidden"] = max(1, width * fields["ffn_hidden"] // hidden)
-    return fields
+    experts = fields.get("experts") or ExpertsConfig()
+    widths = {name: getattr(experts, name) for name in ("ffn_hidden", "shared_ffn_hidden")}
+    scaled = {name: max(1, width * value // hidden) for name, value in widths.items() if value}
+    return fields | ({"experts": replace(experts, **scaled)} if experts.count else {})

@@ -97,9 +97,10 @@ class Resolver:
 
     def _not_given(self, field: Field) -> Any:
         section, _, name = field.path.partition(".")
-        if section == "model" and name != "preset" and name in self._preset:
+        outer, _, inner = name.partition(".")
+        if section == "model" and name != "preset" and outer in self._preset:
             self.origins[field.path] = Origin("preset", self.value("model.preset"))
-            return self._preset[name]
+            return getattr(self._preset[outer], inner) if inner else self._preset[outer]
         self.origins[field.path] = Origin("default")
         return field.default
 

@@ -27,6 +27,48 @@ from keepstep.core.units import ByteSize, Duration
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts: a layer has `count` small feed-forward blocks, and a router chooses `top_k` of them for each
+    token. No token is dropped."""
+
+    count: ModelSizeOrZero = 0
+    """Experts of a layer; 0 means an ordinary feed-forward block in every layer."""
+    top_k: ModelSize = 2
+    """Experts that each token uses."""
+    ffn_hidden: ModelSizeOrZero = 0
+    """Inner width of one expert; 0 means the width of the ordinary feed-forward block."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores."""
+    normalize: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    scale: PositiveFloat = 1.0
+    """The scores of a token's experts are multiplied by this."""
+    shared_ffn_hidden: ModelSizeOrZero = 0
+    """Inner width of the shared expert, which every token uses; 0 means none. Several shared experts are one of their
+    added widths."""
+    shared_gate: bool = False
+    """Multiply the output of the shared expert by a sigmoid gate, as Qwen2-MoE does."""
+    groups: ModelSize = 1
+    """Experts are divided into this many groups, and a token uses experts of `top_groups` of them only."""
+    top_groups: ModelSize = 1
+    """With `groups`: the best groups for a token. A group counts as its best expert, with sigmoid scores as the sum of
+    its two best."""
+    first_dense_layers: NonNegativeInt = 0
+    """The first layers, which have an ordinary feed-forward block."""
+    layer_interval: PositiveInt = 1
+    """Of the other layers, only those whose number, from 1, is a multiple of this have experts."""
+    aux_loss: NonNegativeFloat = 0.0
+    """Weight of the auxiliary loss of every layer that spreads the tokens of a micro batch evenly over the experts;
+    0 disables it. It is not part of the loss that is reported."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the router z-loss, which keeps the router's logits small; 0 disables it."""
+    balance_bias: bool = False
+    """Balance without a loss: a bias per expert takes part in the choice of experts, but not in their scores."""
+    bias_update_rate: NonNegativeFloat = 0.001
+    """With `balance_bias`: after each step the biases of experts with too few tokens grow by this, others shrink."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The decoder. Choose a preset (`model: llama-1b`) and override single fields."""
 
@@ -120,6 +162,8 @@ class ModelConfig:
     """Weight initialization. Both scale residual projections down by √(2·layers)."""
     init_std: PositiveFloat = 0.02
     """Standard deviation for `init: normal`."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    """Mixture of experts."""
     family: Literal["auto", "phi3"] = "auto"
     """Hugging Face family that an export uses. auto chooses by what the model computes; phi3 computes the same as llama
     or mistral under other names, so an import sets it."""
@@ -153,6 +197,23 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the feed-forward has a gate."""
         return self.activation in ("swiglu", "geglu_tanh")
+
+    @property
+    def expert_size(self) -> int:
+        """`experts.ffn_hidden` with its default resolved."""
+        return self.experts.ffn_hidden or self.ffn_size
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.layers))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an ordinary feed-forward block."""
+        experts = self.experts
+        if not experts.count or layer < experts.first_dense_layers:
+            return False
+        return (layer + 1) % experts.layer_interval == 0
 
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""

@@ -15,6 +15,7 @@ from keepstep.interop.hf_folder import is_hf_folder, load_hf, read_hf_shape
 from keepstep.interop.initial_weights import load_initial_weights, load_pretrained, load_run_checkpoint, no_checkpoint
 from keepstep.interop.run_source import read_run_config, read_run_facts
 from keepstep.models.lora import apply_lora, merge_lora
+from keepstep.models.moe import router_biases
 from keepstep.models.transformer import Transformer
 
 
@@ -48,7 +49,7 @@ def load_full_model(where: Path, *, merge: bool = True, only: str = "") -> tuple
         if not start:
             load_initial_weights(model, config)
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    loaded = load_run_checkpoint(where, {"model": trained}, only=only)
+    loaded = load_run_checkpoint(where, {"model": {**trained, **router_biases(model)}}, only=only)
     if loaded is None:
         raise no_checkpoint(where)
     if config.lora.rank and start:

@@ -128,7 +128,7 @@ def _rounded(model: Transformer, dtype: torch.dtype) -> Transformer:
     if dtype == torch.float32:
         return model
     copy = Transformer(model.config)
-    copy.load_state_dict({name: item.detach().to(dtype).float() for name, item in model.named_parameters()})
+    copy.load_state_dict({name: item.detach().to(dtype).float() for name, item in model.state_dict().items()})
     return copy.eval()
 
 

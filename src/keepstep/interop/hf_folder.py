@@ -79,6 +79,8 @@ def load_hf(model: Transformer, folder: Path) -> None:
                 "leave the model's shape to config.json: set no model.* fields that change it",
             )
         keep_shard(parameter, full.to(device=parameter.device, dtype=parameter.dtype))
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def save_hf(

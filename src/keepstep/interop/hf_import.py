@@ -69,7 +69,7 @@ def import_weights(source: Path, config: RunConfig, tokenizer: Path | None = Non
             # An import that was killed may have left its weights.
             shutil.rmtree(folder.checkpoints / "step_00000000", ignore_errors=True)
         checkpointer = Checkpointer(folder.checkpoints, CheckpointConfig())
-        checkpointer.save(0, {"model": dict(model.named_parameters())}, {"keepstep": __version__})
+        checkpointer.save(0, {"model": model.state_dict()}, {"keepstep": __version__})
         checkpointer.close()
         if world.is_first:
             dtype = PRECISION_NAMES.get(common_dtype(open_source(source)[1]), "fp32")

@@ -7,7 +7,7 @@ goes rule by rule holds one parameter in two layouts at a time, no more.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -123,6 +123,9 @@ def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
         if config.qk_norm:
             yield same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
             yield same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
+        if config.has_experts(layer):
+            yield from _experts(ours + "mlp.", theirs, config, family)
+            continue
         for kind in _kinds(config.bias):
             gate_up = _fused_gate_up if family == "phi3" else _gate_up
             yield gate_up(ours + f"mlp.gate_up.{kind}", theirs + "mlp.", kind, config)
@@ -130,6 +133,33 @@ def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
     yield same("norm.weight", "model.norm.weight")
     if not config.tied:
         yield vocab_rows("head.weight", "lm_head.weight", config)
+
+
+def _experts(ours: str, layer: str, config: ModelConfig, family: Family) -> Iterator[Rule]:
+    """Router, experts and shared expert of one layer: ours are stacked, theirs have a tensor for each expert."""
+    theirs = layer + ("block_sparse_moe." if family == "mixtral" else "mlp.")
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    count = config.experts.count
+    yield same(ours + "router.weight", theirs + "gate.weight")
+    each = [f"{theirs}experts.{number}." for number in range(count)]
+    yield Rule(
+        ours + "experts.gate_up",
+        tuple(f"{expert}{part}.weight" for expert in each for part in (gate, up)),
+        lambda *parts: torch.cat(parts).unflatten(0, (count, -1)),
+        lambda stacked: tuple(part for expert in stacked.unbind() for part in expert.chunk(2)),
+    )
+    yield Rule(
+        ours + "experts.down",
+        tuple(f"{expert}{down}.weight" for expert in each),
+        lambda *parts: torch.stack(parts),
+        lambda stacked: stacked.unbind(),
+    )
+    if config.experts.shared_ffn_hidden:
+        shared = replace(config, ffn_hidden=config.experts.shared_ffn_hidden)
+        yield _gate_up(ours + "shared.gate_up.weight", theirs + "shared_expert.", "weight", shared)
+        yield same(ours + "shared.down.weight", theirs + "shared_expert.down_proj.weight")
+    if config.experts.shared_gate:
+        yield same(ours + "shared_gate.weight", theirs + "shared_expert_gate.weight")
 
 
 def _mpt(config: ModelConfig) -> Iterator[Rule]:

@@ -17,6 +17,7 @@ from keepstep.interop.run_source import BEST_FOLDER, read_run_config
 from keepstep.interop.safetensors_files import fingerprint
 from keepstep.models.init import init_weights
 from keepstep.models.lora import init_adapters
+from keepstep.models.moe import router_biases
 from keepstep.models.transformer import Transformer
 from keepstep.observe.run_folder import RunFolder
 
@@ -60,7 +61,8 @@ def load_pretrained(model: Transformer, where: Path, expected: WeightsId | None 
     if expected is not None and "manifest" not in expected:
         raise _changed(where)
     only = expected["manifest"] if expected else ""
-    loaded = load_run_checkpoint(where, {"model": weights}, through_fp32=True, only=only)
+    tensors = {"model": {**weights, **router_biases(model)}}
+    loaded = load_run_checkpoint(where, tensors, through_fp32=True, only=only)
     if loaded is None:
         raise _changed(where, expected) if expected else no_checkpoint(where)
     return {"step": loaded.step, "manifest": loaded.where.marker.manifest_hash}

@@ -34,11 +34,9 @@ def adopt_initial_shape(loaded: LoadedConfig) -> RunConfig:
         start = str(fetch_source(start))
         config = replace(config, finetune=replace(config.finetune, start_from=start))
     shape = read_shape(Path(start))
-    set_by_user = {
-        path.removeprefix("model."): getattr(config.model, path.removeprefix("model."))
-        for path, origin in loaded.origins.items()
-        if path.startswith("model.") and origin.kind not in ("default", "preset")
-    }
+    given = [path for path, origin in loaded.origins.items() if origin.kind not in ("default", "preset")]
+    set_by_user = _values_in(config.model, "model", given)
+    set_by_user["experts"] = replace(shape.experts, **_values_in(config.model.experts, "model.experts", given))
     longest = max(shape.max_positions, shape.seq_len)
     shape = replace(shape, preset="custom", max_positions=longest, seq_len=min(longest, DEFAULT_SEQ_LEN))
     adopted = replace(config, model=replace(shape, **set_by_user))
@@ -47,6 +45,12 @@ def adopt_initial_shape(loaded: LoadedConfig) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     return adopted
+
+
+def _values_in(section: Any, prefix: str, paths: list[str]) -> dict[str, Any]:
+    """The section's own fields among dotted paths, by name."""
+    names = [name for outer, _, name in (path.rpartition(".") for path in paths) if outer == prefix]
+    return {name: getattr(section, name) for name in names}
 
 
 def read_shape(where: Path) -> ModelConfig:

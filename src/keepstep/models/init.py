@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from keepstep.config.schema import ModelConfig
 from keepstep.models.transformer import Transformer
 
-_RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 """Matrices that write into the residual stream: scaled down so that its variance does not grow with depth."""
 
 
@@ -26,6 +26,8 @@ def init_weights(model: Transformer, seed: int) -> None:
     for name, parameter in model.named_parameters():
         whole = _whole_tensor(name, parameter, model.config, seed)
         keep_shard(parameter, whole)
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def init_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
@@ -33,7 +35,7 @@ def init_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
 
     `kaiming` is MPT's: √(2 / inputs) for linears and embeddings alike, an embedding's inputs being its width.
     """
-    std = math.sqrt(2.0 / shape[1]) if config.init == "kaiming" else config.init_std
+    std = math.sqrt(2.0 / shape[-1]) if config.init == "kaiming" else config.init_std
     return std / math.sqrt(2 * config.layers) if name.endswith(_RESIDUAL) else std
 
 

@@ -12,22 +12,33 @@ def parameter_count(config: ModelConfig) -> int:
     embedding = config.padded_vocab * config.hidden
     positions = config.position_rows * config.hidden if config.positions == "learned" else 0
     head = 0 if config.tied else embedding
-    return embedding + positions + config.layers * block_parameters(config) + norm_parameters(config) + head
+    return embedding + positions + all_block_parameters(config) + norm_parameters(config) + head
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that one token uses: all but those of the experts that its router does not choose."""
+    experts = config.experts
+    unused = config.expert_layers * (experts.count - experts.top_k) * 3 * config.hidden * config.expert_size
+    return parameter_count(config) - unused
 
 
 def matmul_parameters(config: ModelConfig) -> int:
     """Parameters that every token is multiplied with: the matrices of the blocks and the head, tied or not.
 
-    The input embedding and learned positions are looked up, and norms and biases cost next to nothing: left out.
+    Of experts these are the ones that a token uses. The input embedding and learned positions are looked up, and norms
+    and biases cost next to nothing: left out.
     """
-    return config.layers * _block_matrices(config) + config.padded_vocab * config.hidden
+    ordinary = config.layers - config.expert_layers
+    feed_forward = ordinary * _mlp_matrices(config) + config.expert_layers * expert_matrices(config, active=True)
+    return config.layers * _attention_matrices(config) + feed_forward + config.padded_vocab * config.hidden
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, frozen: bool = False) -> int:
     """Floating-point operations of forward and backward for one token in a row of `seq_len`.
 
     Six for each multiplied parameter, and twelve for each layer, attention channel and token of the row: attention is
-    counted as if nothing were masked, as is usual. `frozen` weights need no gradients: four each.
+    counted as if nothing were masked, as is usual. Of experts those that a token uses count. `frozen` weights
+    need no gradients: four each.
     """
     attention = 12 * config.layers * config.heads * config.head_size * seq_len
     return (4 if frozen else 6) * matmul_parameters(config) + attention
@@ -44,21 +55,54 @@ def mfu_llm_foundry(tokens_per_s: float, config: ModelConfig, seq_len: int, peak
     return tokens_per_s / seq_len * flops_per_row / peak_flops
 
 
-def _block_matrices(config: ModelConfig) -> int:
+def _attention_matrices(config: ModelConfig) -> int:
     attention_width = config.heads * config.head_size
     qkv = config.hidden * (attention_width + 2 * config.key_value_heads * config.head_size)
-    mlp = (3 if config.gated else 2) * config.hidden * config.ffn_size
-    return qkv + attention_width * config.hidden + mlp
+    return qkv + attention_width * config.hidden
+
+
+def _mlp_matrices(config: ModelConfig) -> int:
+    return (3 if config.gated else 2) * config.hidden * config.ffn_size
+
+
+def expert_matrices(config: ModelConfig, *, active: bool) -> int:
+    """Parameters of one layer's router, experts and shared expert; of `active` experts, those that a token uses."""
+    experts = config.experts
+    width = (experts.top_k if active else experts.count) * config.expert_size + experts.shared_ffn_hidden
+    return config.hidden * (experts.count + int(experts.shared_gate) + 3 * width)
+
+
+def active_width(config: ModelConfig) -> int:
+    """Inner width of the feed-forward that one token passes in a block; the mean where some blocks have experts."""
+    experts, layers = config.experts, config.expert_layers
+    width = experts.top_k * config.expert_size + experts.shared_ffn_hidden
+    return ((config.layers - layers) * config.ffn_size + layers * width) // config.layers
+
+
+def token_copies(config: ModelConfig) -> float:
+    """Copies of a token that a block sorts by expert; the mean over all blocks, 0 without experts."""
+    return config.experts.top_k * config.expert_layers / config.layers
+
+
+def all_block_parameters(config: ModelConfig) -> int:
+    """Parameters of all blocks."""
+    experts = config.expert_layers
+    difference = expert_matrices(config, active=False) - _mlp_matrices(config) if experts else 0
+    return config.layers * _ordinary_block(config) + experts * difference
 
 
 def block_parameters(config: ModelConfig) -> int:
-    """Parameters of one block."""
+    """Parameters of one block; the mean, rounded up, where some have experts and others have not."""
+    return -(-all_block_parameters(config) // config.layers)
+
+
+def _ordinary_block(config: ModelConfig) -> int:
     qkv_rows = (config.heads + 2 * config.key_value_heads) * config.head_size
     biases = qkv_rows if config.bias or config.qkv_bias else 0
     if config.bias:
         up_rows = (2 if config.gated else 1) * config.ffn_size
         biases += config.hidden + up_rows + config.hidden
-    return _block_matrices(config) + biases + block_norm_parameters(config)
+    return _attention_matrices(config) + _mlp_matrices(config) + biases + block_norm_parameters(config)
 
 
 def block_norm_parameters(config: ModelConfig) -> int:

@@ -22,7 +22,7 @@ from keepstep.models.attention import Attention
 from keepstep.models.attention_context import Context, KeyValueCache, make_context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.head import Head, capped_output, head_output
-from keepstep.models.mlp import make_mlp
+from keepstep.models.moe import MoE, make_feed_forward
 from keepstep.models.norm import add_norm, make_norm
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.varlen_attention import VarlenSpans
@@ -41,13 +41,15 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.attention_post_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
-        self.mlp = make_mlp(config)
+        self.mlp = make_feed_forward(config, layer)
         self.mlp_post_norm = make_norm(config) if after else None
         self.plan = BlockPlan()
 
     def use(self, plan: BlockPlan) -> None:
         """Compute by this plan from now on."""
         self.plan = self.attention.plan = self.mlp.plan = plan
+        if isinstance(self.mlp, MoE):
+            self.mlp.use(plan)
 
     def forward(self, x_btd: Tensor, context: Context, added_btd: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it: accepted and returned alike."""

@@ -33,7 +33,7 @@ _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "keepstep::attention_forward",
 )
-_MATMULS = ("aten::mm", "aten::addmm")
+_MATMULS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
 
 
 def apply_parallel(

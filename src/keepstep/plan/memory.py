@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from keepstep.plan.tensors import FP32, StageParameters, block_activations, mask_bytes, process_layers, stage_parameters
+from keepstep.plan.tensors import (
+    FP32,
+    StageParameters,
+    block_activations,
+    feed_forward_gradient,
+    mask_bytes,
+    process_layers,
+    stage_parameters,
+)
 from keepstep.plan.workload import Workload
 
 CHUNK_SHARE = 16
@@ -258,7 +266,7 @@ class _StageMemory:
     def _backward(self, blocks_left: int) -> Parts:
         counts, model = self.counts, self.work.model
         done = (counts.blocks - blocks_left) * counts.trained_block
-        inner = 0 if counts.adapters else model.hidden * model.ffn_size
+        inner = 0 if counts.adapters else feed_forward_gradient(model)
         unsharded = self.work.unsharded
         nothing_yet = unsharded or self.local_gradients or blocks_left == self.stage_blocks
         reducing = 0 if nothing_yet else FP32 * counts.trained_block

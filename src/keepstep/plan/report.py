@@ -8,7 +8,7 @@ from typing import Any
 
 from keepstep.config.schema import RunConfig
 from keepstep.core.units import format_bytes, format_count, format_seconds
-from keepstep.models.size import parameter_count
+from keepstep.models.size import active_parameters, parameter_count
 from keepstep.plan.capacity import HostPlan, machines_for_host
 from keepstep.plan.cluster import GIB, Machine
 from keepstep.plan.goodput import LLAMA3_GPUS, SaveTime, llama3_share
@@ -28,6 +28,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.config.model.preset,
         "parameters": parameter_count(plan.config.model),
+        "active_parameters": active_parameters(plan.config.model),
         "cluster": {"name": cluster.name, "gpu": cluster.gpu.name, "nodes": cluster.nodes, "gpus": cluster.gpus},
         "layout": {**asdict(work.degrees), "microbatch": work.microbatch, "microbatches": work.microbatches},
         "chosen": list(plan.chosen),
@@ -127,8 +128,9 @@ def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> st
 
 def _run(plan: Plan) -> Iterator[str]:
     model, work, cluster = plan.config.model, plan.work, plan.cluster
+    active = f" ({format_count(active_parameters(model))} active)" if model.expert_layers else ""
     yield (
-        f"run       {model.preset}, {format_count(parameter_count(model))} parameters, "
+        f"run       {model.preset}, {format_count(parameter_count(model))} parameters{active}, "
         f"rows of {model.seq_len:,} tokens, {work.precision}, recompute {work.recompute_text}"
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from keepstep.models.size import flops_per_token, matmul_parameters
+from keepstep.models.size import active_width, flops_per_token, matmul_parameters
 from keepstep.plan.cluster import Cluster
 from keepstep.plan.network import Network
 from keepstep.plan.tensors import StageParameters, stage_parameters
@@ -168,7 +168,7 @@ def _repeated_parameters(work: Workload, block: float) -> float:
     # Recomputation stops at the last tensor that backward needs. The last matmul produces none, except in fp8, which
     # casts its input, and with adapters, which follow it.
     repeats_last = work.precision == "fp8" or work.lora_rank
-    return block if repeats_last else block - work.model.ffn_size * work.model.hidden
+    return block if repeats_last else block - active_width(work.model) * work.model.hidden
 
 
 def _step_time(

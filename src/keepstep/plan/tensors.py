@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ModelConfig
-from keepstep.models.size import block_norm_parameters, block_parameters, norm_parameters
+from keepstep.models.size import (
+    active_width,
+    block_norm_parameters,
+    block_parameters,
+    norm_parameters,
+    token_copies,
+)
 from keepstep.plan.workload import Recompute, Workload
 
 FP32 = 4
@@ -60,8 +66,9 @@ def block_matrices(work: Workload) -> list[int]:
     """Parameters of each matrix of a block on one tensor-parallel process."""
     model = work.model
     query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
-    inner = model.ffn_size * (2 if model.gated else 1)
-    widths = (query + 2 * key, query, inner, model.ffn_size)
+    # The weights of all experts are one matrix for the optimizer.
+    ffn = feed_forward_gradient(model) // model.hidden
+    widths = (query + 2 * key, query, ffn * (2 if model.gated else 1), ffn)
     return [model.hidden * width // work.degrees.tensor for width in widths]
 
 
@@ -136,7 +143,7 @@ class _Widths:
     @classmethod
     def of(cls, model: ModelConfig, tensor: int) -> _Widths:
         query, key = model.heads * model.head_size // tensor, model.key_value_heads * model.head_size // tensor
-        return cls(model.hidden, query, key, query + 2 * key, model.ffn_size // tensor, model.heads // tensor)
+        return cls(model.hidden, query, key, query + 2 * key, active_width(model) // tensor, model.heads // tensor)
 
 
 def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
@@ -144,12 +151,13 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
     widths = _Widths.of(model, work.degrees.tensor)
     gated = model.gated
-    needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths)
+    needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths) + _routing_bytes(model, size)
     match mode:
         case "none":
             saved = needed
         case "selective":
-            matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + widths.hidden
+            last = max(widths.hidden, int(token_copies(model) * widths.hidden))
+            matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + last
             # fp8 matmuls are cheap enough to repeat; the output of attention is saved.
             outputs = widths.query + (0 if work.precision == "fp8" else matmuls)
             saved = size * (work.stream_width + outputs) + FP32 * widths.heads
@@ -157,8 +165,9 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
             # The block's input and, so that attention is not repeated, its output and softmax sums.
             attention = size * widths.query + FP32 * widths.heads if work.saves_attention else 0
             saved = size * work.stream_width + attention
-    # Gradients of the inner tensors; the forward's output has just been freed.
-    working = size * ((2 if gated else 1) * widths.ffn + work.stream_width)
+    # Gradients of the inner tensors; the forward's output has just been freed. Experts start with two of their copies.
+    copied = int(2 * token_copies(model) * model.hidden)
+    working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
     quantised = _quantised_weights(model, widths) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
     return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens)
@@ -193,6 +202,26 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         # Each matmul saves its input in fp8, one byte per element, including the output of attention.
         return work.compute_bytes * sum(saved) + inputs + widths.query + _fp32_norm_inputs(model, widths, work)
     return work.compute_bytes * (sum(saved) + inputs) + _fp32_norm_inputs(model, widths, work)
+
+
+def _routing_bytes(model: ModelConfig, size: int) -> int:
+    """Bytes per token that a block with experts saves on top of its inner tensors."""
+    copies = token_copies(model)
+    if not copies:
+        return 0
+    share = model.expert_layers / model.layers
+    # The router's input in fp32, and without a shared expert no other; its scores in fp32.
+    router = 0 if size == FP32 else (FP32 - (0 if model.experts.shared_ffn_hidden else size)) * model.hidden
+    scores = FP32 * model.experts.count
+    # Tokens sorted by expert, the experts' outputs, and where each token went in 64 bits.
+    return int(share * (router + scores) + copies * (2 * size * model.hidden + 3 * 8))
+
+
+def feed_forward_gradient(model: ModelConfig) -> int:
+    """Parameters whose gradient exists when backward has passed the last matmul of a block's feed-forward."""
+    layers = model.expert_layers
+    experts = model.experts.count * model.expert_size + model.experts.shared_ffn_hidden
+    return model.hidden * ((model.layers - layers) * model.ffn_size + layers * experts) // model.layers
 
 
 def _fp32_norm_inputs(model: ModelConfig, widths: _Widths, work: Workload) -> int:

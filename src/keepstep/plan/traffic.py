@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from keepstep.models.size import active_width, token_copies
 from keepstep.plan.cluster import Gpu
 from keepstep.plan.tensors import StageParameters, adapted_linears
 from keepstep.plan.workload import Workload
@@ -17,12 +18,14 @@ from keepstep.plan.workload import Workload
 
 @dataclass(frozen=True)
 class _Widths:
-    """Bytes per element that a token has in the residual stream, in queries, in keys and in the feed-forward."""
+    """Bytes per element that a token has in the residual stream, queries, keys, feed-forward and copies."""
 
     hidden: float = 0
     query: float = 0
     key: float = 0
     inner: float = 0
+    copies: float = 0
+    """Of the residual stream, for each copy of a token that is sorted by expert."""
 
 
 _NOTHING = _Widths()
@@ -37,6 +40,8 @@ _OWN = {
     "around attention": (_NOTHING, _Widths(query=14.5)),
     "shared keys": (_NOTHING, _Widths(query=12)),
     "bias": (_NOTHING, _Widths(4, 2, 4, 2)),
+    # Sort tokens by expert, sort them back, weigh and add them up; the same in reverse. The router reads fp32.
+    "experts": (_Widths(hidden=12, copies=14), _Widths(hidden=12, copies=20)),
 }
 _EAGER = {
     **_OWN,
@@ -102,7 +107,7 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
     fused = _fuses_matmuls(work)
     placed = model.norm_placement == "before" and model.residual_multiplier == 1.0
     plain = fused and not model.bias and placed and model.activation != "geglu_tanh"
-    sums_inside = plain and work.unsharded and work.recompute == "none"
+    sums_inside = plain and not model.expert_layers and work.unsharded and work.recompute == "none"
     for _ in range(2 if model.norm_placement == "both" else 1):
         yield "layer norm" if model.norm == "layernorm" else "rms norm"
     if not sums_inside:
@@ -121,12 +126,14 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
         if model.positions == "rotary":
             yield "unfused rope"
     if model.gated:
-        if not (plain and gpu.is_hopper):
+        if model.expert_layers or not (plain and gpu.is_hopper):
             yield "swiglu"
     elif not (fused and gpu.is_hopper):
         yield "gelu"
     if model.bias:
         yield "bias"
+    if model.expert_layers:
+        yield "experts"
 
 
 def _fuses_matmuls(work: Workload) -> bool:
@@ -142,7 +149,8 @@ def _moved(widths: _Widths, work: Workload) -> float:
         widths.hidden * model.hidden
         + widths.query * model.heads * model.head_size
         + widths.key * model.key_value_heads * model.head_size
-        + widths.inner * model.ffn_size
+        + widths.inner * active_width(model)
+        + widths.copies * token_copies(model) * model.hidden
     ) / tensor
 
 

@@ -160,6 +160,7 @@ class ElasticStep(TrainStep):
                 break
             batch = batches[place]
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
+            self._weigh_routers(weight * batch.num_targets)
             loss_sum = self._loss_sum(batch)
             torch.autograd.backward(loss_sum * weight)
             self._sums.add_loss(mesh.data_rank + place * mesh.layout.data_ranks, loss_sum.detach())

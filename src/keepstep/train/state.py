@@ -11,6 +11,7 @@ import torch
 
 from keepstep.data.loader import Loader
 from keepstep.interop.initial_weights import WeightsId
+from keepstep.models.moe import router_biases
 from keepstep.models.transformer import Transformer
 from keepstep.train.clock import Clock
 from keepstep.train.optim.loss_scaler import LossScaler
@@ -43,8 +44,8 @@ class TrainState:
         return {"model": self.weights(), "optimizer": self.optimizers.state(), "rank": _rng_tensors()}
 
     def weights(self) -> dict[str, Any]:
-        """Trained weights by name, in fp32. Frozen ones are not saved: a resumed run reads them again."""
-        return dict(self.optimizers.weights())
+        """Trained weights and router biases by name, in fp32. Frozen ones are not saved: a resumed run reads them."""
+        return {**self.optimizers.weights(), **router_biases(self.model)}
 
     def numbers(self) -> dict[str, Any]:
         """Plain values that are saved with the tensors."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from keepstep.data.batch import Batch
+from keepstep.models.moe import routers
 from keepstep.models.ops.varlen_attention import VarlenSpans, cu_seqlens_of, fits_varlen_kernel, max_seqlen_of
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
@@ -79,6 +80,7 @@ class TrainStep:
         self._scaler = scaler
         self._settings = settings
         self._pipeline = pipeline
+        self._routers = list(routers(model))
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +146,7 @@ class TrainStep:
             if abandon(number, len(parts)):
                 return None
             self._reduce_gradients(last=number == len(parts) - 1)
+            self._weigh_routers(weight * part.num_targets)
             loss_sum = self._loss_sum(part)
             torch.autograd.backward(loss_sum * weight)
             loss += loss_sum.detach()
@@ -154,6 +157,8 @@ class TrainStep:
     def _abandoned(self, signals: StepSignals) -> Tensor:
         """The numbers of a step that all processes have left: void, and a stop request."""
         self._optimizers.zero_grad()
+        for router in self._routers:
+            router.take_tokens()
         numbers = torch.zeros(TARGETS + 1, device=self.device)
         numbers[STOP], numbers[SPENT_S], numbers[VOID] = 1.0, own_seconds(signals.spent_s), 1.0
         dist.all_reduce(numbers)
@@ -171,9 +176,24 @@ class TrainStep:
         finite = self._scaler.is_finite(norm)
         if finite:
             self._optimizers.step(lr_share, factor / self._scaler.scale)
+        self._balance_experts(torch.isfinite(factor).float())
         self._scaler.update(finite)
         self._optimizers.zero_grad()
         return norm
+
+    def _weigh_routers(self, weight: Tensor) -> None:
+        """Weight of the routers' losses in the next micro batch, which are means over it, next to its sum of losses."""
+        for router in self._routers:
+            router.loss_weight = weight
+
+    def _balance_experts(self, counts: Tensor) -> None:
+        """Once a step: move the routers' biases by the load of all processes, unless `counts` is 0."""
+        if not self._routers:
+            return
+        tokens_le = torch.stack([router.take_tokens() for router in self._routers])
+        dist.all_reduce(tokens_le)
+        for router, tokens_e in zip(self._routers, tokens_le, strict=True):
+            router.update_bias(tokens_e, counts)
 
     def _gradient_norm(self) -> Tensor:
         holders: Sequence[HasGradient] = self._optimizers.gradient_holders

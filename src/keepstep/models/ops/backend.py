@@ -75,6 +75,12 @@ class KernelBackend:
         else:
             total_vd.add_(torch.mm(left_vn, right_nd))
 
+    def has_grouped_matmul(self, tensor: Tensor) -> bool:
+        """Whether one kernel multiplies the rows of every expert."""
+        from keepstep.models.ops.grouped_matmul import has_grouped_kernel
+
+        return has_grouped_kernel(tensor.device, tensor.dtype)
+
     def has_adamw(self, tensor: Tensor) -> bool:
         """Whether one kernel updates weights and moments in place."""
         return tensor.is_cuda and has_triton()

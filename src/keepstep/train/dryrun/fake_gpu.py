@@ -159,7 +159,7 @@ class GpuOnFakeTensors(KernelBackend):
         """As on a GPU."""
         return True
 
-    has_cross_entropy = has_adamw = has_kernels
+    has_cross_entropy = has_adamw = has_grouped_matmul = has_kernels
 
     def cross_entropy_(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradient: bool) -> Tensor:  # noqa: ARG002
         """Allocates the losses; the logits' memory becomes that of their gradient."""

@@ -20,16 +20,16 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrix: Tensor, rounds: int = 5) -> Tensor:
-    """Replace the singular values of `matrix` by values near one (Newton–Schulz)."""
+    """Replace the singular values of a matrix, or of each in a stack, by values near one (Newton–Schulz)."""
     a, b, c = _COEFFICIENTS
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
-    tall = x.size(0) > x.size(1)
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(rounds):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    orthogonal: Tensor = x.T if tall else x
+    orthogonal: Tensor = x.mT if tall else x
     return orthogonal.to(matrix.dtype)
 
 
@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         direction = _whole_update(gradient.lerp(momentum, group["momentum"]), parameter)
         weight = self._masters.read(parameter) if self._masters else parameter
         # Scaled so that a unit learning rate moves each entry as far as Adam would in a square matrix.
-        scale = max(1.0, parameter.size(0) / parameter.size(1)) ** 0.5
+        scale = max(1.0, parameter.size(-2) / parameter.size(-1)) ** 0.5
         weight.mul_(1 - group["lr"] * group["weight_decay"] * counts).add_(direction * (-group["lr"] * scale * counts))
         if self._masters:
             self._masters.write(parameter, weight)

@@ -110,7 +110,7 @@ def _build(
 ) -> list[torch.optim.Optimizer]:
     matrices: list[nn.Parameter] = []
     if config.name == "muon":
-        matrices = [p for p, name in names.items() if p.ndim == 2 and name.startswith("blocks.")]
+        matrices = [p for p, name in names.items() if p.ndim >= 2 and name.startswith("blocks.")]
     chosen = set(matrices)
     groups = _decay_groups({p: n for p, n in names.items() if p not in chosen}, config)
     parts: list[torch.optim.Optimizer] = []

@@ -1,0 +1,124 @@
+"""`config.json` of families with experts ↔ `model.experts`. Never imports transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keepstep.config.schema import ExpertsConfig, ModelConfig
+from keepstep.core.errors import ConfigError
+
+SPARSE_STEPS = ("qwen2_moe", "qwen3_moe")
+"""Families in which some layers may have an ordinary feed-forward block, of a width of its own."""
+EXPERT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+    },
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    "qwen2_moe": {
+        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "num_key_value_heads": 16,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+"""Families with experts, and what a file without the key means in each."""
+
+
+def from_experts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Fields of `ModelConfig` that only these families have; `config` has the family's defaults."""
+    if family not in EXPERT_DEFAULTS:
+        return {}
+    _refuse(config, "router_jitter_noise", 0.0)
+    _refuse(config, "clip_qkv", None)
+    _refuse(config, "use_sliding_window", False)
+    experts: dict[str, Any] = {
+        # transformers 5 renames the key of some families when it saves.
+        "count": config.get("num_local_experts") or config["num_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "ffn_hidden": config["moe_intermediate_size" if family in SPARSE_STEPS else "intermediate_size"],
+        "normalize": config.get("norm_topk_prob", False),
+    }
+    if family in SPARSE_STEPS:
+        experts |= _layers_with_experts(config)
+    if family == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        experts |= {"shared_ffn_hidden": shared, "shared_gate": True}
+    fields: dict[str, Any] = {"experts": experts}
+    if family == "olmoe":
+        fields["head_qk_norm"] = False
+    if family == "qwen2_moe":
+        fields["qkv_bias"] = config.get("qkv_bias", True)
+    return fields
+
+
+def _refuse(config: Mapping[str, Any], key: str, computed: Any) -> None:
+    if config.get(key) not in (computed, None):
+        message = f"config.json has {key} = {config[key]!r}, which keepstep does not support with experts"
+        raise ConfigError(message, f"supported: {computed!r}")
+
+
+def _layers_with_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    step, ordinary = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(config["num_hidden_layers"])
+    sparse = [layer not in ordinary and (layer + 1) % step == 0 for layer in layers]
+    first = sparse.index(True) if True in sparse else len(sparse)
+    for dense in (0, first):
+        if sparse == [layer >= dense and (layer + 1) % step == 0 for layer in layers]:
+            return {"first_dense_layers": dense, "layer_interval": step}
+    raise ConfigError(
+        f"config.json has mlp_only_layers = {ordinary!r}, which keepstep does not support",
+        "supported: the first layers, or none",
+    )
+
+
+def experts_family(config: ModelConfig) -> Any:
+    """The family that computes a model with experts."""
+    if config.experts.shared_ffn_hidden:
+        return "qwen2_moe"
+    if config.qk_norm:
+        return "qwen3_moe" if config.head_qk_norm else "olmoe"
+    return "mixtral"
+
+
+def check_experts(config: ModelConfig, family: str) -> None:
+    """Raise for experts that transformers does not compute in this family: the export would be misread."""
+    experts, plain = config.experts, ExpertsConfig()
+    names = ["scores", "scale", "groups", "balance_bias"]
+    expected = {name: getattr(plain, name) for name in names}
+    if family == "mixtral":
+        expected["normalize"] = True
+    if family not in SPARSE_STEPS:
+        expected |= {"first_dense_layers": 0, "layer_interval": 1}
+    expected["shared_gate"] = family == "qwen2_moe"
+    for name, value in expected.items():
+        if getattr(experts, name) != value:
+            raise ConfigError(
+                f"model.experts.{name} is {getattr(experts, name)}, which transformers does not compute for the family "
+                f"{family}",
+                "keepstep itself trains, evaluates and serves it: eval, chat",
+            )
+    if family == "olmoe" and config.heads * config.head_size != config.hidden:
+        raise ConfigError(f"model.head_dim is {config.head_dim}, which olmoe does not have", "model.head_dim=0")
+
+
+def to_experts(config: ModelConfig, family: str) -> dict[str, Any]:
+    """Keys of config.json that only these families have."""
+    if family not in EXPERT_DEFAULTS:
+        return {}
+    experts = config.experts
+    keys: dict[str, Any] = {"num_experts_per_tok": experts.top_k, "norm_topk_prob": experts.normalize}
+    keys["num_local_experts" if family == "mixtral" else "num_experts"] = experts.count
+    if family not in SPARSE_STEPS:
+        return {**keys, "intermediate_size": config.expert_size}
+    keys |= {
+        "moe_intermediate_size": config.expert_size,
+        "decoder_sparse_step": experts.layer_interval,
+        "mlp_only_layers": list(range(min(experts.first_dense_layers, config.layers))),
+        "use_sliding_window": False,
+    }
+    if family == "qwen2_moe":
+        keys |= {"shared_expert_intermediate_size": experts.shared_ffn_hidden, "qkv_bias": config.qkv_bias}
+    return keys

@@ -1,0 +1,86 @@
+"""Rules of mixtures of experts: a shape that can be routed, and what they are not combined with yet."""
+
+from __future__ import annotations
+
+from keepstep.config.rules import Found, around, divisors, rule
+from keepstep.config.schema import RunConfig
+from keepstep.core.messages import listed
+
+
+@rule("model.experts.top_k", "model.experts.count", "model.experts.groups", "model.experts.top_groups")
+def tokens_find_enough_experts(config: RunConfig) -> Found:
+    """A token's experts are in the groups that it may use."""
+    experts = config.model.experts
+    if not experts.count or experts.count % experts.groups or experts.top_groups > experts.groups:
+        return None
+    usable = experts.count // experts.groups * experts.top_groups
+    if experts.top_k <= usable:
+        return None
+    groups = f" in {experts.top_groups} of {experts.groups} groups" if experts.groups > 1 else ""
+    return f"must be at most {usable}, the experts that a token may use{groups}", f"model.experts.top_k={usable}"
+
+
+@rule("model.experts.groups", "model.experts.count", "model.experts.top_groups")
+def groups_divide_experts(config: RunConfig) -> Found:
+    """Groups are equally large, and a token uses some of them."""
+    experts = config.model.experts
+    if not experts.count:
+        return None
+    if experts.count % experts.groups:
+        groups = around(divisors(experts.count), experts.groups)
+        return f"must divide model.experts.count ({experts.count})", f"model.experts.groups={listed(groups)}"
+    if experts.top_groups > experts.groups:
+        needs = f"must be at least model.experts.top_groups ({experts.top_groups})"
+        return needs, f"model.experts.top_groups={experts.groups}"
+    return None
+
+
+@rule("model.experts.shared_gate", "model.experts.shared_ffn_hidden", "model.experts.count")
+def shared_gate_needs_a_shared_expert(config: RunConfig) -> Found:
+    """The gate multiplies the output of the shared expert."""
+    experts = config.model.experts
+    if not experts.count or not experts.shared_gate or experts.shared_ffn_hidden:
+        return None
+    return "needs a shared expert", "model.experts.shared_gate=false, or set model.experts.shared_ffn_hidden"
+
+
+@rule(
+    "model.experts.count", "model.experts.first_dense_layers", "model.experts.layer_interval", "model.layers",
+    "model.activation", "model.bias", "model.linear",
+)  # fmt: skip
+def experts_are_plain_swiglu(config: RunConfig) -> Found:
+    """Experts exist in some layer, and are SwiGLU without biases."""
+    model = config.model
+    if not model.experts.count:
+        return None
+    if not model.expert_layers:
+        hint = "model.experts.first_dense_layers=0 and model.experts.layer_interval=1"
+        return f"has no layer to be in: none of the {model.layers} layers has experts", hint
+    if model.activation != "swiglu":
+        return f"needs model.activation swiglu, and it is {model.activation}", "model.activation=swiglu"
+    if model.bias:
+        return "needs feed-forward blocks without biases, and model.bias is true", "model.bias=false"
+    if model.linear != "dense":
+        return f"needs model.linear dense, and it is {model.linear}", "model.linear=dense"
+    return None
+
+
+@rule(
+    "model.experts.count", "parallel.tensor", "parallel.pipeline", "parallel.context", "precision", "lora.rank",
+    "compute.compile",
+)  # fmt: skip
+def experts_are_trained_by_data_parallelism(config: RunConfig) -> Found:
+    """Not supported yet: splitting experts or rows, experts in fp8, adapters on them, compiled routing."""
+    if not config.model.experts.count:
+        return None
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(config.parallel, axis) > 1:
+            needs = f"is not supported with parallel.{axis} above 1: experts are trained by data parallelism"
+            return needs, f"parallel.{axis}=1; parallel.shard shards the experts' weights"
+    if config.precision == "fp8":
+        return "is not supported with precision fp8: grouped matmuls run in bf16 or fp32", "precision=bf16"
+    if config.lora.rank:
+        return "is not supported with lora.rank above 0: experts take no adapters", "lora.rank=0 trains all weights"
+    if config.compute.compile:
+        return "is not supported with compute.compile: routing depends on the data", "compute.compile=false"
+    return None

@@ -1,0 +1,235 @@
+"""Mixture of experts: a router chooses a few of many small feed-forward blocks for each token. No token is dropped.
+
+Tokens are sorted by expert, so that each of the two matmuls of all experts is one grouped matmul. Every step is a
+permutation or a sum in a fixed order: the same input gives the same bits.
+
+Shape legend: b rows, t tokens, n = b·t, d hidden, e experts, k experts of a token, m = n·k, f width of an expert.
+
+Layout: `experts.gate_up` [e, 2·f, d], in an expert first its gate rows and then its up rows; `experts.down` [e, d, f].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from keepstep.config.schema import ModelConfig
+from keepstep.models.block_plan import BlockPlan
+from keepstep.models.mlp import GatedMLP, PlainMLP, make_mlp
+from keepstep.models.ops.backend import backend
+from keepstep.models.ops.grouped_matmul import grouped_matmul
+from keepstep.models.ops.swiglu import swiglu
+
+
+class Router(nn.Module):
+    """Chooses experts for tokens, in fp32, and notes how many tokens each expert got."""
+
+    balance_bias: Tensor
+    """Added to the scores when experts are chosen [e], fp32: state of the run, which steps change and checkpoints
+    hold."""
+    loss_weight: Tensor | None = None
+    """Weight of the balancing losses of the next forward pass; None computes none. Set by the training step."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.experts = config.experts
+        self.weight = nn.Parameter(torch.empty(config.experts.count, config.hidden))
+        nn.init.normal_(self.weight, std=config.init_std)
+        if config.experts.balance_bias:
+            self.register_buffer("balance_bias", torch.zeros(config.experts.count, dtype=torch.float32))
+        self.tokens_e: Tensor | None = None
+        """Tokens of each expert since `take_tokens`, counted when their backward pass runs."""
+
+    def forward(self, x_nd: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts, fp32 [n, k], and their numbers."""
+        logits_ne = F.linear(x_nd.float(), self.weight.float())
+        scores_ne = logits_ne.softmax(-1) if self.experts.scores == "softmax" else logits_ne.sigmoid()
+        chosen_nk = self._choose(scores_ne.detach())
+        if self.training and torch.is_grad_enabled():
+            scores_ne = self._observed(logits_ne, scores_ne, chosen_nk)
+        weights_nk = scores_ne.gather(1, chosen_nk)
+        if self.experts.normalize:
+            weights_nk = weights_nk / (weights_nk.sum(-1, keepdim=True) + 1e-20)
+        return weights_nk * self.experts.scale, chosen_nk
+
+    def _choose(self, scores_ne: Tensor) -> Tensor:
+        experts = self.experts
+        if experts.balance_bias:
+            scores_ne = scores_ne + self.balance_bias.float()
+        if experts.groups > 1:
+            grouped = scores_ne.unflatten(1, (experts.groups, -1))
+            best = min(2 if experts.scores == "sigmoid" else 1, grouped.shape[-1])
+            top = grouped.topk(best, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
+            others = torch.ones(grouped.shape[:2], dtype=torch.bool, device=top.device).scatter(1, top, False)
+            scores_ne = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
+        return scores_ne.topk(experts.top_k, dim=-1).indices
+
+    def _observed(self, logits_ne: Tensor, scores_ne: Tensor, chosen_nk: Tensor) -> Tensor:
+        """The scores, whose gradient brings the balancing losses in and counts the tokens of each expert.
+
+        Backward runs once for each micro batch, also where recomputation runs forward twice.
+        """
+        tokens_e = count_tokens(chosen_nk, self.experts.count)
+        weight = self.loss_weight
+        if weight is not None and (self.experts.aux_loss or self.experts.z_loss):
+            scores_ne = _AddLoss.apply(scores_ne, self._losses(logits_ne, scores_ne, tokens_e), weight)  # type: ignore[no-untyped-call]
+        if scores_ne.requires_grad:
+            scores_ne.register_hook(lambda _gradient: self._count(tokens_e))
+        return scores_ne
+
+    def _losses(self, logits_ne: Tensor, scores_ne: Tensor, tokens_e: Tensor) -> Tensor:
+        """Auxiliary loss and z-loss: means over the tokens of one micro batch.
+
+        The auxiliary loss is 1 where tokens and probabilities are spread evenly.
+        """
+        share_e = tokens_e / tokens_e.sum()
+        probability_e = (scores_ne / scores_ne.sum(-1, keepdim=True)).mean(0)
+        even = self.experts.count * (share_e * probability_e).sum()
+        return self.experts.aux_loss * even + self.experts.z_loss * logits_ne.logsumexp(-1).square().mean()
+
+    @torch.no_grad()
+    def _count(self, tokens_e: Tensor) -> None:
+        self.tokens_e = tokens_e if self.tokens_e is None else self.tokens_e + tokens_e
+
+    def take_tokens(self) -> Tensor:
+        """Tokens of each expert since the last call, int64 [e]."""
+        taken, self.tokens_e = self.tokens_e, None
+        if taken is None:
+            return torch.zeros(self.experts.count, dtype=torch.int64, device=self.weight.device)
+        return taken
+
+    @torch.no_grad()
+    def update_bias(self, tokens_e: Tensor, counts: Tensor) -> None:
+        """Move each expert's bias towards an even load; `counts` is 1 for a step that updates weights, else 0."""
+        if self.experts.balance_bias:
+            mean = tokens_e.sum() / self.experts.count
+            self.balance_bias.add_(torch.sign(mean - tokens_e) * (self.experts.bias_update_rate * counts))
+
+
+class Experts(nn.Module):
+    """The feed-forward blocks of all experts, their weights stacked: FSDP shards them by expert."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        count, width = config.experts.count, config.expert_size
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * width, config.hidden))
+        self.down = nn.Parameter(torch.empty(count, config.hidden, width))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=config.init_std)
+
+    def forward(self, x_md: Tensor, ends_e: Tensor) -> Tensor:
+        """Outputs of rows that are sorted by expert; expert i ends before row `ends_e[i]`."""
+        gate_up = grouped_matmul(x_md, self.gate_up.to(x_md.dtype), ends_e)
+        return grouped_matmul(_swiglu(gate_up), self.down.to(x_md.dtype), ends_e)
+
+
+class MoE(nn.Module):
+    """Router, experts and the shared expert in place of a block's feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.plan = BlockPlan()
+        self.top_k, self.count = config.experts.top_k, config.experts.count
+        self.router = Router(config)
+        self.experts = Experts(config)
+        shared = config.experts.shared_ffn_hidden
+        self.shared = GatedMLP(replace(config, ffn_hidden=shared)) if shared else None
+        self.shared_gate = nn.Linear(config.hidden, 1, bias=False) if config.experts.shared_gate else None
+
+    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual."""
+        assert residual_btd is None, "fuses_residual() says no"
+        x_nd = x_btd.flatten(0, 1)
+        weights_nk, chosen_nk = self.router(x_nd)
+        # Stable: the order of equal keys would otherwise be free, and with it the bits of sums.
+        order_m = chosen_nk.flatten().argsort(stable=True)
+        place_m = order_m.argsort()
+        ends_e = count_tokens(chosen_nk, self.count).cumsum(0).to(torch.int32)
+        sorted_md = _Permute.apply(x_nd, order_m, place_m, self.top_k)  # type: ignore[no-untyped-call]
+        out_md = _Permute.apply(self.experts(sorted_md, ends_e), place_m, order_m, 1)  # type: ignore[no-untyped-call]
+        out_nkd = out_md.unflatten(0, (-1, self.top_k))
+        out_nd: Tensor = (out_nkd * weights_nk.to(out_nkd.dtype)[..., None]).sum(1)
+        return (out_nd if self.shared is None else out_nd + self._shared(x_nd)).view_as(x_btd)
+
+    def _shared(self, x_nd: Tensor) -> Tensor:
+        assert self.shared is not None
+        out_nd: Tensor = self.shared(x_nd[None])[0]
+        return out_nd if self.shared_gate is None else out_nd * self.shared_gate(x_nd).sigmoid()
+
+    def use(self, plan: BlockPlan) -> None:
+        """Compute by this plan, the shared expert too."""
+        self.plan = plan
+        if self.shared is not None:
+            self.shared.plan = plan
+
+    def fuses_residual(self) -> bool:
+        """Whether the last matmul may add the residual in its epilogue."""
+        return False
+
+
+def routers(model: nn.Module) -> Iterator[Router]:
+    """Every router of a model, in the order of its layers."""
+    return (module for module in model.modules() if isinstance(module, Router))
+
+
+def make_feed_forward(config: ModelConfig, layer: int) -> MoE | GatedMLP | PlainMLP:
+    """The feed-forward sub-block of one layer."""
+    return MoE(config) if config.has_experts(layer) else make_mlp(config)
+
+
+def router_biases(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of a model holds next to its trained weights: the routers' biases, by name."""
+    return dict(model.named_buffers())
+
+
+def count_tokens(chosen_nk: Tensor, count: int) -> Tensor:
+    """Tokens of each expert, int64 [e]; whole numbers, so the order of adding is free."""
+    ones_m = torch.ones(chosen_nk.numel(), dtype=torch.int64, device=chosen_nk.device)
+    return torch.zeros(count, dtype=torch.int64, device=chosen_nk.device).scatter_add(0, chosen_nk.flatten(), ones_m)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    width = gate_up.shape[-1] // 2
+    if backend().has_kernels(gate_up):
+        fused: Tensor = swiglu(gate_up, width)
+        return fused
+    gate, up = gate_up.split(width, dim=-1)
+    activated: Tensor = F.silu(gate) * up
+    return activated
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order, each `copies` times; the gradient adds the copies up in a fixed order, without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_m: Tensor, place_m: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(place_m)
+        return x.index_select(0, order_m // copies if copies > 1 else order_m)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (place_m,) = ctx.saved_tensors
+        gradient = gradients[0].index_select(0, place_m)
+        if ctx.copies > 1:
+            gradient = gradient.unflatten(0, (-1, ctx.copies)).sum(1)
+        return gradient, None, None, None
+
+
+class _AddLoss(torch.autograd.Function):
+    """Passes `x` on; the gradient of `loss` is `weight`, as if it were part of the loss of the model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weight,) = ctx.saved_tensors
+        return gradients[0], weight, None

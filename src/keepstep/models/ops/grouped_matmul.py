@@ -1,0 +1,66 @@
+"""One matmul for each group of rows: torch's grouped kernel where it has one, else a loop over the groups.
+
+Shape legend: m rows, sorted by group; g groups; k inputs; n outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from keepstep.models.ops.backend import backend
+
+_ALIGNED_BYTES = 16
+"""The grouped kernel wants rows that are a multiple of this long."""
+
+
+def grouped_matmul(x_mk: Tensor, weight_gnk: Tensor, ends_g: Tensor) -> Tensor:
+    """x · wᵀ with the weights of each row's group, [m, n]; group i ends before row `ends_g[i]` (int32)."""
+    aligned = all(size * x_mk.element_size() % _ALIGNED_BYTES == 0 for size in weight_gnk.shape[1:])
+    if aligned and backend().has_grouped_matmul(x_mk):
+        product: Tensor = torch._grouped_mm(x_mk, weight_gnk.transpose(1, 2), offs=ends_g)
+        return product
+    return loop_matmul(x_mk, weight_gnk, ends_g)
+
+
+def loop_matmul(x_mk: Tensor, weight_gnk: Tensor, ends_g: Tensor) -> Tensor:
+    """The same, one group after the other: the reference. The host waits for the sizes of the groups."""
+    ends = ends_g.tolist()
+    rows = x_mk.split([end - start for start, end in zip([0, *ends], ends, strict=False)])
+    return torch.cat([part @ weight_nk.t() for part, weight_nk in zip(rows, weight_gnk.unbind(), strict=True)])
+
+
+@functools.cache
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped kernel gives the loop's result on this device, gradients included; tried once."""
+    if not hasattr(torch, "_grouped_mm"):
+        return False
+    # A thread of its own: the first use may be inside a block that records what it recomputes, and would record this.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_grouped_kernel_agrees, device, dtype).result()
+
+
+def _grouped_kernel_agrees(device: torch.device, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in ((24, 16), (3, 32, 16)))
+    # An empty group too: an expert may get no token.
+    ends = torch.tensor([7, 7, 24], dtype=torch.int32, device=device)
+    try:
+        tried = _with_gradients(lambda a, b: torch._grouped_mm(a, b.transpose(1, 2), offs=ends), x, weight)
+    except (RuntimeError, NotImplementedError):
+        return False
+    expected = _with_gradients(lambda a, b: loop_matmul(a, b, ends), x, weight)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    pairs = zip(tried, expected, strict=True)
+    return all(torch.allclose(one, other, rtol=tolerance, atol=10 * tolerance) for one, other in pairs)
+
+
+def _with_gradients(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        out = product(x, weight)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), (x, weight))

@@ -1,0 +1,60 @@
+"""Runs with experts: resumed bit by bit, at any number of processes, with the routers' biases in the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.interop.full_model import load_full_model
+from keepstep.models.moe import router_biases
+from tests.train.tiny_runs import losses, metrics, run_here
+from tests.train.tiny_worlds import run_world
+
+pytestmark = pytest.mark.slow
+
+EXPERTS = [
+    "model.norm=rmsnorm", "model.positions=rotary", "model.activation=swiglu", "model.bias=false",
+    "model.experts.count=4", "model.experts.ffn_hidden=16", "model.experts.scores=sigmoid",
+    "model.experts.aux_loss=0.1", "model.experts.z_loss=0.01", "model.experts.balance_bias=true",
+    "model.experts.bias_update_rate=0.05", "schedule.name=constant",
+]  # fmt: skip
+
+
+def numbers(root: Path, name: str) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in metrics(root, name) if "loss" in line]
+
+
+def test_resume_has_the_bits_and_biases_of_a_whole_run(tmp_path: Path) -> None:
+    run_here(tmp_path, *EXPERTS, "name=whole", "max_duration=8ba")
+    for steps in (4, 8):
+        run_here(tmp_path, *EXPERTS, "name=cut", f"max_duration={steps}ba")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+    whole, cut = (router_biases(load_full_model(tmp_path / name)[0]) for name in ("whole", "cut"))
+    assert len(whole) == 2
+    assert all(torch.equal(bias, cut[name]) for name, bias in whole.items())
+    assert any(bias.any() for bias in whole.values())
+
+
+def test_finetuning_starts_with_the_biases_of_its_base(tmp_path: Path) -> None:
+    run_here(tmp_path, *EXPERTS, "name=run", "max_duration=4ba")
+    trained = router_biases(load_full_model(tmp_path / "run")[0])
+    words = [f"finetune.start_from={tmp_path}/run", "max_duration=1ba", "model.experts.bias_update_rate=0"]
+    run_here(tmp_path, *EXPERTS, *words, "name=next")
+    started = router_biases(load_full_model(tmp_path / "next")[0])
+    assert any(bias.any() for bias in trained.values())
+    assert all(torch.equal(bias, started[name]) for name, bias in trained.items())
+
+
+@pytest.mark.parametrize("words", [["precision=fp32"], ["precision=bf16", "compute.recompute=full", "optimizer=muon"]])
+def test_elastic_runs_with_experts_are_equal_at_any_world_size(tmp_path: Path, words: list[str]) -> None:
+    words = [*EXPERTS, *words, "reproducible=elastic", "global_batch=10", "microbatch=2", "model.dropout=0.1"]
+    run_here(tmp_path, *words, "name=steady", "max_duration=10ba")
+    for stage, processes in enumerate((2, 1, 4, 3, 2), start=1):
+        codes = run_world(tmp_path, processes, *words, "name=moving", f"max_duration={2 * stage}ba")
+        assert codes == [0] * processes, (tmp_path / "said_0.txt").read_text()
+    assert numbers(tmp_path, "moving") == numbers(tmp_path, "steady")
+    assert len(numbers(tmp_path, "moving")) == 10
+    whole, cut = (router_biases(load_full_model(tmp_path / name)[0]) for name in ("steady", "moving"))
+    assert all(torch.equal(bias, cut[name]) for name, bias in whole.items())

@@ -232,6 +232,8 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
     assert (str(config.max_duration), config.optimizer.lr, config.evaluate.keep_best) == ("2ep", 2e-4, True)
     # A share of the data, whatever its size; a length in steps says nothing about the data.
     assert str(config.schedule.warmup) == "0.1ep"
+    chooses = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "--lora", "8", "preference.method=dpo"])
+    assert load_config(None, finetune_words(chooses)).config.optimizer.lr == 1e-5
     counted = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "max_duration=500ba"])
     assert str(load_config(None, finetune_words(counted)).config.schedule.warmup) == "20ba"
 

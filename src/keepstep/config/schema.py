@@ -322,6 +322,25 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True)
+class PreferenceConfig:
+    """Preference learning: the model learns which of two answers is better, measured against the frozen weights that it
+    started from (with LoRA: itself without adapters)."""
+
+    method: Literal["none", "dpo", "ipo", "kto"] = "none"
+    """dpo and ipo learn from rows with `chosen` and `rejected` answers, kto from rows with a `completion` and a `label`
+    and from pairs as two such rows. none predicts the next token."""
+    beta: PositiveFloat = 0.1
+    """How strongly the model is held to the frozen weights; a larger value allows less change. IPO's paper calls it
+    tau."""
+    label_smoothing: Annotated[float, Range(min=0, below=0.5)] = 0.0
+    """With dpo: the probability that a pair is the wrong way round (conservative DPO)."""
+    desirable_weight: PositiveFloat = 1.0
+    """With kto: weight of the answers with the label true."""
+    undesirable_weight: PositiveFloat = 1.0
+    """With kto: weight of the answers with the label false."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (LoRA): the base weights are frozen, and checkpoints contain only the adapters."""
 
@@ -624,6 +643,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

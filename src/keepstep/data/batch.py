@@ -27,6 +27,8 @@ class Rows:
     """Tokens of each row that are text and not padding; None if all are."""
     loss: NDArray[np.bool_] | None = None
     """Tokens that carry a loss; None if all do."""
+    labels: NDArray[np.int64] | None = None
+    """For preference learning, see `Batch.labels`."""
 
 
 def check_vocab(tokens: NDArray[np.int64], vocab: int, name: str) -> None:
@@ -92,6 +94,9 @@ class Batch:
     positions: NDArray[np.int64] | None
     documents: NDArray[np.int64] | None
     first_sample: int
+    labels: NDArray[np.int64] | None = None
+    """For preference learning, int64 [rows, pairs]: documents 2k and 2k + 1 of a row are pair k. 1 where the first is
+    the wanted answer, 0 where it is an unwanted one, -1 where the row has no such pair."""
 
     @property
     def num_targets(self) -> int:
@@ -112,7 +117,7 @@ def to_batch(rows: Rows, first_sample: int) -> Batch:
     documents = rows.documents[:, :-1]
     crosses = documents != rows.documents[:, 1:]
     targets = np.where(crosses, IGNORE_INDEX, targets)
-    return Batch(inputs, targets, document_positions(documents), documents, first_sample)
+    return Batch(inputs, targets, document_positions(documents), documents, first_sample, rows.labels)
 
 
 def document_positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:

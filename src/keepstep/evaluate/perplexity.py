@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from keepstep.core.errors import DataError
@@ -22,6 +22,8 @@ class PerplexityResult:
     """exp(loss); infinite if that does not fit a float."""
     tokens: int
     """Tokens that had a target."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of an objective other than next-token prediction, whose loss has no perplexity."""
 
 
 def perplexity(forward_loss: Callable[[BatchT], tuple[float, int]], batches: Iterable[BatchT]) -> PerplexityResult:

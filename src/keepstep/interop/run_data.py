@@ -10,6 +10,7 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.plugins import is_plugin
 from keepstep.core.units import Pace
 from keepstep.data.chat.loader import ChatSource, build_chat_loaders, is_chat, refuse_mixed_conversations
+from keepstep.data.chat.preference import check_preference_data
 from keepstep.data.datasets import RowOptions
 from keepstep.data.loader import Loaders, build_loaders
 from keepstep.data.plugins.stream import build_stream_loaders
@@ -23,7 +24,10 @@ def open_run_data(config: RunConfig) -> Loaders:
         options = RowOptions(data, config.model.seq_len, config.model.vocab, config.seed)
         stream = build_stream_loaders(options, cache_dir)
         return stream or build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
-    if not is_chat(data, config.chat):
+    preference = config.preference.method
+    if preference != "none":
+        check_preference_data(data)
+    elif not is_chat(data, config.chat):
         refuse_mixed_conversations(data)
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
     check_conversations(config)
@@ -37,5 +41,6 @@ def open_run_data(config: RunConfig) -> Loaders:
         seed=config.seed,
         tokenizer=find_tokenizer(Path(start)) if start else None,
         full_loss_samples=reading * config.global_batch,
+        preference=preference,
     )
     return build_chat_loaders(source, cache_dir)

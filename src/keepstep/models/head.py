@@ -31,10 +31,14 @@ class Head(nn.Module):
         nn.init.normal_(self.weight, std=hidden**-0.5)
         self.output: Callable[..., Tensor] = head_output
         """Tensor parallelism puts a form of its own here, for a slice of the rows."""
+        self.each_loss: Callable[..., Tensor] = token_losses
 
-    def forward(self, hidden_btd: Tensor, targets_bt: Tensor | None = None, chunks: int = 0) -> Tensor:
-        """Logits without targets, the sum of token losses with them."""
-        return self.output(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
+    def forward(
+        self, hidden_btd: Tensor, targets_bt: Tensor | None = None, chunks: int = 0, *, each: bool = False
+    ) -> Tensor:
+        """Logits without targets; with them the sum of token losses, or `each` of them."""
+        compute = self.each_loss if each else self.output
+        return compute(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
 
 
 def head_output(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int) -> Tensor:
@@ -51,12 +55,38 @@ def capped_output(
     if targets_bt is None:
         return _capped_logits(hidden_btd, weight_vd, vocab, cap)
     hidden_nd, targets_n = _counted(hidden_btd.flatten(0, 1), targets_bt.flatten())
+    return torch.stack(
+        [chunk_n.sum() for chunk_n in _chunk_losses(hidden_nd, weight_vd, targets_n, vocab, chunks, cap)]
+    ).sum()
+
+
+def token_losses(
+    hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, vocab: int, chunks: int = 0, *, cap: float = 0.0
+) -> Tensor:
+    """The cross-entropy of each token [b, t] in fp32, 0 where there is no target.
+
+    For losses that weigh tokens by what all of them gave: backward computes each chunk's logits again, because the
+    weights are not known before.
+    """
+    hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
+    counts_bt = targets_bt != IGNORE_INDEX
+    if hidden_nd.device.type != "cpu" or not counts_bt.any():
+        losses = _chunk_losses(hidden_nd, weight_vd, targets_n, vocab, chunks, cap)
+        # FSDP's hooks do not like views.
+        return torch.cat(losses).view(targets_bt.shape).clone()
+    places_m = counts_bt.flatten().nonzero().squeeze(1)
+    losses = _chunk_losses(hidden_nd[places_m], weight_vd, targets_n[places_m], vocab, chunks, cap)
+    return torch.zeros(targets_bt.shape).masked_scatter(counts_bt, torch.cat(losses))
+
+
+def _chunk_losses(
+    hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunks: int, cap: float
+) -> list[Tensor]:
     chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
-    losses = [
-        checkpoint(_capped_loss, chunk_nd, weight_vd, chunk_n, vocab, cap, use_reentrant=False)
+    return [
+        checkpoint(_plain_losses, chunk_nd, weight_vd, chunk_n, vocab, cap, use_reentrant=False)
         for chunk_nd, chunk_n in zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True)
     ]
-    return torch.stack(losses).sum()
 
 
 def _capped_logits(hidden: Tensor, weight_vd: Tensor, vocab: int, cap: float) -> Tensor:
@@ -65,9 +95,9 @@ def _capped_logits(hidden: Tensor, weight_vd: Tensor, vocab: int, cap: float) ->
     return logits.masked_fill(padding_v, torch.finfo(logits.dtype).min)
 
 
-def _capped_loss(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float) -> Tensor:
-    logits_nv = _capped_logits(hidden_nd, weight_vd, vocab, cap).float()
-    return F.cross_entropy(logits_nv, targets_n, ignore_index=IGNORE_INDEX, reduction="sum")
+def _plain_losses(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float) -> Tensor:
+    logits_nv = _capped_logits(hidden_nd, weight_vd, vocab, cap) if cap else head_logits(hidden_nd, weight_vd, vocab)
+    return F.cross_entropy(logits_nv.float(), targets_n, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def head_logits(hidden_btd: Tensor, weight_vd: Tensor, vocab: int) -> Tensor:

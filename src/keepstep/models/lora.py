@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +64,15 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.shape = shape
+        self.enabled = True
         device = base.weight.device
         self.lora_a = nn.Parameter(torch.empty(shape.projections * shape.rank, base.in_features, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, shape.rank, device=device))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
         """The linear's output and the adapters' on top."""
+        if not self.enabled:
+            return F.linear(input, self.weight, self.bias)
         dropout = self.shape.dropout if self.training else 0.0
         fuses = backend().fuses_matmuls(input)
         if fuses and not dropout:
@@ -138,6 +142,11 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
 def prepare_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype) -> None:
     """Add adapters to a model on the meta device and keep its frozen weights in `dtype`: they need no fp32 masters."""
     apply_lora(model, config)
+    freeze_weights(model, dtype)
+
+
+def freeze_weights(model: Transformer, dtype: torch.dtype) -> None:
+    """Keep the weights of a model on the meta device that are not trained in `dtype`."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -187,6 +196,19 @@ def merge_lora(model: Transformer) -> None:
         if linear.bias is not None:
             plain.bias = nn.Parameter(linear.bias)
         model.set_submodule(name, plain)
+
+
+@contextmanager
+def adapters_off(model: Transformer) -> Iterator[None]:
+    """Inside, the model computes as it did before its adapters were trained."""
+    adapted = [linear for _, linear in lora_modules(model)]
+    for linear in adapted:
+        linear.enabled = False
+    try:
+        yield
+    finally:
+        for linear in adapted:
+            linear.enabled = True
 
 
 def lora_modules(model: Transformer) -> Iterator[tuple[str, LoraLinear]]:

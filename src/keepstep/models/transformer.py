@@ -21,7 +21,7 @@ from keepstep.core.errors import UsageError
 from keepstep.models.attention import Attention
 from keepstep.models.attention_context import Context, KeyValueCache, make_context
 from keepstep.models.block_plan import BlockPlan
-from keepstep.models.head import Head, capped_output, head_output
+from keepstep.models.head import Head, capped_output, head_output, token_losses
 from keepstep.models.moe import MoE, make_feed_forward
 from keepstep.models.norm import add_norm, make_norm
 from keepstep.models.ops.backend import backend
@@ -98,11 +98,13 @@ class Transformer(nn.Module):
         # Where tensor and context parallelism put their own form of the same computation.
         self.make_context: Callable[..., Context] = make_context
         self.tied_output: Callable[..., Tensor] = head_output
+        self.tied_losses: Callable[..., Tensor] = token_losses
         cap = config.final_logit_softcapping
         if cap:
             self.tied_output = functools.partial(capped_output, cap=cap)
+            self.tied_losses = functools.partial(token_losses, cap=cap)
             if self.head is not None:
-                self.head.output = self.tied_output
+                self.head.output, self.head.each_loss = self.tied_output, self.tied_losses
 
     def forward(
         self,
@@ -115,8 +117,11 @@ class Transformer(nn.Module):
         loss_chunks: int = 0,
         cache: KeyValueCache | None = None,
         last_only: bool = False,
+        each_loss: bool = False,
     ) -> Tensor:
         """Logits [b, t, v] without targets; with them the sum of token losses, an fp32 scalar.
+
+        With `each_loss` and targets the loss of each token [b, t], for objectives that are no sum over tokens.
 
         With `last_only` logits [b, 1, v] of each row's last token: decoding needs no others, and those of whole prompts
         take more memory than the model.
@@ -152,8 +157,9 @@ class Transformer(nn.Module):
         if self.config.logits_scaling != 1.0:
             x_btd = x_btd / self.config.logits_scaling
         if self.head is None:
-            return self.tied_output(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
-        output: Tensor = self.head(x_btd, targets_bt, loss_chunks)
+            compute = self.tied_losses if each_loss else self.tied_output
+            return compute(x_btd, self.embed.weight, targets_bt, self.config.vocab, loss_chunks)
+        output: Tensor = self.head(x_btd, targets_bt, loss_chunks, each=each_loss)
         return output
 
     def _embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from keepstep.observe.view import SMOOTHED, evaluations, plan_and_measured
 
 PLOTS = (
     ("loss", "Loss"),
+    ("reward_margin", "Reward margin"),
     ("grad_norm", "Gradient norm"),
     ("lr", "Learning rate"),
     ("tokens_per_s", "Tokens per second"),

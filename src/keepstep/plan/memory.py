@@ -168,7 +168,7 @@ class _StageMemory:
         if self.work.offload:
             return Parts()
         weights = FP32 * self.counts.trained
-        if self.counts.adapters:
+        if self.counts.adapters or self.work.reference:
             weights += self.size * self.counts.total
         return Parts(parameters=weights // self.shard, optimizer=moment_bytes(self.work, self.counts))
 

@@ -52,6 +52,8 @@ class Workload:
     lora_rank: int = 0
     """Rank of the adapters. Above 0 only they are trained; the weights are frozen in compute precision."""
     lora_targets: tuple[str, ...] = ()
+    reference: bool = False
+    """Preference learning without adapters: a frozen copy of the weights, in compute precision."""
 
     @property
     def microbatches(self) -> int:
@@ -147,6 +149,7 @@ def workload_of(
         elastic=config.reproducible == "elastic",
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets if config.lora.rank else (),
+        reference=config.preference.method != "none" and not config.lora.rank,
     )
 
 

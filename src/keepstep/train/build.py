@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from keepstep.config.layout import accumulation_steps
-from keepstep.config.schema import RunConfig
+from keepstep.config.schema import LoraConfig, RunConfig
 from keepstep.interop.initial_weights import WeightsId, load_initial_weights
 from keepstep.models.block_plan import RecomputeMode
-from keepstep.models.lora import prepare_adapters
+from keepstep.models.lora import freeze_weights, prepare_adapters
 from keepstep.models.ops.fused_attention import has_kernel
 from keepstep.models.transformer import Transformer, add_embedding_noise
 from keepstep.parallel.apply import apply_parallel
@@ -19,6 +19,8 @@ from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import Pipeline, PipelineShape
 from keepstep.train.device import compute_dtype, recompute_modes, uses_varlen_attention
 from keepstep.train.elastic_step import ElasticStep
+from keepstep.train.objectives.objective import Objective
+from keepstep.train.objectives.preference import PreferenceObjective, Reference
 from keepstep.train.optim.loss_scaler import LossScaler
 from keepstep.train.optim.master_weights import MasterWeights
 from keepstep.train.optim.optimizer import Optimizers
@@ -39,6 +41,8 @@ class Learner:
     step: TrainStep
     origin: WeightsId | None = None
     """What the model was filled with, where that was not made by a seed."""
+    frozen: Transformer | None = None
+    """The model that holds weights as they were before training, if the run needs them."""
 
 
 def build_learner(config: RunConfig, mesh: ParallelMesh, device: torch.device, *, fill: bool = True) -> Learner:
@@ -50,9 +54,17 @@ def build_learner(config: RunConfig, mesh: ParallelMesh, device: torch.device, *
 
 
 def spread_model(
-    config: RunConfig, mesh: ParallelMesh, device: torch.device, modes: Sequence[RecomputeMode] = ()
+    config: RunConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+    modes: Sequence[RecomputeMode] = (),
+    *,
+    frozen: bool = False,
 ) -> SpreadModel:
-    """Build on the meta device and split over processes; `modes` says what each block recomputes, if not `config`."""
+    """Build on the meta device and split over processes; `modes` says what each block recomputes, if not `config`.
+
+    A `frozen` model is never trained, so it has its weights in the precision that it computes in.
+    """
     dtype = compute_dtype(config.precision, device)
     # One process has nothing to shard: with weights already in half precision it does without FSDP's copies.
     one_process = mesh.layout.world_size == 1 and config.parallel.shard == -1
@@ -61,7 +73,9 @@ def spread_model(
     linear = "fp8" if config.precision == "fp8" else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
-    if config.lora.rank:
+    if frozen:
+        freeze_weights(model.requires_grad_(False), dtype)
+    elif config.lora.rank:
         prepare_adapters(model, config.lora, dtype)
     modes = modes or recompute_modes(config, mesh.layout, device)
     fused_attention = config.compute.attention == "auto" and has_kernel(device, config.model.head_size)
@@ -85,6 +99,9 @@ def fill_learner(
     masters = MasterWeights(model) if not sharded and dtype == torch.bfloat16 else None
     optimizers = Optimizers(model, config.optimizer, masters)
     scaler = LossScaler(enabled=dtype == torch.float16)
+    reference = None
+    if config.preference.method != "none" and not config.lora.rank:
+        reference, origin = build_reference(config, mesh, device, origin)
     settings = StepSettings(
         mesh=mesh,
         device=device,
@@ -93,13 +110,39 @@ def fill_learner(
         reduce_each_microbatch=not config.parallel.keep_gathered,
         use_varlen=uses_varlen_attention(config, mesh.layout, device, dtype),
         may_mask=config.compute.attention != "flash",
+        objective=make_objective(config, model, reference),
     )
+    frozen = model if config.lora.rank else reference
     if config.reproducible == "elastic":
         microbatches = config.global_batch // config.microbatch
         exact = ElasticStep(model, optimizers, scaler, settings, seed=config.seed, microbatches=microbatches)
-        return Learner(model, optimizers, scaler, exact, origin)
+        return Learner(model, optimizers, scaler, exact, origin, frozen)
     pipeline = _build_pipeline(config, mesh, stages, dtype) if mesh.layout.pipeline > 1 else None
-    return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline), origin)
+    return Learner(model, optimizers, scaler, TrainStep(model, optimizers, scaler, settings, pipeline), origin, frozen)
+
+
+def build_reference(
+    config: RunConfig, mesh: ParallelMesh, device: torch.device, expected: WeightsId | None
+) -> tuple[Transformer, WeightsId | None]:
+    """A frozen copy of the weights that the run starts from, split like the model, and which weights they are."""
+    config = replace(
+        config,
+        lora=LoraConfig(),
+        parallel=replace(config.parallel, keep_gathered=False),
+        compute=replace(config.compute, recompute="none"),
+    )
+    reference, stages, _ = spread_model(config, mesh, device, frozen=True)
+    for stage in stages:
+        stage.to_empty(device="cpu" if config.parallel.offload else device)
+    origin = load_initial_weights(reference, config, expected)
+    return reference.eval(), origin
+
+
+def make_objective(config: RunConfig, model: Transformer, reference: Transformer | None) -> Objective:
+    """What the run learns."""
+    if config.preference.method == "none":
+        return Objective()
+    return PreferenceObjective(config.preference, Reference(model, reference))
 
 
 def _build_pipeline(config: RunConfig, mesh: ParallelMesh, stages: list[Transformer], dtype: torch.dtype) -> Pipeline:

@@ -42,14 +42,19 @@ class FixedPointSums:
     in a place of its own where other processes add zero.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], microbatches: int, device: torch.device, sum_count: int = 0
+    ) -> None:
+        """`sum_count`: numbers of a micro batch next to its loss."""
         self._parameters = list(parameters)
         self._ends = [0]
         for parameter in self._parameters:
             self._ends.append(self._ends[-1] + parameter.numel())
         self._size, self._microbatches = self._ends[-1], microbatches
-        self._numbers = torch.zeros(self._size + microbatches + 4, dtype=torch.int64, device=device)
-        self._losses, self._flags = self._numbers[self._size :].split([microbatches, 4])
+        places = microbatches * (1 + sum_count)
+        self._numbers = torch.zeros(self._size + places + 4, dtype=torch.int64, device=device)
+        losses, self._flags = self._numbers[self._size :].split([places, 4])
+        self._losses = losses.view(microbatches, 1 + sum_count)
         self._largest = torch.zeros((), device=device)
         self._untouched = set(range(len(self._parameters)))
         """Parameters without a gradient yet in this step: their first one is set, which saves a pass of zeros."""
@@ -62,9 +67,9 @@ class FixedPointSums:
         self._largest.zero_()
         self._untouched = set(range(len(self._parameters)))
 
-    def add_loss(self, microbatch: int, loss: Tensor) -> None:
-        """Note the loss of one micro batch of the step, by its number in the global batch."""
-        self._losses[microbatch] = loss.float().view(torch.int32)
+    def add_loss(self, microbatch: int, sums: Tensor) -> None:
+        """Note the loss of one micro batch of the step and its other sums, by its number in the global batch."""
+        self._losses[microbatch] = sums.float().view(torch.int32)
 
     def reduce(self, stop: bool, spent_s: float = 0.0, void: bool = False) -> None:
         """Add up over all processes. Whole numbers: no order of adding gives another result."""
@@ -78,14 +83,15 @@ class FixedPointSums:
         dist.all_reduce(self._numbers)
 
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """After `reduce`: the sum of all losses, whether a gradient did not fit, and the signals of all processes.
+        """After `reduce`: the sums over all micro batches, the loss first, whether a gradient did not fit, and the
+        signals of all processes.
 
         That is how many asked to stop, the seconds that the first one spent, and how many parts were void.
         """
         losses = self._losses.to(torch.int32).view(torch.float32)
         asked, spent_us, void = self._flags[1:].double()
         summed = torch.stack([asked, spent_us / 1e6, void]).float()
-        return losses.double().sum(), self._flags[0] > 0, summed
+        return losses.double().sum(dim=0), self._flags[0] > 0, summed
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """After `reduce`: fp32 gradients, in the first half of the memory that held the sums."""
@@ -135,7 +141,8 @@ class ElasticStep(TrainStep):
     ) -> None:
         super().__init__(model, optimizers, scaler, settings)
         self._seed, self._microbatches = seed, microbatches
-        self._sums = FixedPointSums(optimizers.parameters, microbatches, settings.device)
+        sum_count = settings.objective.sum_count
+        self._sums_of_step = FixedPointSums(optimizers.parameters, microbatches, settings.device, sum_count)
         self._overflow = torch.zeros((), dtype=torch.bool, device=settings.device)
 
     def run(
@@ -147,10 +154,11 @@ class ElasticStep(TrainStep):
     ) -> Tensor:
         """Learn from this process's micro batches, of which other processes may have more or fewer."""
         mesh = self._settings.mesh
-        targets = torch.full((), sum(batch.num_targets for batch in batches), dtype=torch.int64, device=self.device)
+        targets = torch.full((), sum(map(self.objective.count, batches)), dtype=torch.int64, device=self.device)
         dist.all_reduce(targets)
         weight = self._poisoned(1.0 / targets)
-        self._sums.start()
+        total = self._sums_of_step
+        total.start()
         most = -(-self._microbatches // mesh.layout.data_ranks)
         for place in range(most):
             # Every process asks equally often, also one that has a micro batch less.
@@ -160,17 +168,17 @@ class ElasticStep(TrainStep):
                 break
             batch = batches[place]
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
-            self._weigh_routers(weight * batch.num_targets)
-            loss_sum = self._loss_sum(batch)
-            torch.autograd.backward(loss_sum * weight)
-            self._sums.add_loss(mesh.data_rank + place * mesh.layout.data_ranks, loss_sum.detach())
-        self._sums.reduce(signals.stop, signals.spent_s, signals.void)
+            self._weigh_routers(weight * self.objective.count(batch))
+            sums = self._sums(batch)
+            torch.autograd.backward(sums[0] * weight)
+            total.add_loss(mesh.data_rank + place * mesh.layout.data_ranks, sums.detach())
+        total.reduce(signals.stop, signals.spent_s, signals.void)
         before_update()
-        total_loss, self._overflow, summed = self._sums.numbers()
-        self._optimizers.take_gradients(self._sums.gradients())
-        loss = (total_loss / targets).float()
+        sums, self._overflow, summed = total.numbers()
+        self._optimizers.take_gradients(total.gradients())
+        loss = (sums[0] / targets).float()
         norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
-        return torch.stack([loss, norm, *summed, targets.float()])
+        return torch.stack([loss, norm, *summed, targets.float(), *self.objective.metrics(sums[1:]).float()])
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -19,6 +19,7 @@ from keepstep.data.loader import Loader, Loaders
 from keepstep.evaluate.perplexity import PerplexityResult, exponential
 from keepstep.interop.run_source import BEST_FOLDER
 from keepstep.train.context import RunContext
+from keepstep.train.objectives.objective import Objective
 from keepstep.train.recovery.best_weights import BestWeights
 from keepstep.train.state import TrainState
 from keepstep.train.step import TrainStep
@@ -66,7 +67,8 @@ class Evaluation:
 
     def _validate(self, rows: ValidationRows, state: TrainState, step: TrainStep) -> PerplexityResult | None:
         state.model.eval()
-        result = validate(step.evaluate, rows, self._context.world.device, lambda: self._context.stop.requested)
+        device, objective = self._context.world.device, step.objective
+        result = validate(step.evaluate, rows, device, lambda: self._context.stop.requested, objective)
         state.model.train()
         if result is None:
             self._recorder.note(f"step {state.clock.step}: stop requested, validation is left for the next start")
@@ -112,14 +114,16 @@ def validate(
     share: ValidationRows,
     device: torch.device,
     stop_requested: Callable[[], bool] = lambda: False,
+    objective: Objective = Objective(),  # noqa: B008 - without a state
 ) -> PerplexityResult | None:
     """Every process computes its rows; all of them return the same result.
 
-    `forward` returns the sum of losses and the number of targets in it; of processes that compute one sum together,
-    only one counts them. None where a process was asked to stop: a validation may take longer than a scheduler waits.
+    `forward` returns the sums of the objective and what its mean counts; of processes that compute one sum together,
+    only one counts it. None where a process was asked to stop: a validation may take longer than a scheduler waits.
     """
     # A place for each micro batch and one sum in order: the same bits however many processes share the work.
-    totals = torch.zeros(2, -(-share.rows // share.microbatch), dtype=torch.float64, device=device)
+    places = -(-share.rows // share.microbatch)
+    totals = torch.zeros(2 + objective.sum_count, places, dtype=torch.float64, device=device)
     stride = share.microbatch * share.data_ranks
     with torch.no_grad():
         # All processes run the same number of forwards, because they gather sharded weights together. Rows past the
@@ -132,12 +136,13 @@ def validate(
             first = start + share.data_rank * share.microbatch
             count = max(0, min(share.microbatch, share.rows - first))
             batch = share.loader.rows(min(first, share.rows - 1), max(1, count))
-            loss_sum, targets = forward(batch)
+            sums, targets = forward(batch)
             if count:
                 number = first // share.microbatch
-                totals[0, number] = loss_sum
-                totals[1, number] = targets
+                totals[0, number] = targets
+                totals[1:, number] = sums
     dist.all_reduce(totals)
-    loss_sum_all, targets_all = totals.sum(dim=1).tolist()
+    targets_all, loss_sum_all, *_ = (sums_all := totals.sum(dim=1)).tolist()
     loss = loss_sum_all / max(1.0, targets_all)
-    return PerplexityResult(loss, exponential(loss), int(targets_all))
+    metrics = dict(zip(objective.metric_names, objective.metrics(sums_all[2:]).tolist(), strict=True))
+    return PerplexityResult(loss, exponential(loss), int(targets_all), metrics)

@@ -38,6 +38,8 @@ class TrainState:
     """Which pretrained weights the model started with; None for weights made from the seed."""
     data: Loader | None = None
     """The training data, which may have a state of its own."""
+    frozen: Transformer | None = None
+    """The model whose weights are those of the start: adapters and a reference belong to them."""
 
     def tensors(self) -> dict[str, Any]:
         """The tensors to save; loading fills them and `adopt` takes them over."""

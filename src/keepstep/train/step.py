@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
 from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import Pipeline, Rows
+from keepstep.train.objectives.objective import Objective
 from keepstep.train.optim.gradients import HasGradient, clip_factor, gradient_norm
 from keepstep.train.optim.loss_scaler import LossScaler
 from keepstep.train.optim.optimizer import Optimizers
 
 LOSS, GRAD_NORM, STOP, SPENT_S, VOID, TARGETS = range(6)
-"""Places in the vector that `TrainStep.run` returns."""
+"""Places in the vector that `TrainStep.run` returns; the objective's metrics follow."""
 
 
 def own_seconds(spent_s: float) -> float:
@@ -45,6 +46,7 @@ class StepSettings:
     """Use variable-length attention for packed documents, in place of a mask."""
     may_mask: bool
     """Whether rows with many short documents may use a mask all the same."""
+    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,20 @@ class TrainStep:
         """The factor of the next step's loss; None where the precision needs no loss scaling."""
         return self._scaler.scale if self._scaler.enabled else None
 
+    @property
+    def objective(self) -> Objective:
+        """What the run learns."""
+        return self._settings.objective
+
     def evaluate(self, batch: Batch) -> tuple[Tensor, int]:
-        """The summed loss of this process's part of a micro batch, and its targets; zero where others count them."""
+        """The objective's sums over this process's part of a micro batch, and what its mean counts.
+
+        Zero where others count them.
+        """
         part = self._own_part(batch)
-        loss_sum = self._pipeline.evaluate(self._rows([part])) if self._pipeline else self._loss_sum(part)
+        sums = self._pipeline.evaluate(self._rows([part]))[None] if self._pipeline else self._sums(part)
         counted = self._settings.mesh.counts_loss
-        return (loss_sum, part.num_targets) if counted else (torch.zeros_like(loss_sum), 0)
+        return (sums, self.objective.count(part)) if counted else (torch.zeros_like(sums), 0)
 
     def run(
         self,
@@ -114,45 +124,46 @@ class TrainStep:
         """
         layout, counted = self._settings.mesh.layout, self._settings.mesh.counts_loss
         parts = [self._own_part(batch) for batch in batches]
-        own_targets = float(sum(part.num_targets for part in parts)) if counted else 0.0
+        own_targets = float(sum(map(self.objective.count, parts))) if counted else 0.0
         # torch.full, not torch.tensor, which copies from the host and waits for the device.
         total_targets = torch.full((), own_targets, device=self.device)
         dist.all_reduce(total_targets)
         # FSDP averages gradients over the processes that share weights, and losses are sums: this weight makes their
         # total the global mean.
         weight = self._poisoned(layout.replicate * layout.weight_shards * self._scaler.scale / total_targets)
-        loss_sum = self._forward_backward(parts, weight, signals.abandon)
-        if loss_sum is None:
+        own_sums = self._forward_backward(parts, weight, signals.abandon)
+        if own_sums is None:
             return self._abandoned(signals)
-        loss = loss_sum * float(counted)
+        loss, *sums = own_sums * float(counted)
         values = (float(signals.stop), own_seconds(signals.spent_s), float(signals.void))
-        numbers = torch.stack([loss / total_targets, *(torch.full_like(loss, value) for value in values)])
+        numbers = torch.stack([loss / total_targets, *(torch.full_like(loss, value) for value in values), *sums])
         dist.all_reduce(numbers)
         before_update()
         norm = self._update(lr_share, numbers[0].masked_fill(numbers[VOID - 1] > 0, torch.nan))
-        return torch.stack([numbers[0], norm, *numbers[1:], total_targets])
+        metrics = self.objective.metrics(numbers[VOID:])
+        return torch.stack([numbers[0], norm, *numbers[1:VOID], total_targets, *metrics])
 
     def _forward_backward(
         self, parts: Sequence[Batch], weight: Tensor, abandon: Callable[[int, int], bool]
     ) -> Tensor | None:
-        """Compute the gradients of the weighted loss over all micro batches; returns the unweighted sum of losses.
+        """Compute the gradients of the weighted loss over all micro batches; returns the objective's unweighted sums.
 
         None where the step was abandoned on the way.
         """
         if self._pipeline is not None:
-            return None if abandon(0, 1) else self._pipeline.train(self._rows(parts), weight)
-        loss = torch.zeros((), device=self.device)
+            return None if abandon(0, 1) else self._pipeline.train(self._rows(parts), weight)[None]
+        total = torch.zeros(1 + self.objective.sum_count, device=self.device)
         for number, part in enumerate(parts):
             if abandon(number, len(parts)):
                 return None
             self._reduce_gradients(last=number == len(parts) - 1)
-            self._weigh_routers(weight * part.num_targets)
-            loss_sum = self._loss_sum(part)
-            torch.autograd.backward(loss_sum * weight)
-            loss += loss_sum.detach()
+            self._weigh_routers(weight * self.objective.count(part))
+            sums = self._sums(part)
+            torch.autograd.backward(sums[0] * weight)
+            total += sums.detach()
             if len(parts) > 1:
                 self._optimizers.accumulate_gradients()
-        return loss
+        return total
 
     def _abandoned(self, signals: StepSignals) -> Tensor:
         """The numbers of a step that all processes have left: void, and a stop request."""
@@ -212,14 +223,18 @@ class TrainStep:
         mesh = self._settings.mesh
         return own_part(batch, mesh.context_rank, mesh.layout.context)
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        loss: Tensor = self._model(
+    def _sums(self, batch: Batch) -> Tensor:
+        return self.objective.sums(self._call, batch)
+
+    def _call(self, batch: Batch, *, model: Transformer | None = None, each_loss: bool = False) -> Tensor:
+        loss: Tensor = (self._model if model is None else model)(
             self._to_device(batch.inputs),
             self._to_device(batch.targets),
             positions_bt=None if batch.positions is None else self._to_device(batch.positions),
             documents_bt=None if batch.documents is None else self._to_device(batch.documents),
             spans=self._spans(batch),
             loss_chunks=self._settings.loss_chunks,
+            each_loss=each_loss,
         )
         return loss
 

@@ -58,7 +58,9 @@ class Trainer:
         learner = build_learner(config, context.mesh, context.world.device, fill=fill)
         self._filled, self._step = fill, learner.step
         data = self._loaders.train
-        self._state = TrainState(learner.model, learner.optimizers, learner.scaler, self._clock, learner.origin, data)
+        self._state = TrainState(
+            learner.model, learner.optimizers, learner.scaler, self._clock, learner.origin, data, learner.frozen
+        )
         memory_files = context.world.ranks.memory_files
         self._snapshots = SnapshotPolicy(
             memory_files, config.resilience, self._state, context.world.device, run_metadata(context)

@@ -24,7 +24,8 @@ from keepstep.data.chat.generate import (
     split_functions,
     split_words,
 )
-from keepstep.data.chat.loader import ChatRows, ChatSource, FullLossFirstLoader, build_chat_loaders, is_chat
+from keepstep.data.chat.loader import ChatSource, build_chat_loaders, is_chat
+from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
 from keepstep.data.chat.rows import calls_of
 from keepstep.data.chat.tokenizer import VOCAB
 from keepstep.data.loader import Loader

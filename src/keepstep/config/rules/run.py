@@ -67,6 +67,32 @@ def read_first_is_counted_in_rows(config: RunConfig) -> Found:
     return "must be in steps, samples or tokens", "chat.read_first=200ba"
 
 
+@rule(
+    "preference.method", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision", "chat.loss_on",
+    "chat.read_first",
+)  # fmt: skip
+def preference_needs_whole_answers(config: RunConfig) -> Found:
+    """The log-probability of an answer is summed on one process; only answers are compared."""
+    if config.preference.method == "none":
+        return None
+    split = [axis for axis in ("tensor", "context", "pipeline") if getattr(config.parallel, axis) > 1]
+    if split:
+        return f"needs parallel.{split[0]}=1", "use parallel.shard and parallel.replicate"
+    if config.precision == "fp8":
+        return "needs matmuls in bf16, and precision is fp8", "precision=bf16"
+    if config.chat.loss_on == "all" or config.chat.read_first.value:
+        return "compares what the assistant says alone", "leave chat.loss_on and chat.read_first out"
+    return None
+
+
+@rule("preference.label_smoothing", "preference.method")
+def label_smoothing_needs_dpo(config: RunConfig) -> Found:
+    """The other losses have no term for it."""
+    if not config.preference.label_smoothing or config.preference.method == "dpo":
+        return None
+    return f"has no effect with preference.method {config.preference.method}", "preference.method=dpo, or leave it out"
+
+
 @rule("max_duration", "schedule.name")
 def decay_needs_a_known_end(config: RunConfig) -> Found:
     """A decaying learning rate needs the number of steps in advance."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 from keepstep.core.errors import DataError, malformed_as
 from keepstep.core.files import temporary_name
@@ -23,6 +23,7 @@ from keepstep.data.chat.rows import BadRow, Conversation
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
 MAX_LINE_BYTES = 2**24
 """Longer lines are rejected: a megabyte of gzip can hold a line of a gigabyte."""
+ParsedT = TypeVar("ParsedT")
 FormatName = Literal["auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca"]
 
 
@@ -47,6 +48,11 @@ class NumberedRow:
     file: str
     row: int
     conversation: Conversation
+
+    @property
+    def conversations(self) -> tuple[Conversation, ...]:
+        """What is rendered: this one."""
+        return (self.conversation,)
 
     def reject(self, reason: str) -> RejectedRow:
         """This row, rejected after all."""
@@ -77,23 +83,32 @@ def holds_conversations(path: Path, text_field: str = "") -> bool:
 
 def read_conversations(path: Path, form: FormatName = "auto") -> Iterator[NumberedRow | RejectedRow]:
     """Every row of the files, numbered from 1 in each file: a conversation, or rejected with a reason."""
+    wanted: RowFormat | None = None if form == "auto" else form
+    for file, number, row in rows_of_files(path):
+        found = read_row(file, number, row, lambda row: convert(row, wanted), Conversation.row)
+        yield found if isinstance(found, RejectedRow) else NumberedRow(file, number, found)
+
+
+def rows_of_files(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Every row of the files as it is written, with its file and its number."""
     files = conversation_files(path)
     if not files:
         wrong = f"{path} holds no conversations" if path.exists() else f"there is no file or folder {path}"
         raise DataError(wrong, f"give a file or folder of {', '.join(SUFFIXES)}")
-    wanted: RowFormat | None = None if form == "auto" else form
     for file in files:
-        for number, row in enumerate(_raw_rows(file), start=1):
-            yield _read(file.name, number, row, wanted)
+        yield from ((file.name, number, row) for number, row in enumerate(_raw_rows(file), start=1))
 
 
-def _read(file: str, number: int, row: Any, form: RowFormat | None) -> NumberedRow | RejectedRow:
+def read_row(
+    file: str, number: int, row: Any, parse: Callable[[Any], ParsedT], as_json: Callable[[ParsedT], Any]
+) -> ParsedT | RejectedRow:
+    """A parsed row, or rejected with the reason."""
     if isinstance(row, _Unreadable):
         return RejectedRow(file, number, row.reason, row.text)
     try:
-        conversation = convert(row, form)
+        parsed = parse(row)
         # NaN and infinity are not JSON: a model would learn calls that no program can parse.
-        json.dumps(conversation.row(), ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(as_json(parsed), ensure_ascii=False, allow_nan=False).encode()
     except BadRow as bad:
         return RejectedRow(file, number, str(bad), row)
     except UnicodeEncodeError:
@@ -104,7 +119,7 @@ def _read(file: str, number: int, row: Any, form: RowFormat | None) -> NumberedR
         return RejectedRow(file, number, "it is nested too deeply", None)
     except (TypeError, ValueError) as error:
         return RejectedRow(file, number, f"it cannot be written as JSON: {error}", row)
-    return NumberedRow(file, number, conversation)
+    return parsed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keepstep.config.schema import ChatConfig, DataConfig
 from keepstep.core.errors import DataError
@@ -23,23 +22,22 @@ from keepstep.core.files import write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.verbosity import progress
 from keepstep.data import tokenization
-from keepstep.data.batch import Batch, Rows, RowSource, to_batch
 from keepstep.data.cache_folder import FACTS, prepare_folder, read_facts
 from keepstep.data.chat import files
 from keepstep.data.chat.files import NumberedRow, RejectedRow
 from keepstep.data.chat.generate import GENERATED
 from keepstep.data.chat.masks import MaskedTokens, encode
+from keepstep.data.chat.preference import AnswerPair, PreferenceMethod, read_pairs
+from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
 from keepstep.data.chat.reasons import frequent_reasons
 from keepstep.data.chat.rows import BadRow
 from keepstep.data.chat.template import ChatTemplate, find_template
 from keepstep.data.datasets import vocabulary_error
-from keepstep.data.loader import Loader, Loaders, validation_loader
-from keepstep.data.order import IndexArray
-from keepstep.data.packing import pack
+from keepstep.data.loader import Loaders, validation_loader
 
 _VERSION = 12
 _VALID_ROWS = 512
-_Item = tuple[str, NumberedRow | RejectedRow]
+_Item = tuple[str, NumberedRow | AnswerPair | RejectedRow]
 
 
 def is_chat(data: DataConfig, chat: ChatConfig) -> bool:
@@ -62,21 +60,6 @@ def refuse_mixed_conversations(data: DataConfig) -> None:
             )
 
 
-class FullLossFirstLoader(Loader):
-    """Every token of the first samples carries a loss; later samples follow their loss mask."""
-
-    def __init__(self, source: RowSource, full_loss_samples: int, *, seed: int, shuffle: bool) -> None:
-        super().__init__(source, seed=seed, shuffle=shuffle)
-        self._full_loss_samples = full_loss_samples
-
-    def rows(self, first_sample: int, count: int) -> Batch:
-        """The samples [first_sample, first_sample + count) of the endless stream."""
-        read = self._source.read(self._order(first_sample, count))
-        full = np.arange(first_sample, first_sample + count) < self._full_loss_samples
-        loss = None if read.loss is None else read.loss | full[:, None]
-        return to_batch(replace(read, loss=loss), first_sample)
-
-
 @dataclass(frozen=True)
 class ChatSource:
     """Everything that decides the rows."""
@@ -90,6 +73,8 @@ class ChatSource:
     """The tokenizer of the weights that training starts from; `data.tokenizer` has precedence."""
     full_loss_samples: int = 0
     """First samples in which every token carries a loss."""
+    preference: PreferenceMethod = "none"
+    """With a method, rows are pairs of answers."""
 
 
 def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
@@ -110,10 +95,13 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
             file=sys.stderr,
         )
     packing = source.chat.packing
-    train, valid = (ChatRows(folder / name, source.seq_len, packing=packing) for name in ("train", "valid"))
+    paired = source.preference != "none"
+    train, valid = (
+        ChatRows(folder / name, source.seq_len, packing=packing, paired=paired) for name in ("train", "valid")
+    )
     if not train.count:
         raise DataError(
-            f"{source.data.path} holds no conversation to train on",
+            f"{source.data.path} holds no {'pair of answers' if paired else 'conversation'} to train on",
             "; ".join([*frequent_reasons(folder / "rejects.jsonl"), f"all rejected rows: {folder / 'rejects.jsonl'}"]),
         )
     facts = {"kind": "chat", "path": str(folder), **prepared, "rows": train.count, "filled": train.filled}
@@ -150,6 +138,7 @@ def _key(source: ChatSource, tokenizer: Path) -> str:
         source.data.valid_share, source.seq_len, source.seed, source.chat.format, source.chat.loss_on,
         source.chat.generated_rows, stats, template.source, template.bos, template.eos,
         hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+        *([] if source.preference == "none" else [source.preference == "kto"]),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]
 
@@ -160,6 +149,7 @@ def _prepare(folder: Path, source: ChatSource) -> None:
     tokenizer = tokenization.load(source.tokenizer)
     progress(f"conversations: rendering and encoding {source.data.path}")
     splits: dict[str, list[MaskedTokens]] = {"train": [], "valid": []}
+    labels: dict[str, list[bool]] = {"train": [], "valid": []}
     rejected = 0
     with files.atomic_text_file(folder / "rejects.jsonl") as rejects:
         for name, item in _ahead(_items(source), template):
@@ -168,16 +158,18 @@ def _prepare(folder: Path, source: ChatSource) -> None:
                 rejects.write(row.line())
                 rejected += 1
             else:
-                splits[name].append(row)
+                splits[name] += row
+                labels[name].append(getattr(item, "label", True))
     for name, rows in splits.items():
+        np.save(folder / f"{name}.labels.npy", np.array(labels[name], dtype=np.int64))
         np.save(folder / f"{name}.tokens.npy", np.concatenate([np.zeros(0, np.int32), *(row.tokens for row in rows)]))
         loss = np.concatenate([np.zeros(0, np.bool_), *(row.loss for row in rows)])
         np.save(folder / f"{name}.loss.npy", np.packbits(loss))
         np.save(folder / f"{name}.lengths.npy", np.array([len(row.tokens) for row in rows], dtype=np.int64))
     train = splits["train"]
     facts = {
-        "conversations": len(train),
-        "valid_conversations": len(splits["valid"]),
+        "conversations": len(labels["train"]),
+        "valid_conversations": len(labels["valid"]),
         "tokens": sum(len(row.tokens) for row in train),
         "loss_tokens": int(sum(row.loss.sum() for row in train)),
         "rejected": rejected,
@@ -190,12 +182,15 @@ def _prepare(folder: Path, source: ChatSource) -> None:
 def _ahead(items: Iterator[_Item], template: ChatTemplate) -> Iterator[_Item]:
     """The same items; their conversations are rendered a batch at a time."""
     while batch := list(islice(items, 64)):
-        template.render_ahead([item.conversation for _, item in batch if isinstance(item, NumberedRow)])
+        template.render_ahead([each for _, item in batch for each in getattr(item, "conversations", ())])
         yield from batch
 
 
 def _items(source: ChatSource) -> Iterator[_Item]:
     data = source.data
+    if source.preference != "none":
+        yield from _pairs(source)
+        return
     if data.path == GENERATED:
         yield from (("train", row) for row in files.generated_rows(source.chat.generated_rows, source.seed, "train"))
         yield from (("valid", row) for row in files.generated_rows(_VALID_ROWS, source.seed, "test"))
@@ -211,57 +206,31 @@ def _items(source: ChatSource) -> Iterator[_Item]:
         yield from (("valid", item) for item in files.read_conversations(Path(data.valid_path), source.chat.format))
 
 
+def _pairs(source: ChatSource) -> Iterator[_Item]:
+    data, kto = source.data, source.preference == "kto"
+    for item in read_pairs(Path(data.path), kto=kto):
+        is_valid = (
+            isinstance(item, AnswerPair)
+            and not data.valid_path
+            and files.is_validation_row(item.prompt, data.valid_share, source.seed)
+        )
+        yield "valid" if is_valid else "train", item
+    if data.valid_path:
+        yield from (("valid", item) for item in read_pairs(Path(data.valid_path), kto=kto))
+
+
 def _encode(
-    item: NumberedRow, template: ChatTemplate, tokenizer: Any, source: ChatSource
-) -> MaskedTokens | RejectedRow:
+    item: NumberedRow | AnswerPair, template: ChatTemplate, tokenizer: Any, source: ChatSource
+) -> list[MaskedTokens] | RejectedRow:
     room, loss_on = source.seq_len + 1, source.chat.loss_on
     try:
-        row = encode(item.conversation, template, tokenizer, loss_on)
+        rows = [encode(conversation, template, tokenizer, loss_on) for conversation in item.conversations]
     except BadRow as bad:
         return item.reject(str(bad))
-    if len(row.tokens) > room:
-        return item.reject(f"{len(row.tokens)} tokens do not fit a row of {room} (model.seq_len + 1)")
-    if not row.loss[1:].any():
+    tokens = sum(len(row.tokens) for row in rows)
+    if tokens > room:
+        both = " of both answers" if len(rows) > 1 else ""
+        return item.reject(f"{tokens} tokens{both} do not fit a row of {room} (model.seq_len + 1)")
+    if not all(row.loss[1:].any() for row in rows):
         return item.reject(f"no token of it carries a loss (chat.loss_on is {loss_on})")
-    return row
-
-
-class ChatRows:
-    """Prepared conversations as rows of `length` + 1 tokens; with packing, several in one row."""
-
-    def __init__(self, prefix: Path, length: int, *, packing: bool) -> None:
-        self._tokens = np.load(f"{prefix}.tokens.npy", mmap_mode="r")
-        self._lengths = np.load(f"{prefix}.lengths.npy")
-        self._loss = np.load(f"{prefix}.loss.npy", mmap_mode="r")
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        self._width = length + 1
-        self._rows = pack(self._lengths, self._width) if packing else [[i] for i in range(len(self._lengths))]
-        self.count = len(self._rows)
-
-    @property
-    def filled(self) -> float:
-        """Share of the rows that is tokens and not padding."""
-        return float(self._lengths.sum()) / max(1, self.count * self._width)
-
-    def read(self, indices: IndexArray) -> Rows:
-        """Concatenate the conversations of each row; padding is a document of its own without loss."""
-        tokens = np.zeros((len(indices), self._width), dtype=np.int64)
-        documents = np.zeros_like(tokens)
-        loss = np.zeros(tokens.shape, dtype=np.bool_)
-        filled = np.zeros(len(indices), dtype=np.int64)
-        for row, index in enumerate(indices.tolist()):
-            at = 0
-            for place, number in enumerate(self._rows[index]):
-                start, size = int(self._starts[number]), int(self._lengths[number])
-                tokens[row, at : at + size] = self._tokens[start : start + size]
-                documents[row, at : at + size] = place
-                loss[row, at : at + size] = self._bits(start, size)
-                at += size
-            documents[row, at:] = len(self._rows[index])
-            filled[row] = at
-        return Rows(tokens, documents, filled, loss)
-
-    def _bits(self, start: int, size: int) -> NDArray[np.bool_]:
-        first = start // 8
-        bits = np.unpackbits(self._loss[first : -(-(start + size) // 8)])
-        return bits[start - first * 8 :][:size].astype(np.bool_)
+    return rows

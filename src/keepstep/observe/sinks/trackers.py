@@ -72,7 +72,8 @@ def scalars(record: Record) -> dict[str, float]:
 
 def _derived(values: Mapping[str, float]) -> dict[str, float]:
     more: dict[str, float] = {}
-    if "loss" in values and values["loss"] < 700:
+    # Only the loss of next tokens has a perplexity; other objectives come with rewards.
+    if "loss" in values and values["loss"] < 700 and not any(name.startswith("reward") for name in values):
         more["ppl"] = math.exp(values["loss"])
     if values.get("ranks") and "tokens_per_s" in values:
         more["tokens_per_s_device"] = values["tokens_per_s"] / values["ranks"]

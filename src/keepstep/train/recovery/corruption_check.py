@@ -21,8 +21,8 @@ def check_corruption(
 ) -> None:
     """Let every process compute the same rows; a HardwareError names those whose bits differ. Collective."""
     with torch.no_grad():
-        loss, _ = evaluate(batch)
-    odd = odd_ranks(gather_bits(loss, same_work(mesh)))
+        sums, _ = evaluate(batch)
+    odd = odd_ranks(gather_bits(sums[0], same_work(mesh)))
     if not odd:
         return
     hosts: list[str] = [""] * dist.get_world_size()

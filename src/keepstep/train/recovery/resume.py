@@ -150,9 +150,10 @@ class Resume:
             )
 
     def _restore_origin(self, origin: WeightsId | None) -> None:
-        """Adapters need the base weights that they started with, though the folder may hold others by now."""
+        """Adapters and the reference of preference learning are the weights that the run started with, though the
+        folder may hold others by now."""
         if origin is None:
             return
-        if self._config.lora.rank and origin != self._state.origin:
-            load_pretrained(self._state.model, Path(self._config.finetune.start_from), origin)
+        if self._state.frozen is not None and origin != self._state.origin:
+            load_pretrained(self._state.frozen, Path(self._config.finetune.start_from), origin)
         self._state.origin = origin

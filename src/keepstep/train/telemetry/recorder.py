@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,11 @@ class Rates:
         return tokens_per_s * self.flops_per_token / self.peak_flops if self.peak_flops else None
 
 
+def finite_only(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without metrics that a step had nothing to count for."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
 class Recorder:
     """Writes steps to sinks and terminal. Only the first process has these; the others take part in gathering."""
 
@@ -110,8 +116,10 @@ class Recorder:
         """Called on every process before a step is computed."""
         self._rank_stats.measure_wait(step)
 
-    def step_done(self, facts: StepFacts, step_s: float, loss: float, grad_norm: float) -> None:
-        """A step's numbers have arrived."""
+    def step_done(
+        self, facts: StepFacts, step_s: float, loss: float, grad_norm: float, metrics: Mapping[str, float]
+    ) -> None:
+        """A step's numbers have arrived, with the `metrics` of its objective."""
         self.last_loss = loss
         memory_gib = self._memory_gib()
         ranks = self._rank_stats.gather(facts.step, step_s, facts.data_s, memory_gib)
@@ -141,6 +149,7 @@ class Recorder:
             "loss_scale": facts.loss_scale,
             "sources": self._sources(facts),
             "skipped_saves": self.skipped_saves or None,
+            **finite_only(metrics),
         }
         self.blocked_s = 0.0
         line = {name: value for name, value in line.items() if value is not None}
@@ -181,10 +190,15 @@ class Recorder:
         """A validation is done."""
         if self._sinks is None:
             return
-        line = {"step": step, "time": time.time(), "valid_loss": result.loss, "valid_ppl": result.perplexity}
+        # Perplexity is that of next tokens; other objectives have metrics of their own.
+        others = finite_only(result.metrics)
+        shown = {f"valid_{name}": value for name, value in others.items()} or {"valid_ppl": result.perplexity}
+        line = {"step": step, "time": time.time(), "valid_loss": result.loss, **shown}
         self._sinks.metrics(line)
         self.callbacks.evaluation(step, line)
-        self.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+        told = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in others.items()]
+        told = told or [f"perplexity {result.perplexity:.2f}"]
+        self.note(f"step {step}: validation loss {result.loss:.4f}, {', '.join(told)}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """A text that the model wrote."""

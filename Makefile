@@ -20,8 +20,9 @@ $(INSTALLED): pyproject.toml requirements/pinned.txt
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(READY): $(INSTALLED)
+$(READY): $(INSTALLED) requirements/bfcl.txt
 	$(PIP_INSTALL) --editable '.[test,lint]'
+	$(PIP_INSTALL) --no-deps --requirement requirements/bfcl.txt
 	@touch $@
 
 demo: $(INSTALLED)  ## raw text to a trained model, offline, in minutes

@@ -1,4 +1,4 @@
-"""`keepstep eval` and `chat`: measure a model (perplexity, tool calls, lm-evaluation-harness), and chat with it."""
+"""`keepstep eval` and `chat`: measure a model (perplexity, tool calls, BFCL, lm-eval tasks), and chat with it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tools.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer (default: 256)")
     tools.add_argument("--answers", type=writable, metavar="FILE", help="write every answer as a JSON line")
     tools.add_argument("--reward", metavar="NAME", help="also score answers with this plug-in (keepstep.rewards)")
+    bfcl = add_action(actions, "bfcl", _bfcl, "the Berkeley Function Calling Leaderboard (questions: pip's bfcl-eval)")
+    _add_common(bfcl)
+    bfcl.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
+    bfcl.add_argument("--categories", default="all", metavar="A,B", help="categories, live, non_live, … (default: all)")
+    bfcl.add_argument("--limit", type=positive, default=0, help="questions of each category (default: all)")
+    how = "BFCL's system prompt or the chat template's own tools (default: by the template)"
+    bfcl.add_argument("--mode", choices=("auto", "prompt", "native"), default="auto", help=how)
+    bfcl.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: 512)")
+    to = "append answers here and continue from it (default: MODEL/bfcl/…)"
+    bfcl.add_argument("--answers", type=writable, metavar="FILE", help=to)
     lm = add_action(actions, "lm", _lm, "tasks of lm-evaluation-harness (pip install 'keepstep[lm-eval]')")
     _add_common(lm)
     lm.add_argument("--tasks", default="", metavar="A,B", help="names of the tasks")
@@ -87,6 +97,24 @@ def _tools(args: argparse.Namespace) -> int:
         facts["reward"] = answered.mean_reward
         text += f"\nmean reward {answered.mean_reward:.4f}"
     return _report(args, facts, f"{text}\nnext: keepstep chat {args.model}")
+
+
+def _bfcl(args: argparse.Namespace) -> int:
+    from keepstep.evaluate.bfcl.benchmark import chosen_categories, open_benchmark
+    from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
+    from keepstep.evaluate.bfcl.scores import as_json, score, table
+    from keepstep.evaluate.chat_model import open_chat_model
+
+    benchmark = open_benchmark(args.data)
+    questions = benchmark.questions(chosen_categories(args.categories), args.limit)
+    model = open_chat_model(args.model, args.device, args.tokenizer, start=args.start)
+    mode = choose_mode(model) if args.mode == "auto" else args.mode
+    answers = args.answers or args.model / "bfcl" / f"{'start' if args.start else f'step-{model.step}'}-{mode}.jsonl"
+    progress(f"{len(questions):,} questions, mode {mode}, answers in {answers}")
+    run = BenchmarkRun(model, benchmark, mode, args.batch, args.max_new_tokens, progress)
+    scores = score(run.ask(questions, answers))
+    facts = {"model": str(args.model), "step": model.step, "mode": mode, "answers": str(answers), **as_json(scores)}
+    return _report(args, facts, f"{table(scores)}\nnext: keepstep data check DATA --against bfcl")
 
 
 def _ppl(args: argparse.Namespace) -> int:

@@ -1,0 +1,222 @@
+"""Ask a model BFCL's questions, batch by batch, and append each verdict to a file: a killed run continues from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from keepstep.core.errors import DataError, UsageError
+from keepstep.data.chat.rows import BadRow, Message
+from keepstep.evaluate.ast_check import MalformedCall
+from keepstep.evaluate.bfcl.benchmark import MULTI_TURN, Benchmark, Question
+from keepstep.evaluate.bfcl.decode import Mode, decode_calls, expressions
+from keepstep.evaluate.bfcl.sandbox import ApiSession, SandboxEnded, check_sandbox
+from keepstep.evaluate.bfcl.verdict import TOO_LONG, decoded_steps, multi_turn_error, single_turn_error
+from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
+from keepstep.evaluate.generate import batches_by_length
+
+_PROBE = "probed_function"
+
+
+@dataclass(frozen=True)
+class BenchmarkRun:
+    """A model and how it is asked."""
+
+    model: ChatModel
+    benchmark: Benchmark
+    mode: Mode
+    batch: int
+    max_new_tokens: int
+    progress: Callable[[str], None] = lambda _: None
+
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on: a file with answers of another model or mode must not be continued."""
+        template = hashlib.sha256(self.model.template.source.encode()).hexdigest()[:16]
+        asked = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
+        return {"weights": _weights_hash(self.model), "template": template, **asked}
+
+    def ask(self, questions: Sequence[Question], path: Path) -> list[dict[str, Any]]:
+        """A line for each question: those in the file, and new ones, which are appended to it."""
+        done = _open_lines(path, self.identity())
+        with path.open("a", encoding="utf-8") as file:
+            for category, group in groupby(questions, key=lambda question: question.category):
+                asked = list(group)
+                ask = self._conversations if category in MULTI_TURN else self._single_turns
+                for lines in ask(asked, done):
+                    new = [line for line in lines if line["id"] not in done]
+                    file.write("".join(json.dumps(line) + "\n" for line in new))
+                    file.flush()
+                    os.fsync(file.fileno())
+                    done |= {line["id"]: line for line in new}
+                    answered = sum(question.id in done for question in asked)
+                    self.progress(f"{category}: answered {answered} of {len(asked)}")
+        return [done[question.id] for question in questions]
+
+    def _single_turns(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+        """Lines, batch by batch. A batch has the same questions after a resume, so that answers round alike."""
+        prompts = [self._first_prompt(question) for question in questions]
+        encoded = [self.model.encode(prompt) for prompt in prompts]
+        fitting = [place for place, ids in enumerate(encoded) if len(ids) < self.model.context_length]
+        too_long = [question for place, question in enumerate(questions) if place not in set(fitting)]
+        if too_long:
+            yield [_line(question, None, TOO_LONG) for question in too_long]
+        for group in batches_by_length([encoded[place] for place in fitting], self.batch):
+            places = [fitting[number] for number in group]
+            if any(questions[place].id not in done for place in places):
+                texts = self._answers([prompts[place] for place in places])
+                asked = [questions[place] for place in places]
+                yield [
+                    _line(question, text, single_turn_error(question, text, self.mode))
+                    for question, text in zip(asked, texts, strict=True)
+                ]
+
+    def _conversations(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+        check_sandbox(self.benchmark, questions[0])
+        for start in range(0, len(questions), self.batch):
+            asked = questions[start : start + self.batch]
+            if all(question.id in done for question in asked):
+                continue
+            conversations = [_Conversation(self, question) for question in asked]
+            try:
+                while active := [item for item in conversations if item.waits_for_answer()]:
+                    texts = self._answers([item.prompt() for item in active])
+                    for conversation, text in zip(active, texts, strict=True):
+                        conversation.take(text)
+            finally:
+                for conversation in conversations:
+                    conversation.session.close()
+            yield [self._conversation_line(item) for item in conversations]
+
+    def _conversation_line(self, conversation: _Conversation) -> dict[str, Any]:
+        turns = [decoded_steps(texts, self.mode) for texts in conversation.answers]
+        question = conversation.question
+        return _line(question, conversation.answers, multi_turn_error(self.benchmark, question, turns))
+
+    def _first_prompt(self, question: Question) -> Prompt:
+        if self.mode == "native":
+            return Prompt(question.turns[0], question.tools())
+        return Prompt(self.benchmark.prompted(question))
+
+    def _answers(self, prompts: Sequence[Prompt]) -> list[str]:
+        return self.model.answers(prompts, Sampling(max_new_tokens=self.max_new_tokens), self.batch)
+
+
+class _Conversation:
+    """One question of several turns while it is asked: a turn ends with an answer that calls nothing."""
+
+    def __init__(self, run: BenchmarkRun, question: Question) -> None:
+        self.question = question
+        self.session = ApiSession(run.benchmark, question)
+        self.answers: list[list[str]] = [[]]
+        """Of each turn so far; fewer turns than the question has mean that the conversation was ended."""
+        self._run = run
+        first = run._first_prompt(question)
+        self._messages: list[Message] = list(first.messages)
+        self._tools = first.tools
+        self._ended = False
+
+    def prompt(self) -> Prompt:
+        return Prompt(self._messages, self._tools)
+
+    def waits_for_answer(self) -> bool:
+        if not self._ended and len(self._run.model.encode(self.prompt())) >= self._run.model.context_length:
+            self._force_end()
+        return not self._ended
+
+    def take(self, text: str) -> None:
+        """Run the answer's calls, and show their results to the model; without calls, the user's next turn follows."""
+        self.answers[-1].append(text)
+        try:
+            calls = decode_calls(text, self._run.mode)
+            written = expressions(calls)
+        except MalformedCall:
+            calls, written = [], []
+        if not written:
+            self._messages.append({"role": "assistant", "content": text})
+            self._next_turn()
+            return
+        try:
+            results = self.session.execute("model", written)
+        except SandboxEnded:
+            self._force_end()
+            return
+        if self._run.mode == "native":
+            made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+            self._messages.append({"role": "assistant", "content": "", "tool_calls": made})
+        else:
+            self._messages.append({"role": "assistant", "content": text})
+        names = [name for name, _ in calls] if self._run.mode == "native" else written
+        self._messages += [
+            {"role": "tool", "name": name, "content": result} for name, result in zip(names, results, strict=True)
+        ]
+        # In the last turn, such a conversation is still judged, as on the leaderboard.
+        self._ended = len(self.answers[-1]) > self._run.benchmark.most_steps
+
+    def _next_turn(self) -> None:
+        if len(self.answers) == len(self.question.turns):
+            self._ended = True
+            return
+        self._messages += self.question.turns[len(self.answers)]
+        self.answers.append([])
+
+    def _force_end(self) -> None:
+        """A conversation that cannot reach its end is wrong: it has fewer turns than the question."""
+        self.answers = self.answers[: len(self.question.turns) - 1]
+        self._ended = True
+
+
+def choose_mode(model: ChatModel) -> Mode:
+    """`native` if the model's chat template shows tools to the model, otherwise `prompt`."""
+    shown = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
+    try:
+        text = model.template.prompt([{"role": "user", "content": "?"}], [shown])
+    except BadRow:
+        return "prompt"
+    return "native" if _PROBE in text else "prompt"
+
+
+def _line(question: Question, answer: Any, error: str | None) -> dict[str, Any]:
+    return {"id": question.id, "category": question.category, "answer": answer, "error": error}
+
+
+def _weights_hash(model: ChatModel) -> str:
+    """A hash of some values of every tensor: one training step changes it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.model.named_parameters()):
+        values = tensor.detach().flatten()
+        sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _open_lines(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The finished lines of a file by id; a new file gets the identity as its first line."""
+    try:
+        raw = path.read_bytes() if path.exists() else b""
+        # A kill can leave a line without its end: that question is asked again.
+        complete = raw[: raw.rfind(b"\n") + 1]
+        if not complete:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+            return {}
+        if len(complete) < len(raw):
+            os.truncate(path, len(complete))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}", "name another file with --answers") from None
+    try:
+        first, *lines = [json.loads(line) for line in complete.splitlines()]
+        done = {line["id"]: line for line in lines}
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is not a file of BFCL answers: {error}", "name another file with --answers") from None
+    if first != identity:
+        raise UsageError(
+            f"{path} holds answers of other weights, another template or another mode",
+            "delete it, or name another file with --answers",
+        )
+    return done

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-import shutil
 import os
+import shutil
 import signal
 import time
 import tracemalloc

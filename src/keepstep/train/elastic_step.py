@@ -170,7 +170,7 @@ class ElasticStep(TrainStep):
         self._optimizers.take_gradients(self._sums.gradients())
         loss = (total_loss / targets).float()
         norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
-        return torch.stack([loss, norm, *summed, targets.float()])
+        return torch.cat([torch.stack([loss, norm, *summed, targets.float()]), self._router_health])
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -15,7 +15,7 @@ from keepstep.data.step_feed import WaitCancelledError
 from keepstep.resilience.guard import Guard, Reading, Verdict
 from keepstep.train.hooks import LoopHooks, LoopParts
 from keepstep.train.state import StepState
-from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TARGETS, VOID, StepSignals
+from keepstep.train.step import GRAD_NORM, LOSS, ROUTERS, SPENT_S, STOP, TARGETS, VOID, StepSignals
 from keepstep.train.telemetry.async_metrics import AsyncMetrics
 from keepstep.train.telemetry.recorder import StepFacts
 
@@ -163,7 +163,7 @@ class StepsInFlight:
         verdict = self._guard.judge(reading)
         self._good = verdict.what == "good"
         if self._good:
-            parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM])
+            parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM], numbers[ROUTERS])
             usual = self._guard.outlier(reading)
             if usual is not None:
                 parts.recorder.event("outlier", **reading.facts(), usual=usual)

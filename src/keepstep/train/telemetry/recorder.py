@@ -25,6 +25,8 @@ from keepstep.train.telemetry.run_callbacks import RunCallbacks
 TAIL_LINES = 8
 CLOCK_JUMP_S = 60.0
 """A smaller correction of the machine's clock is not worth a warning."""
+ROUTER_METRICS = ("expert_load_max", "expert_load_entropy", "expert_bias_max")
+"""Names of the numbers of `router_health`."""
 SOURCES_A_LINE = 8
 """Data sources whose positions a metric line holds on average, at most twice as many."""
 
@@ -110,8 +112,10 @@ class Recorder:
         """Called on every process before a step is computed."""
         self._rank_stats.measure_wait(step)
 
-    def step_done(self, facts: StepFacts, step_s: float, loss: float, grad_norm: float) -> None:
-        """A step's numbers have arrived."""
+    def step_done(
+        self, facts: StepFacts, step_s: float, loss: float, grad_norm: float, routers: Sequence[float] = ()
+    ) -> None:
+        """A step's numbers have arrived; `routers` are those of models with experts."""
         self.last_loss = loss
         memory_gib = self._memory_gib()
         ranks = self._rank_stats.gather(facts.step, step_s, facts.data_s, memory_gib)
@@ -141,6 +145,7 @@ class Recorder:
             "loss_scale": facts.loss_scale,
             "sources": self._sources(facts),
             "skipped_saves": self.skipped_saves or None,
+            **dict(zip(ROUTER_METRICS, routers, strict=False)),
         }
         self.blocked_s = 0.0
         line = {name: value for name, value in line.items() if value is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from keepstep.config.presets import preset_fields
 from keepstep.config.schema import ExpertsConfig, ModelConfig
-from keepstep.models.moe import MoE, Router, count_tokens, router_biases, routers
+from keepstep.models.moe import MoE, Router, count_tokens, router_biases, router_health, routers
 from keepstep.models.ops.grouped_matmul import grouped_matmul, has_grouped_kernel, loop_matmul
 from keepstep.models.size import active_parameters, matmul_parameters, parameter_count
 from keepstep.models.transformer import Block, Transformer
@@ -33,7 +34,8 @@ def test_grouped_matmul_is_the_loop(dtype: torch.dtype, width: int) -> None:
     # The first and the last expert have no token.
     ends = torch.tensor([0, 11, 11, 50, 50], dtype=torch.int32)
     results = []
-    for multiply in (grouped_matmul, loop_matmul):
+    kernel = has_grouped_kernel(CPU, dtype)
+    for multiply in (partial(grouped_matmul, has_kernel=kernel), loop_matmul):
         inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
         out = multiply(*inputs, ends)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
@@ -48,7 +50,7 @@ def test_grouped_kernel_is_used_where_torch_has_it(monkeypatch: pytest.MonkeyPat
         pytest.skip("this torch has no grouped matmul for CPUs")
     monkeypatch.delattr(torch, "_grouped_mm")
     with pytest.raises(AttributeError, match="_grouped_mm"):
-        grouped_matmul(torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32))
+        MoE(VARIANTS["experts"])(torch.zeros(1, 4, 32))
     has_grouped_kernel.cache_clear()
     try:
         assert not has_grouped_kernel(CPU, torch.float32)
@@ -144,6 +146,13 @@ def test_evaluation_counts_nothing() -> None:
         model(random_tokens(model.config, 1, 9))
     model.eval()(random_tokens(model.config, 1, 9)).sum().backward()
     assert all(router.tokens_e is None for router in routers(model))
+
+
+def test_router_health_of_even_and_uneven_loads() -> None:
+    even, one = torch.full((2, 4), 10), torch.tensor([[40, 0, 0, 0], [10, 10, 10, 10]])
+    assert router_health(even, []).tolist() == pytest.approx([1, 1, 0])
+    assert router_health(one, [torch.tensor([0.1, -0.3])]).tolist() == pytest.approx([4, 0.5, 0.3])
+    assert router_health(torch.tensor([[7]]), []).tolist() == pytest.approx([1, 1, 0])
 
 
 def test_bias_grows_for_experts_with_few_tokens() -> None:

@@ -115,7 +115,7 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _row(name: str) -> dict[str, Any]:
-    from keepstep.models.size import parameter_count
+    from keepstep.models.size import active_parameters, parameter_count
 
     model = ModelConfig(preset=name, **preset_fields(name))
     return {
@@ -130,10 +130,13 @@ def _row(name: str) -> dict[str, Any]:
         "vocab": model.vocab,
         "seq_len": model.seq_len,
         "parameters": parameter_count(model),
+        "active_parameters": active_parameters(model),
     }
 
 
 def _remark(row: dict[str, Any]) -> str:
     alias = f", another name for {row['alias_of']}" if row["alias_of"] else ""
     misnamed = ", not the size in its published name" if row["misnamed"] else ""
-    return format_count(row["parameters"]) + alias + misnamed
+    active = row["active_parameters"]
+    experts = f", {format_count(active)} active" if active < row["parameters"] else ""
+    return format_count(row["parameters"]) + experts + alias + misnamed

@@ -10,7 +10,8 @@ Layout: `experts.gate_up` [e, 2·f, d], in an expert first its gate rows and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,9 @@ from keepstep.models.mlp import GatedMLP, PlainMLP, make_mlp
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.grouped_matmul import grouped_matmul
 from keepstep.models.ops.swiglu import swiglu
+
+ROUTER_METRICS = ("expert_load_max", "expert_load_entropy", "expert_bias_max")
+"""Names of the numbers of `router_health`."""
 
 
 class Router(nn.Module):
@@ -124,8 +128,9 @@ class Experts(nn.Module):
 
     def forward(self, x_md: Tensor, ends_e: Tensor) -> Tensor:
         """Outputs of rows that are sorted by expert; expert i ends before row `ends_e[i]`."""
-        gate_up = grouped_matmul(x_md, self.gate_up.to(x_md.dtype), ends_e)
-        return grouped_matmul(_swiglu(gate_up), self.down.to(x_md.dtype), ends_e)
+        has_kernel = backend().has_grouped_matmul(x_md)
+        gate_up = grouped_matmul(x_md, self.gate_up.to(x_md.dtype), ends_e, has_kernel=has_kernel)
+        return grouped_matmul(_swiglu(gate_up), self.down.to(x_md.dtype), ends_e, has_kernel=has_kernel)
 
 
 class MoE(nn.Module):
@@ -175,6 +180,20 @@ class MoE(nn.Module):
 def routers(model: nn.Module) -> Iterator[Router]:
     """Every router of a model, in the order of its layers."""
     return (module for module in model.modules() if isinstance(module, Router))
+
+
+def router_health(tokens_le: Tensor, biases: Iterable[Tensor]) -> Tensor:
+    """Three numbers about the load of the experts of all layers, in a step, on the device.
+
+    The largest load of an expert over the mean of its layer, in the worst layer; the entropy of the load as a share of
+    that of an even one, the mean over layers; and the largest magnitude of a bias.
+    """
+    share_le = tokens_le.float() / tokens_le.sum(1, keepdim=True).clamp(min=1)
+    count = tokens_le.shape[1]
+    entropy = torch.special.entr(share_le).sum(1).mean() / math.log(count) if count > 1 else share_le.new_ones(())
+    largest = [bias.float().abs().max() for bias in biases]
+    bias = torch.stack(largest).max() if largest else share_le.new_zeros(())
+    return torch.stack([count * share_le.max(), entropy, bias])
 
 
 def make_feed_forward(config: ModelConfig, layer: int) -> MoE | GatedMLP | PlainMLP:

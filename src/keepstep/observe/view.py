@@ -18,10 +18,13 @@ from keepstep.observe.history import History
 from keepstep.observe.run_folder import Record, RunFolder, number
 from keepstep.observe.verdict import Verdict, judge, own_seconds
 
-SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "step_s")
+_EXPERTS = ("expert_load_max", "expert_load_entropy")
+SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "step_s", *_EXPERTS)
 SPLIT = ("data", "compute", "communication", "save")
 """The parts of a step, in stacking order."""
-SMOOTHED = frozenset(("loss", "grad_norm", "tokens_per_s", "mfu", "step_s", *(f"split.{part}" for part in SPLIT)))
+SMOOTHED = frozenset(
+    ("loss", "grad_norm", "tokens_per_s", "mfu", "step_s", *_EXPERTS, *(f"split.{part}" for part in SPLIT))
+)
 """Noisy series. All others (validation, learning rate, memory) are drawn as they were recorded."""
 _EVENTS_SHOWN = 400
 

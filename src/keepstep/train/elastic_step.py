@@ -178,7 +178,8 @@ class ElasticStep(TrainStep):
         self._optimizers.take_gradients(total.gradients())
         loss = (sums[0] / targets).float()
         norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
-        return torch.stack([loss, norm, *summed, targets.float(), *self.objective.metrics(sums[1:]).float()])
+        metrics = self.objective.metrics(sums[1:]).float()
+        return torch.stack([loss, norm, *summed, targets.float(), *metrics, *self._router_health])
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from keepstep.data.batch import Batch
-from keepstep.models.moe import routers
+from keepstep.models.moe import ROUTER_METRICS, router_biases, router_health, routers
 from keepstep.models.ops.varlen_attention import VarlenSpans, cu_seqlens_of, fits_varlen_kernel, max_seqlen_of
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
@@ -25,7 +25,7 @@ from keepstep.train.optim.loss_scaler import LossScaler
 from keepstep.train.optim.optimizer import Optimizers
 
 LOSS, GRAD_NORM, STOP, SPENT_S, VOID, TARGETS = range(6)
-"""Places in the vector that `TrainStep.run` returns; the objective's metrics follow."""
+"""Places in the vector that `TrainStep.run` returns; those of `TrainStep.metric_names` follow."""
 
 
 def own_seconds(spent_s: float) -> float:
@@ -83,6 +83,7 @@ class TrainStep:
         self._settings = settings
         self._pipeline = pipeline
         self._routers = list(routers(model))
+        self._router_health = torch.empty(0, device=settings.device)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +99,11 @@ class TrainStep:
     def objective(self) -> Objective:
         """What the run learns."""
         return self._settings.objective
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Metrics next to the loss: the objective's, and those of routers if there are experts."""
+        return self.objective.metric_names + (ROUTER_METRICS if self._routers else ())
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, int]:
         """The objective's sums over this process's part of a micro batch, and what its mean counts.
@@ -120,7 +126,8 @@ class TrainStep:
 
         Nothing changes where loss or gradient norm are not finite, where any process's part is void, or where the step
         is abandoned. The result holds the mean loss over the global batch, the gradient norm before clipping, how many
-        processes were asked to stop, the first one's seconds, how many parts were void, and the number of targets.
+        processes were asked to stop, the first one's seconds, how many parts were void, the number of targets, and with
+        experts the health of the routers.
         """
         layout, counted = self._settings.mesh.layout, self._settings.mesh.counts_loss
         parts = [self._own_part(batch) for batch in batches]
@@ -141,7 +148,7 @@ class TrainStep:
         before_update()
         norm = self._update(lr_share, numbers[0].masked_fill(numbers[VOID - 1] > 0, torch.nan))
         metrics = self.objective.metrics(numbers[VOID:])
-        return torch.stack([numbers[0], norm, *numbers[1:VOID], total_targets, *metrics])
+        return torch.stack([numbers[0], norm, *numbers[1:VOID], total_targets, *metrics, *self._router_health])
 
     def _forward_backward(
         self, parts: Sequence[Batch], weight: Tensor, abandon: Callable[[int, int], bool]
@@ -205,6 +212,7 @@ class TrainStep:
         dist.all_reduce(tokens_le)
         for router, tokens_e in zip(self._routers, tokens_le, strict=True):
             router.update_bias(tokens_e, counts)
+        self._router_health = router_health(tokens_le, router_biases(self._model).values())
 
     def _gradient_norm(self) -> Tensor:
         holders: Sequence[HasGradient] = self._optimizers.gradient_holders

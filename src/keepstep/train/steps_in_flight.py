@@ -163,8 +163,8 @@ class StepsInFlight:
         verdict = self._guard.judge(reading)
         self._good = verdict.what == "good"
         if self._good:
-            metrics = zip(parts.step.objective.metric_names, numbers[TARGETS + 1 :], strict=True)
-            parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM], dict(metrics))
+            metrics = dict(zip(parts.step.metric_names, numbers[TARGETS + 1 :], strict=True))
+            parts.recorder.step_done(facts, step_s, numbers[LOSS], numbers[GRAD_NORM], metrics)
             usual = self._guard.outlier(reading)
             if usual is not None:
                 parts.recorder.event("outlier", **reading.facts(), usual=usual)

@@ -65,6 +65,9 @@ def test_prometheus_exports_run_state_and_local_ranks(tmp_path: Path) -> None:
     assert f'keepstep_step_seconds_bucket{{{labels},le="0.3"}} 0' in text
     assert f'keepstep_step_seconds_bucket{{{labels},le="0.5"}} 1' in text
     assert f"keepstep_checkpoint_seconds_sum{{{labels}}} 4.8" in text
+    assert f"keepstep_expert_load_max_ratio{{{labels}}} 1.5" in text
+    assert f"keepstep_expert_load_entropy_ratio{{{labels}}} 0.9" in text
+    assert f"keepstep_expert_bias_max{{{labels}}} 0.01" in text
     assert f'keepstep_rank_step_seconds{{{labels},rank="2"}} 3.0' in text
     assert 'rank="0"' not in text
     assert set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)) == set(METRICS)

@@ -51,7 +51,8 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }  # fmt: skip
 _NOT_COMPUTED = {
-    "expert_count": "experts", "attention.clamp_kqv": "clamped projections", "logit_scale": "scaled logits",
+    "expert_count": "experts from GGUF files",
+    "attention.clamp_kqv": "clamped projections", "logit_scale": "scaled logits",
     "embedding_scale": "scaled embeddings", "residual_scale": "scaled residuals", "attention.scale": "scaled attention",
     "rope.scaling.yarn_log_multiplier": "YaRN with a multiplier", "rope.scaling.attn_factor": "YaRN with a multiplier",
     "attention.sliding_window": "sliding window that llama.cpp would ignore",

@@ -119,7 +119,7 @@ class Recorder:
     def step_done(
         self, facts: StepFacts, step_s: float, loss: float, grad_norm: float, metrics: Mapping[str, float]
     ) -> None:
-        """A step's numbers have arrived, with the `metrics` of its objective."""
+        """A step's numbers have arrived, with the `metrics` that `TrainStep.metric_names` names."""
         self.last_loss = loss
         memory_gib = self._memory_gib()
         ranks = self._rank_stats.gather(facts.step, step_s, facts.data_s, memory_gib)

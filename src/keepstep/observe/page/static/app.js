@@ -5,6 +5,7 @@ const CHARTS = [
   { key: "lr", title: "Learning rate", format: (v) => digits(v, 3), names: ["lr"] },
   { key: "tokens_per_s", title: "Tokens per second", format: count, names: ["tokens_per_s"] },
   { key: "mfu", title: "Model FLOPs utilisation", format: (v) => percent(v), names: ["mfu"], optional: true },
+  { key: "expert_load", title: "Load of experts", format: (v) => digits(v, 3), names: ["expert_load_max", "expert_load_entropy"], optional: true },
   { key: "split", title: "Where a step's time goes", unit: "", format: seconds, stack: true, names: ["data", "compute", "communication", "save"].map((p) => "split." + p) },
   { key: "memory_gib", title: "Peak memory", unit: "GiB", format: (v) => digits(v, 3), names: ["memory_gib"] },
 ];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -55,6 +56,8 @@ def test_every_command_of_the_pages_runs(desk: Path, monkeypatch: pytest.MonkeyP
     for command in [command for page in pages for command in commands(page)]:
         program, *words = shlex.split(command)
         assert program == "keepstep"
+        if "bfcl" in words and importlib.util.find_spec("bfcl_eval") is None:
+            continue  # requirements/bfcl.txt
         assert main(words) == 0, command
 
 

@@ -1,4 +1,4 @@
-"""`keepstep data show` and `keepstep data chat`: show conversations as a model sees them, and convert them."""
+"""`keepstep data show`, `chat` and `check`: conversations as a model sees them, converted, and free of a benchmark."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepstep.cli.parser import Actions, add_action
-from keepstep.core.errors import DataError, UsageError
+from keepstep.cli.parser import Actions, add_action, positive, writable
+from keepstep.core.errors import EXIT_DATA, EXIT_DONE, DataError, UsageError
+from keepstep.core.files import write_atomic
 from keepstep.core.messages import invalid_value
 from keepstep.core.terminal import wants_colour
+from keepstep.core.verbosity import progress
 
 _FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt", "alpaca")
 
 
 def add_actions(actions: Actions) -> None:
-    """`show` and `chat`, among the actions of `keepstep data`."""
+    """`show`, `chat` and `check`, among the actions of `keepstep data`."""
     show = add_action(actions, "show", _show, "show conversations as a model sees them")
     show.add_argument("path", help="conversations (.jsonl, .json, .parquet, a folder of them), or toolcalls")
     show.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
@@ -40,6 +42,43 @@ def add_actions(actions: Actions) -> None:
     chat.add_argument("--split", choices=("train", "test"), default="train", help="functions to generate from")
     chat.add_argument("--format", choices=_FORMATS, default="auto", help="how rows are written (default: auto)")
     chat.add_argument("--json", action="store_true", help="answer as JSON")
+
+    add = add_action(actions, "check", _check, "prove that no part of a benchmark is in a training set").add_argument
+    add("path", type=Path, help="conversations or text: a file or a folder")
+    add("--against", choices=("bfcl",), required=True, help="the benchmark")
+    add("--data", type=Path, help="the benchmark's folder bfcl_eval (default: the installed package)")
+    add("--ngram", type=positive, default=8, help="words in a row that count as a match (default: 8)")
+    add("--field", default="text", help="the field that holds the text, if the rows are not conversations")
+    add("--out", type=writable, metavar="FILE", help="also write the report as JSON, to keep with the run")
+    add("--json", action="store_true", help="answer as JSON")
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Print what the data and the benchmark have in common; exit code 4 if that is anything."""
+    from keepstep.evaluate.bfcl.benchmark import open_benchmark
+    from keepstep.evaluate.bfcl.contamination import BenchmarkIndex, check_contamination
+
+    index = BenchmarkIndex(open_benchmark(args.data), args.ngram)
+    report = check_contamination(args.path, index, args.field, progress)
+    written = json.dumps(report, indent=2, ensure_ascii=False)
+    if args.out:
+        write_atomic(args.out, written + "\n")
+    if args.json:
+        print(written)
+    else:
+        print(
+            "compared  {rows:,} rows with {questions:,} questions, {functions:,} functions, {answers:,} answers".format(
+                **report
+            )
+        )
+        print("found     {contaminated_rows:,} rows with something of {against}".format(**report))
+        for match in report["matches"][:20]:
+            print("  {row}  {kind} by {by}: {text!r} is in {benchmark_id}".format(**match))
+        if report["rejected_rows"]:
+            print(f"rejected  {report['rejected_rows']:,} rows that training rejects, too")
+        clean = f"keepstep finetune --from MODEL --data {shlex.quote(str(args.path))}"
+        print(f"next: {'remove these rows, then check again' if report['contaminated_rows'] else clean}")
+    return EXIT_DATA if report["contaminated_rows"] else EXIT_DONE
 
 
 def _show(args: argparse.Namespace) -> int:

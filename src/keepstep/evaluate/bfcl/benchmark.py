@@ -117,9 +117,9 @@ class Benchmark:
         return [question for category in categories for question in self._category(category, limit)]
 
     def _category(self, category: str, limit: int) -> list[Question]:
-        rows = self._rows(f"data/BFCL_v4_{category}.json")
+        rows = self.rows(f"data/BFCL_v4_{category}.json")
         has_answers = not category.endswith("relevance")
-        answers = self._rows(f"data/possible_answer/BFCL_v4_{category}.json") if has_answers else [{}] * len(rows)
+        answers = self.rows(f"data/possible_answer/BFCL_v4_{category}.json") if has_answers else [{}] * len(rows)
         with malformed_as(DataError, f"BFCL's {category} in {self.root} is damaged", _remedy()):
             pairs = list(zip(rows, answers, strict=True))
             return [self._question(category, *pair) for pair in (pairs[:limit] if limit else pairs)]
@@ -134,7 +134,7 @@ class Benchmark:
 
     def _function_docs(self, class_name: str) -> list[dict[str, Any]]:
         if class_name not in self._docs:
-            self._docs[class_name] = self._rows(f"data/multi_turn_func_doc/{self.modules[class_name]}.json")
+            self._docs[class_name] = self.rows(f"data/multi_turn_func_doc/{self.modules[class_name]}.json")
         return self._docs[class_name]
 
     @cached_property
@@ -147,7 +147,8 @@ class Benchmark:
         files = _constants(self.root / "constants/executable_backend_config.py")["MULTI_TURN_FUNC_DOC_FILE_MAPPING"]
         return {name: Path(file).stem for name, file in files.items()}
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one of its files."""
         path = self.root / name
         with malformed_as(DataError, f"{path} is damaged", _remedy()):
             try:

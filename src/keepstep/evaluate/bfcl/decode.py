@@ -130,7 +130,7 @@ def _written(value: Any) -> str:
         return repr(value)
     if all(isinstance(item, dict) for item in value.values()):
         if not value:
-            raise MalformedCall("an empty dictionary cannot be told from a call")
+            raise MalformedCall("an empty dictionary looks like a call without a name")
         name = next(iter(value))
         return _expression(name, value[name])
     return "{" + ", ".join(f"'{key}': {_written(item)}" for key, item in value.items()) + "}"

@@ -11,11 +11,11 @@ import pytest
 
 from tests.doc_blocks import ROOT
 
-MOST_LINES = 51_000
+MOST_LINES = 55_500
 """Python lines in src. Delete before you add; raise this on purpose, not by accident.
 
 It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion, priced requests, `serve`, GGUF
-and eight more Hugging Face families came.
+and eight more Hugging Face families came, and 51,000 before experts, BFCL, preference and reinforcement learning.
 """
 
 

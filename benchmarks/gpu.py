@@ -83,7 +83,7 @@ def finish_bench(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def bench(*words: str, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
-    """Time steps with nothing beside them."""
+    """Time steps while nothing else runs."""
     started = time.perf_counter()
     result = finish_bench(start_bench(*words, steps=steps, warmup=warmup))
     print(f"  {time.perf_counter() - started:.0f} s: {result['step_s']:.3f} s a step, {' '.join(words)}", flush=True)

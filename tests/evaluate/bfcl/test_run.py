@@ -25,8 +25,7 @@ from keepstep.evaluate.bfcl.benchmark import CATEGORIES, Question, open_benchmar
 from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
 from keepstep.evaluate.bfcl.scores import score
 from keepstep.evaluate.chat_model import ChatModel, Prompt
-from tests.evaluate.bfcl.test_checker import reference
-from tests.evaluate.bfcl.test_decode import written
+from tests.evaluate.bfcl.references import reference, written
 from tests.evaluate.test_chat_model import PLAIN, tiny_model
 from tests.patience import PATIENCE_S
 

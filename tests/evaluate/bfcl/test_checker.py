@@ -66,7 +66,7 @@ def changed(value: Any, draw: random.Random) -> Any:
     ]
     if isinstance(value, str):
         at = draw.randrange(len(value) + 1)
-        piece = draw.choice([" ", "-", "'", '"', "z", ",", "]", "}", ")", "\n", "L", "f", "1", "{", "["])
+        piece = draw.choice([*" .*^_/\t", "-", "'", '"', "z", ",", "]", "}", ")", "\n", "L", "f", "1", "{", "["])
         others += [value[:at] + piece + value[at:], value[:at] + value[at + 1 :], value.upper(), f'"{value}"'] * 4
     if isinstance(value, bool):
         others += [not value, int(value)] * 3

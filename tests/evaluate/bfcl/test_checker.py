@@ -9,77 +9,13 @@ from typing import Any
 
 import pytest
 
+from keepstep.evaluate.bfcl.benchmark import language_of
 from keepstep.evaluate.bfcl.checker import Call, Language, check_calls
 from keepstep.evaluate.bfcl.literals import java_value, javascript_value
 from tests.evaluate.bfcl.official import AST_CATEGORIES, module, rows
+from tests.evaluate.bfcl.references import reference
 
 CRASH = "the official checker raises an exception"
-
-
-def language(category: str) -> Language:
-    return "java" if category == "simple_java" else "javascript" if category == "simple_javascript" else "python"
-
-
-def accepted(values: list[Any], which: int) -> Any:
-    """One of the accepted values, with lists of alternatives inside dictionaries replaced by one of them."""
-    value = values[which % len(values)] if values else ""
-
-    def chosen(item: Any) -> Any:
-        if isinstance(item, dict):
-            picked = {
-                key: known[which % len(known)] if isinstance(known, list) and known else known
-                for key, known in item.items()
-            }
-            return {key: chosen(known) for key, known in picked.items() if known != ""}
-        return [chosen(part) for part in item] if isinstance(item, list) else item
-
-    return chosen(value)
-
-
-def as_text(value: Any, schema: dict[str, Any], target: Language) -> Any:
-    """A value as BFCL's Java and JavaScript calls write it."""
-    kind = schema["type"]
-    if target == "java":
-        if isinstance(value, bool):
-            return str(value).lower()
-        if isinstance(value, list):
-            parts = ", ".join(f'"{item}"' if isinstance(item, str) else str(item) for item in value)
-            return f"new ArrayList<>(Arrays.asList({parts}))" if kind == "ArrayList" else f"new X[]{{{parts}}}"
-        if isinstance(value, dict):
-            puts = " ".join(f'put("{key}", {as_text(item, {"type": "any"}, target)});' for key, item in value.items())
-            return f"new HashMap<String, Object>() {{{{ {puts} }}}}"
-        return f"{value}L" if kind == "long" and isinstance(value, int) else str(value)
-    if target == "javascript":
-        if isinstance(value, bool):
-            return str(value).lower()
-        if isinstance(value, list):
-            return f"[{', '.join(repr(item) if isinstance(item, str) else str(item) for item in value)}]"
-        if isinstance(value, dict):
-            return (
-                "{" + ", ".join(f"{key}: {as_text(item, {'type': 'any'}, target)}" for key, item in value.items()) + "}"
-            )
-        return str(value)
-    return tuple(value) if kind == "tuple" and isinstance(value, list) else value
-
-
-def reference(question: dict[str, Any], answer: dict[str, Any], target: Language, which: int) -> list[Call]:
-    """The expected calls, with the accepted value number `which` of every parameter; optional ones may be left out."""
-    schemas = {item["name"]: item["parameters"]["properties"] for item in question["function"]}
-    calls = []
-    for expected in answer["ground_truth"]:
-        ((name, parameters),) = expected.items()
-        chosen = {key: accepted(values, which) for key, values in parameters.items()}
-        calls.append(
-            (
-                name,
-                {
-                    key: as_text(value, schemas[name].get(key, {"type": "any"}), target)
-                    for key, value in chosen.items()
-                    if value != ""
-                },
-            )
-        )
-    return calls
 
 
 def damaged(calls: list[Call], draw: random.Random) -> list[Call]:
@@ -130,7 +66,7 @@ def changed(value: Any, draw: random.Random) -> Any:
     ]
     if isinstance(value, str):
         at = draw.randrange(len(value) + 1)
-        piece = draw.choice([" ", "-", "'", '"', "z", ",", "]", "}", ")", "\n", "L", "f", "1", "{", "["])
+        piece = draw.choice([*" .*^_/\t", "-", "'", '"', "z", ",", "]", "}", ")", "\n", "L", "f", "1", "{", "["])
         others += [value[:at] + piece + value[at:], value[:at] + value[at + 1 :], value.upper(), f'"{value}"'] * 4
     if isinstance(value, bool):
         others += [not value, int(value)] * 3
@@ -151,7 +87,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any], list[Call]]]:
         rounds = 12 if category.startswith("simple_java") else 4
         for question, answer in zip(rows(category), rows(category, "possible_answer"), strict=True):
             for which in range(2):
-                calls = reference(question, answer, language(category), which)
+                calls = reference(question, answer, language_of(category), which)
                 yield category, question, answer["ground_truth"], calls
             for _ in range(rounds):
                 yield category, question, answer["ground_truth"], damaged(calls, draw)
@@ -163,7 +99,7 @@ def test_verdicts_equal_the_official_ones() -> None:
     counts: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     for category, question, answers, calls in cases():
-        target = language(category)
+        target = language_of(category)
         ours = check_calls(question["function"], calls, answers, category, target)
         given = [{name: arguments} for name, arguments in calls]
         try:

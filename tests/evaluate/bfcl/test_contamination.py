@@ -13,6 +13,7 @@ from keepstep.core.errors import EXIT_DATA
 from keepstep.data.chat.generate import generate_rows
 from keepstep.evaluate.bfcl.benchmark import open_benchmark
 from keepstep.evaluate.bfcl.contamination import BenchmarkIndex, check_contamination
+from tests.evaluate.bfcl.official import ROOT
 
 TOOL = {
     "name": "own_tool",
@@ -71,7 +72,7 @@ CONTAMINATED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def index() -> BenchmarkIndex:
-    return BenchmarkIndex(open_benchmark())
+    return BenchmarkIndex(open_benchmark(ROOT))
 
 
 def check(tmp_path: Path, index: BenchmarkIndex, *rows: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def test_contaminated_row_is_found(what: str, index: BenchmarkIndex, tmp_path: P
 
 
 def test_every_question_of_the_benchmark_is_found(index: BenchmarkIndex) -> None:
-    questions = open_benchmark().questions(["simple_python", "live_multiple", "multi_turn_base"])
+    questions = open_benchmark(ROOT).questions(["simple_python", "live_multiple", "multi_turn_base"])
     texts = [
         message["content"] for item in questions for turn in item.turns for message in turn if message["role"] == "user"
     ]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from keepstep.evaluate.ast_check import MalformedCall
+from keepstep.evaluate.bfcl.benchmark import language_of
 from keepstep.evaluate.bfcl.checker import Language
 from keepstep.evaluate.bfcl.decode import Mode, decode_calls, expressions
 from tests.evaluate.bfcl.official import AST_CATEGORIES, module, rows
-from tests.evaluate.bfcl.test_checker import language, reference
+from tests.evaluate.bfcl.references import reference, written
 
 ODD = [
     "f()",
@@ -82,22 +83,9 @@ def officially(utils: Any, text: str, target: Language) -> Any:
             return None
 
 
-def written(calls: list[Any], target: Language) -> str:
-    """Calls as a model writes them in prompt mode."""
-
-    def value(item: Any) -> str:
-        plain = target != "python" and isinstance(item, str)
-        if plain and (item.startswith(("new ", "[", "{")) or item in ("true", "false") or item.isidentifier()):
-            return str(item)
-        return '"' + item.replace('"', '\\"') + '"' if plain else repr(item)
-
-    listed = (f"{name}({', '.join(f'{key}={value(item)}' for key, item in given.items())})" for name, given in calls)
-    return f"[{', '.join(listed)}]"
-
-
 @pytest.mark.parametrize("category", AST_CATEGORIES)
 def test_reference_answers_are_decoded_as_officially(category: str) -> None:
-    utils, target = official(), language(category)
+    utils, target = official(), language_of(category)
     for question, answer in zip(rows(category), rows(category, "possible_answer"), strict=True):
         text = written(reference(question, answer, target, 0), target)
         # Java's official decoder cuts text by bytes, so it is wrong after a letter outside ASCII.

@@ -24,9 +24,9 @@ from keepstep.data.chat.tokenizer import VOCAB, prepare_tokenizer
 from keepstep.evaluate.bfcl.benchmark import CATEGORIES, Question, open_benchmark
 from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
 from keepstep.evaluate.bfcl.scores import score
+from keepstep.evaluate.bfcl.verdict import single_turn_error
 from keepstep.evaluate.chat_model import ChatModel, Prompt
-from tests.evaluate.bfcl.test_checker import reference
-from tests.evaluate.bfcl.test_decode import written
+from tests.evaluate.bfcl.references import reference, written
 from tests.evaluate.test_chat_model import PLAIN, tiny_model
 from tests.patience import PATIENCE_S
 
@@ -75,6 +75,23 @@ def test_right_answers_of_every_category_are_right(tmp_path: Path) -> None:
     # Also officially: Java's decoder drops the body of an anonymous class, Python's drops arguments without a name.
     assert set(wrong) == {"simple_java_1", "multi_turn_base_0"}
     assert set(score(lines)) == set(CATEGORIES)
+
+
+@pytest.mark.parametrize(
+    ("category", "text", "expected"),
+    [
+        ("irrelevance", "[f(a=1)]", "irrelevance_error:decoder_success"),
+        ("irrelevance", "[f(a=1", None),
+        ("live_irrelevance", "[]", None),
+        ("live_relevance", "[f()]", None),
+        ("live_relevance", "I cannot.", "relevance_error:decoder_failed"),
+        ("simple_python", "I cannot.", "ast_decoder:decoder_failed"),
+        ("simple_javascript", "[]", "ast_decoder:decoder_wrong_output_format"),
+    ],
+)
+def test_errors_have_the_leaderboards_names(category: str, text: str, expected: str | None) -> None:
+    (question,) = open_benchmark().questions([category], 1)
+    assert single_turn_error(question, text, "prompt") == expected
 
 
 def test_mode_follows_the_template(tmp_path: Path) -> None:

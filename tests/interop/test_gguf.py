@@ -29,7 +29,7 @@ from keepstep.interop.gguf.writer import PlannedTensor, write_gguf
 from keepstep.interop.hf_folder import load_hf, read_hf_shape
 from keepstep.interop.hf_import import import_model, import_weights
 from keepstep.models.transformer import Transformer
-from tests.doc_blocks import commands
+from tests.doc_blocks import ROOT, commands
 from tests.interop.test_convert import GPT, LLAMA, weights_of
 
 BYTES = [*map(chr, range(33, 127)), *map(chr, range(161, 173)), *map(chr, range(174, 256)), *map(chr, range(256, 324))]
@@ -430,3 +430,12 @@ def test_smollm2_imports_and_keeps_its_tokenizer(tmp_path: Path) -> None:
     )
     next_id = int(model(torch.tensor([tokenizer.encode(prompt).ids]))[0, -1].argmax())
     assert tokenizer.decode([next_id]) == " Paris"
+
+
+def test_page_shows_the_measured_comparison_with_llama_cpp() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/gguf.json").read_text())
+    page, logits = (ROOT / "docs/gguf.md").read_text(), measured["largest_logit_difference"]
+    assert f"| {measured['questions']} questions |" in page
+    assert f"| `f16` | {measured['gguf_f16_same_calls']:.1%} | {logits['f16']:.4f} |" in page
+    assert f"| `q8_0` | {measured['gguf_q8_same_calls']:.1%} | {logits['q8_0']:.4f} |" in page
+    assert f"With `f32` the largest difference is {logits['f32']:.4f}." in page

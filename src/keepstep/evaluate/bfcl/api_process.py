@@ -76,10 +76,10 @@ def _refuse_system_calls(architecture: int, numbers: tuple[int, ...]) -> None:
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
 
     program = Program(len(steps), ctypes.cast(code, ctypes.c_void_p))
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, set_seccomp, with_filter = 38, 22, 2
-    libc.prctl(no_new_privileges, 1, 0, 0, 0)
-    libc.prctl(set_seccomp, with_filter, ctypes.byref(program), 0, 0)
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, with_filter, ctypes.byref(program), 0, 0):
+        raise OSError(ctypes.get_errno(), "the kernel refuses the sandbox's filter of system calls (seccomp)")
 
 
 class Apis:

@@ -57,9 +57,10 @@ class ApiSession:
         if line:
             found: list[Any] = json.loads(line)
             return found
+        said = ""
         with suppress(BrokenPipeError):
-            self._process.communicate()
-        raise SandboxEnded(f"exit code {self._process.returncode}")
+            said = self._process.communicate()[1].strip().rpartition("\n")[2]
+        raise SandboxEnded(f"exit code {self._process.returncode}{said and ': '}{said}")
 
     def close(self) -> None:
         """End the process."""

@@ -48,7 +48,7 @@ def moved_models(config: RunConfig) -> tuple[Transformer, Transformer]:
 def call_on(policy: Transformer) -> Any:
     def call(batch: Batch, *, model: Transformer | None = None, each_loss: bool = False) -> Tensor:
         arrays = [torch.from_numpy(array) for array in (batch.inputs, batch.targets)]
-        documents_bt = torch.from_numpy(batch.documents)
+        documents_bt = None if batch.documents is None else torch.from_numpy(batch.documents)
         output: Tensor = (model or policy)(*arrays, documents_bt=documents_bt, each_loss=each_loss)
         return output
 

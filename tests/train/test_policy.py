@@ -188,8 +188,8 @@ def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
         (["rl.max_new_tokens=384"], r"must be below model\.seq_len \(384\)"),
         (["rl.rewards={tool_call: 1.0}"], "has tool_call, which is no plug-in"),
         (["rl.rewards={format: 0}"], "must have a weight other than 0 for format"),
-        (["preference.method=dpo"], r"cannot be combined with rl\.method grpo"),
-        (["parallel.tensor=2"], r"needs parallel\.tensor=1"),
+        (["preference.method=dpo"], r"cannot be combined with preference\.method dpo"),
+        (["parallel.tensor=2"], r"rl\.method is 'grpo', but it needs parallel\.tensor=1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:

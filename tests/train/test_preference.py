@@ -217,7 +217,7 @@ def test_killed_run_resumes_with_equal_losses(method: str, more: list[str], proc
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["preference.method=dpo", "parallel.pipeline=2"], r"preference\.method is dpo, .* needs parallel\.pipeline=1"),
+        (["preference.method=dpo", "parallel.pipeline=2"], r"method is 'dpo', but it needs parallel\.pipeline=1"),
         (["preference.method=dpo", "precision=fp8"], "precision is fp8"),
         (["preference.method=dpo", "chat.loss_on=all"], "compares what the assistant says"),
         (["preference.method=ipo", "preference.label_smoothing=0.1"], "has no effect with preference.method ipo"),

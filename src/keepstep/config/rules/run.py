@@ -68,19 +68,26 @@ def read_first_is_counted_in_rows(config: RunConfig) -> Found:
 
 
 @rule(
-    "preference.method", "rl.method", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision",
+    "preference.method", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision", "chat.loss_on",
+    "chat.read_first",
+)  # fmt: skip
+def preference_needs_whole_answers(config: RunConfig) -> Found:
+    """The log-probability of an answer is summed on one process; only answers are compared."""
+    return None if config.preference.method == "none" else _whole_answers(config)
+
+
+@rule(
+    "rl.method", "preference.method", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision",
     "chat.loss_on", "chat.read_first",
 )  # fmt: skip
-def answers_are_whole(config: RunConfig) -> Found:
-    """The log-probability of an answer is summed on one process; only answers are compared."""
-    if config.preference.method == config.rl.method == "none":
-        return None
-    found = _whole_answers(config)
+def rl_needs_whole_answers(config: RunConfig) -> Found:
+    """A run learns from given answers or from its own."""
     if config.rl.method == "none":
-        return found
+        return None
     if config.preference.method != "none":
-        return f"cannot be combined with rl.method {config.rl.method}", "rl.method=none, or preference.method=none"
-    return (f"is none, but rl.method {config.rl.method} {found[0]}", found[1]) if found is not None else None
+        needs = f"cannot be combined with preference.method {config.preference.method}"
+        return needs, "rl.method=none, or preference.method=none"
+    return _whole_answers(config)
 
 
 def _whole_answers(config: RunConfig) -> Found:

@@ -52,7 +52,7 @@ def commands(page: str) -> list[str]:
 
 def test_every_command_of_the_pages_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
-    pages = ("finetuning.md", "preference.md", "huggingface.md", "evaluation.md")
+    pages = ("finetuning.md", "preference.md", "rl.md", "huggingface.md", "evaluation.md")
     for command in [command for page in pages for command in commands(page)]:
         program, *words = shlex.split(command)
         assert program == "keepstep"

@@ -48,7 +48,7 @@ def moved_models(config: RunConfig) -> tuple[Transformer, Transformer]:
 def call_on(policy: Transformer) -> Any:
     def call(batch: Batch, *, model: Transformer | None = None, each_loss: bool = False) -> Tensor:
         arrays = [torch.from_numpy(array) for array in (batch.inputs, batch.targets)]
-        documents_bt = torch.from_numpy(batch.documents)
+        documents_bt = None if batch.documents is None else torch.from_numpy(batch.documents)
         output: Tensor = (model or policy)(*arrays, documents_bt=documents_bt, each_loss=each_loss)
         return output
 
@@ -217,7 +217,7 @@ def test_killed_run_resumes_with_equal_losses(method: str, more: list[str], proc
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["preference.method=dpo", "parallel.pipeline=2"], r"preference\.method is dpo, .* needs parallel\.pipeline=1"),
+        (["preference.method=dpo", "parallel.pipeline=2"], r"method is 'dpo', but it needs parallel\.pipeline=1"),
         (["preference.method=dpo", "precision=fp8"], "precision is fp8"),
         (["preference.method=dpo", "chat.loss_on=all"], "compares what the assistant says"),
         (["preference.method=ipo", "preference.label_smoothing=0.1"], "has no effect with preference.method ipo"),

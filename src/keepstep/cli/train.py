@@ -242,15 +242,16 @@ def finetune_words(args: argparse.Namespace) -> list[str]:
 def _defaults(rank: int, given: list[str]) -> list[str]:
     # A thousand conversations packed into long rows are a few steps: 20 steps of warmup would never reach the rate.
     in_epochs = all(word.endswith("ep") for word in given if word.startswith("max_duration="))
-    # Adapters start from zero and need about ten times the learning rate of trained weights. Preference learning moves
-    # a model that answers already, and at the usual rate breaks it.
-    prefers = any(word.startswith("preference.method=") and not word.endswith("=none") for word in given)
-    lr = (1e-5 if rank else 1e-6) if prefers else (2e-4 if rank else 2e-5)
+    # Adapters start from zero and need about ten times the learning rate of trained weights. Preference and
+    # reinforcement learning move a model that answers already, and at the usual rate break it.
+    methods = {word.partition(".")[0] for word in given if ".method=" in word and not word.endswith("=none")}
+    lr = (1e-5 if rank else 1e-6) if methods else (2e-4 if rank else 2e-5)
+    batch, microbatch = (64, 8) if "rl" in methods else (32, 4)
     return [
         "name=finetune",
         "max_duration=3ep",
-        "global_batch=32",
-        "microbatch=4",
+        f"global_batch={batch}",
+        f"microbatch={microbatch}",
         f"optimizer.lr={lr}",
         "optimizer.weight_decay=0.0",
         f"schedule.warmup={'0.1ep' if in_epochs else '20ba'}",

@@ -341,6 +341,27 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True)
+class RLConfig:
+    """Reinforcement learning with verifiable rewards: each prompt is answered several times, and the model learns from
+    the answers that are rewarded above the others. Prompts are conversations up to the assistant's first answer, which
+    is the reference for rewards."""
+
+    method: Literal["none", "grpo", "dr_grpo", "rloo"] = "none"
+    """grpo divides a group's rewards by their deviation and averages over an answer's tokens; dr_grpo does neither;
+    rloo compares each answer with the mean of the others. none predicts the next token."""
+    rewards: Mapping[str, float] = field(default_factory=lambda: {"tool_calls": 1.0})
+    """Rewards and their weights. tool_calls: 1 if the calls equal the reference's. schema: 1 if all calls fit the
+    prompt's tools. format: 1 if the answer ends itself and its calls can be parsed. Others are plug-ins: entry points
+    of the group keepstep.rewards, or `package.module:function`."""
+    num_generations: Annotated[int, Range(min=2, limit=2**16)] = 8
+    """Answers to each prompt. global_batch and microbatch count answers."""
+    max_new_tokens: PositiveInt = 512
+    """Most tokens of an answer."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the KL divergence from the frozen start; 0 needs no reference."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters (LoRA): the base weights are frozen, and checkpoints contain only the adapters."""
 
@@ -644,6 +665,7 @@ class RunConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -655,6 +677,11 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the weights that it started from."""
+        return self.preference.method != "none" or (self.rl.method != "none" and self.rl.beta > 0)
 
 
 RENAMED: Mapping[str, str] = {"compute.joined_products": "compute.fused_matmuls"}

@@ -146,6 +146,8 @@ class Loaders:
     test: Loader | None = None
     names: tuple[str, ...] = ()
     """Name of each data set in the training data; several when they are blended."""
+    prompts: Any = None
+    """For reinforcement learning: the prompts that batches name by number (`data.chat.prompts.PromptSet`)."""
 
     def positions(self, samples: int) -> dict[str, dict[str, float]]:
         """How far each data set has been read after this many samples: rows of its own, and epochs of it."""

@@ -14,7 +14,7 @@ from keepstep.core.errors import DataError, KeepstepError
 from keepstep.core.files import write_atomic
 from keepstep.data.chat.files import NumberedRow, RejectedRow, read_conversations
 from keepstep.data.chat.generate import GENERATED, generate_rows
-from keepstep.data.chat.rows import Conversation, Message, calls_of
+from keepstep.data.chat.rows import Conversation, Message, answer_place, calls_of
 from keepstep.evaluate.ast_check import Call, MalformedCall, Task, ToolReport, judge, parse_calls, summarise
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
 
@@ -107,16 +107,6 @@ def expected_calls(message: Message) -> list[Call]:
     Otherwise a row with `<tool_call>…` in its content would expect no call, and its own answer would be wrong.
     """
     return calls_of(message) or parse_calls(message["content"])
-
-
-def answer_place(conversation: Conversation) -> int | None:
-    """Number of the assistant's first answer to a user message; None if there is none.
-
-    A greeting before the first user message does not count, nor does a message of weight 0, which may be wrong.
-    """
-    roles = [item["role"] if item.get("weight") != 0 else "" for item in conversation.messages]
-    asked = roles.index("user") if "user" in roles else len(roles)
-    return roles.index("assistant", asked) if "assistant" in roles[asked:] else None
 
 
 def _category(conversation: Conversation, calls: int) -> str:

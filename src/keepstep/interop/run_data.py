@@ -7,6 +7,7 @@ from pathlib import Path
 
 from keepstep.config.check import check_conversations
 from keepstep.config.schema import RunConfig
+from keepstep.core.errors import DataError
 from keepstep.core.plugins import is_plugin
 from keepstep.core.units import Pace
 from keepstep.data.chat.loader import ChatSource, build_chat_loaders, is_chat, refuse_mixed_conversations
@@ -28,6 +29,11 @@ def open_run_data(config: RunConfig) -> Loaders:
     if preference != "none":
         check_preference_data(data)
     elif not is_chat(data, config.chat):
+        if config.rl.method != "none":
+            raise DataError(
+                f"reinforcement learning needs conversations, and data.path {data.path} holds none",
+                "give conversations with tools, or data.path=toolcalls to generate some",
+            )
         refuse_mixed_conversations(data)
         return build_loaders(data, config.model.seq_len, config.model.vocab, config.seed, cache_dir)
     check_conversations(config)
@@ -42,5 +48,6 @@ def open_run_data(config: RunConfig) -> Loaders:
         tokenizer=find_tokenizer(Path(start)) if start else None,
         full_loss_samples=reading * config.global_batch,
         preference=preference,
+        rl=config.rl,
     )
     return build_chat_loaders(source, cache_dir)

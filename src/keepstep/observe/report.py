@@ -24,6 +24,9 @@ from keepstep.observe.view import SMOOTHED, evaluations, plan_and_measured
 PLOTS = (
     ("loss", "Loss"),
     ("reward_margin", "Reward margin"),
+    ("reward_mean", "Mean reward"),
+    ("kl", "KL divergence from the start"),
+    ("response_length", "Tokens of an answer"),
     ("grad_norm", "Gradient norm"),
     ("lr", "Learning rate"),
     ("tokens_per_s", "Tokens per second"),

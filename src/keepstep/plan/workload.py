@@ -149,7 +149,7 @@ def workload_of(
         elastic=config.reproducible == "elastic",
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets if config.lora.rank else (),
-        reference=config.preference.method != "none" and not config.lora.rank,
+        reference=config.has_reference and not config.lora.rank,
     )
 
 

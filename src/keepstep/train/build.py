@@ -9,6 +9,7 @@ import torch
 
 from keepstep.config.layout import accumulation_steps
 from keepstep.config.schema import LoraConfig, RunConfig
+from keepstep.data.loader import Loaders
 from keepstep.interop.initial_weights import WeightsId, load_initial_weights
 from keepstep.models.block_plan import RecomputeMode
 from keepstep.models.lora import freeze_weights, prepare_adapters
@@ -19,8 +20,7 @@ from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import Pipeline, PipelineShape
 from keepstep.train.device import compute_dtype, recompute_modes, uses_varlen_attention
 from keepstep.train.elastic_step import ElasticStep
-from keepstep.train.objectives.objective import Objective
-from keepstep.train.objectives.preference import PreferenceObjective, Reference
+from keepstep.train.objectives.make import make_objective
 from keepstep.train.optim.loss_scaler import LossScaler
 from keepstep.train.optim.master_weights import MasterWeights
 from keepstep.train.optim.optimizer import Optimizers
@@ -45,12 +45,15 @@ class Learner:
     """The model that holds weights as they were before training, if the run needs them."""
 
 
-def build_learner(config: RunConfig, mesh: ParallelMesh, device: torch.device, *, fill: bool = True) -> Learner:
+def build_learner(
+    config: RunConfig, mesh: ParallelMesh, device: torch.device, *, fill: bool = True, loaders: Loaders | None = None
+) -> Learner:
     """This process's part of the model with its first weights, its optimizer and its step.
 
-    Without `fill` trained weights are left as memory has them, for a state that is about to be loaded.
+    Without `fill` trained weights are left as memory has them, for a state that is about to be loaded. `loaders` are
+    the run's data, from which reinforcement learning has its prompts.
     """
-    return fill_learner(config, mesh, device, spread_model(config, mesh, device), fill=fill)
+    return fill_learner(config, mesh, device, spread_model(config, mesh, device), fill=fill, loaders=loaders)
 
 
 def spread_model(
@@ -85,7 +88,13 @@ def spread_model(
 
 
 def fill_learner(
-    config: RunConfig, mesh: ParallelMesh, device: torch.device, spread: SpreadModel, *, fill: bool = True
+    config: RunConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+    spread: SpreadModel,
+    *,
+    fill: bool = True,
+    loaders: Loaders | None = None,
 ) -> Learner:
     """Give the model memory and first weights, and put together what trains it."""
     model, stages, sharded = spread
@@ -100,7 +109,7 @@ def fill_learner(
     optimizers = Optimizers(model, config.optimizer, masters)
     scaler = LossScaler(enabled=dtype == torch.float16)
     reference = None
-    if config.preference.method != "none" and not config.lora.rank:
+    if config.has_reference and not config.lora.rank:
         reference, origin = build_reference(config, mesh, device, origin)
     settings = StepSettings(
         mesh=mesh,
@@ -110,7 +119,7 @@ def fill_learner(
         reduce_each_microbatch=not config.parallel.keep_gathered,
         use_varlen=uses_varlen_attention(config, mesh.layout, device, dtype),
         may_mask=config.compute.attention != "flash",
-        objective=make_objective(config, model, reference),
+        objective=make_objective(config, model, reference, loaders),
     )
     frozen = model if config.lora.rank else reference
     if config.reproducible == "elastic":
@@ -136,13 +145,6 @@ def build_reference(
         stage.to_empty(device="cpu" if config.parallel.offload else device)
     origin = load_initial_weights(reference, config, expected)
     return reference.eval(), origin
-
-
-def make_objective(config: RunConfig, model: Transformer, reference: Transformer | None) -> Objective:
-    """What the run learns."""
-    if config.preference.method == "none":
-        return Objective()
-    return PreferenceObjective(config.preference, Reference(model, reference))
 
 
 def _build_pipeline(config: RunConfig, mesh: ParallelMesh, stages: list[Transformer], dtype: torch.dtype) -> Pipeline:

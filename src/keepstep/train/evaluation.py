@@ -62,7 +62,7 @@ class Evaluation:
         self._write_samples(state)
         self._recorder.event("evaluate", step=state.clock.step, seconds=time.perf_counter() - started)
         if result is not None:
-            self._offer_best(result, state)
+            self._offer_best(result, state, step.objective)
         return True
 
     def _validate(self, rows: ValidationRows, state: TrainState, step: TrainStep) -> PerplexityResult | None:
@@ -85,17 +85,18 @@ class Evaluation:
             self._recorder.sample(state.clock.step, prompt, text)
         state.model.train()
 
-    def _offer_best(self, result: PerplexityResult, state: TrainState) -> None:
+    def _offer_best(self, result: PerplexityResult, state: TrainState, objective: Objective) -> None:
         step = state.clock.step
         try:
-            saved = self.best.offer(step, result.loss, state.weights, state.origin)
+            measured = objective.to_minimise(result.loss, result.metrics)
+            saved = self.best.offer(step, measured, state.weights, state.origin)
         except CheckpointError as error:
             # A full disk, for example. The run is worth more than this copy, and its own saves continue.
             self._recorder.event("warning", step=step, reason="best_failed", message=error.message)
             self._recorder.note(f"warning: the best weights so far are not saved: {error.message}")
             return
         if saved:
-            self._recorder.note(f"step {step}: lowest validation loss so far, weights saved as {BEST_FOLDER}")
+            self._recorder.note(f"step {step}: {objective.best_is} so far, weights saved as {BEST_FOLDER}")
 
 
 def _validation_rows(context: RunContext, valid: Loader) -> ValidationRows:

@@ -55,7 +55,7 @@ class Trainer:
         """Model, parallelism, optimizer and step. With `fill` the model gets its first weights."""
         context, config = self._context, self._context.config
         seed_everything(config.seed, context.world.ranks.rank)
-        learner = build_learner(config, context.mesh, context.world.device, fill=fill)
+        learner = build_learner(config, context.mesh, context.world.device, fill=fill, loaders=self._loaders)
         self._filled, self._step = fill, learner.step
         data = self._loaders.train
         self._state = TrainState(

@@ -73,8 +73,24 @@ def read_first_is_counted_in_rows(config: RunConfig) -> Found:
 )  # fmt: skip
 def preference_needs_whole_answers(config: RunConfig) -> Found:
     """The log-probability of an answer is summed on one process; only answers are compared."""
-    if config.preference.method == "none":
+    return None if config.preference.method == "none" else _whole_answers(config)
+
+
+@rule(
+    "rl.method", "preference.method", "parallel.tensor", "parallel.context", "parallel.pipeline", "precision",
+    "chat.loss_on", "chat.read_first",
+)  # fmt: skip
+def rl_needs_whole_answers(config: RunConfig) -> Found:
+    """A run learns from given answers or from its own."""
+    if config.rl.method == "none":
         return None
+    if config.preference.method != "none":
+        needs = f"cannot be combined with preference.method {config.preference.method}"
+        return needs, "rl.method=none, or preference.method=none"
+    return _whole_answers(config)
+
+
+def _whole_answers(config: RunConfig) -> Found:
     split = [axis for axis in ("tensor", "context", "pipeline") if getattr(config.parallel, axis) > 1]
     if split:
         return f"needs parallel.{split[0]}=1", "use parallel.shard and parallel.replicate"
@@ -82,6 +98,43 @@ def preference_needs_whole_answers(config: RunConfig) -> Found:
         return "needs matmuls in bf16, and precision is fp8", "precision=bf16"
     if config.chat.loss_on == "all" or config.chat.read_first.value:
         return "compares what the assistant says alone", "leave chat.loss_on and chat.read_first out"
+    return None
+
+
+@rule("microbatch", "rl.num_generations", "rl.method")
+def groups_are_whole(config: RunConfig) -> Found:
+    """A micro batch holds all answers to a prompt, which are compared with each other."""
+    group = config.rl.num_generations
+    if config.rl.method == "none" or config.microbatch % group == 0:
+        return None
+    sizes = multiples_around(group, config.microbatch)
+    return f"must be a multiple of rl.num_generations ({group})", f"microbatch={listed(sizes)}"
+
+
+@rule("rl.max_new_tokens", "rl.method", "model.seq_len")
+def answers_fit_a_row(config: RunConfig) -> Found:
+    """Prompt and answer share a row."""
+    if config.rl.method == "none" or config.rl.max_new_tokens < config.model.seq_len:
+        return None
+    return f"must be below model.seq_len ({config.model.seq_len})", "leave room for the prompt in model.seq_len"
+
+
+_REWARDS = ("tool_calls", "schema", "format")
+
+
+@rule("rl.rewards", "rl.method")
+def rewards_are_known(config: RunConfig) -> Found:
+    """Each is built in or a plug-in, with a weight."""
+    if config.rl.method == "none":
+        return None
+    if not config.rl.rewards:
+        return "must name a reward", "rl.rewards={tool_calls: 1.0}"
+    for name, weight in config.rl.rewards.items():
+        if not (is_positive(weight) or is_positive(-weight)):
+            return f"must have a weight other than 0 for {name}", f"rl.rewards={{{name}: 1.0}}"
+        problem = None if name in _REWARDS else plugin_problem("rewards", name, _REWARDS)
+        if problem is not None:
+            return f"has {name}, which {problem[0]}", problem[1]
     return None
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.config.schema import ChatConfig, DataConfig
+from keepstep.config.schema import ChatConfig, DataConfig, RLConfig
 from keepstep.core.errors import DataError
-from keepstep.core.files import write_json
+from keepstep.core.files import write_atomic, write_json
 from keepstep.core.ranks import from_environment
 from keepstep.core.verbosity import progress
 from keepstep.data import tokenization
@@ -29,6 +29,7 @@ from keepstep.data.chat.generate import GENERATED
 from keepstep.data.chat.masks import MaskedTokens, encode
 from keepstep.data.chat.preference import AnswerPair, PreferenceMethod, read_pairs
 from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
+from keepstep.data.chat.prompts import PromptLoader, PromptSet, until_answer
 from keepstep.data.chat.reasons import frequent_reasons
 from keepstep.data.chat.rows import BadRow
 from keepstep.data.chat.template import ChatTemplate, find_template
@@ -75,6 +76,8 @@ class ChatSource:
     """First samples in which every token carries a loss."""
     preference: PreferenceMethod = "none"
     """With a method, rows are pairs of answers."""
+    rl: RLConfig = RLConfig()  # noqa: RUF009 - frozen
+    """With a method, rows are prompts that leave room for an answer."""
 
 
 def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
@@ -105,12 +108,29 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
             "; ".join([*frequent_reasons(folder / "rejects.jsonl"), f"all rejected rows: {folder / 'rejects.jsonl'}"]),
         )
     facts = {"kind": "chat", "path": str(folder), **prepared, "rows": train.count, "filled": train.filled}
+    if source.rl.method != "none":
+        return _prompt_loaders(source, folder, tokenizer, facts)
     return Loaders(
         FullLossFirstLoader(train, source.full_loss_samples, seed=source.seed, shuffle=source.data.shuffle),
         validation_loader(valid),
         tokenizer,
         facts,
         names=(source.data.path,),
+    )
+
+
+def _prompt_loaders(source: ChatSource, folder: Path, tokenizer: Path, facts: dict[str, Any]) -> Loaders:
+    group, data = source.rl.num_generations, source.data
+    train, valid = (ChatRows(folder / name, source.seq_len, packing=False) for name in ("train", "valid"))
+    prompts = PromptSet([(train, folder / "train.jsonl"), (valid, folder / "valid.jsonl")])
+    held_out = PromptLoader(valid, group, seed=0, shuffle=True, first_number=train.count) if valid.count else None
+    return Loaders(
+        PromptLoader(train, group, seed=source.seed, shuffle=data.shuffle),
+        held_out,
+        tokenizer,
+        {**facts, "rows": train.count},
+        names=(data.path,),
+        prompts=prompts,
     )
 
 
@@ -139,6 +159,7 @@ def _key(source: ChatSource, tokenizer: Path) -> str:
         source.chat.generated_rows, stats, template.source, template.bos, template.eos,
         hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
         *([] if source.preference == "none" else [source.preference == "kto"]),
+        *([] if source.rl.method == "none" else ["prompts", source.rl.max_new_tokens]),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:12]
 
@@ -150,6 +171,7 @@ def _prepare(folder: Path, source: ChatSource) -> None:
     progress(f"conversations: rendering and encoding {source.data.path}")
     splits: dict[str, list[MaskedTokens]] = {"train": [], "valid": []}
     labels: dict[str, list[bool]] = {"train": [], "valid": []}
+    questions: dict[str, list[str]] = {"train": [], "valid": []}
     rejected = 0
     with files.atomic_text_file(folder / "rejects.jsonl") as rejects:
         for name, item in _ahead(_items(source), template):
@@ -160,7 +182,10 @@ def _prepare(folder: Path, source: ChatSource) -> None:
             else:
                 splits[name] += row
                 labels[name].append(getattr(item, "label", True))
+                if source.rl.method != "none" and isinstance(item, NumberedRow):
+                    questions[name].append(json.dumps(item.conversation.row()) + "\n")
     for name, rows in splits.items():
+        write_atomic(folder / f"{name}.jsonl", "".join(questions[name]))
         np.save(folder / f"{name}.labels.npy", np.array(labels[name], dtype=np.int64))
         np.save(folder / f"{name}.tokens.npy", np.concatenate([np.zeros(0, np.int32), *(row.tokens for row in rows)]))
         loss = np.concatenate([np.zeros(0, np.bool_), *(row.loss for row in rows)])
@@ -190,6 +215,10 @@ def _items(source: ChatSource) -> Iterator[_Item]:
     data = source.data
     if source.preference != "none":
         yield from _pairs(source)
+        return
+    if source.rl.method != "none":
+        answered = _items(replace(source, rl=RLConfig()))
+        yield from ((name, until_answer(item)) for name, item in answered if not isinstance(item, AnswerPair))
         return
     if data.path == GENERATED:
         yield from (("train", row) for row in files.generated_rows(source.chat.generated_rows, source.seed, "train"))
@@ -231,6 +260,10 @@ def _encode(
     if tokens > room:
         both = " of both answers" if len(rows) > 1 else ""
         return item.reject(f"{tokens} tokens{both} do not fit a row of {room} (model.seq_len + 1)")
+    asked = int(rows[0].loss.argmax())
+    if source.rl.method != "none" and asked + source.rl.max_new_tokens > room:
+        answer = f"answer of up to {source.rl.max_new_tokens} (rl.max_new_tokens)"
+        return item.reject(f"a prompt of {asked} tokens and an {answer} do not fit a row of {room} (model.seq_len + 1)")
     if not all(row.loss[1:].any() for row in rows):
         return item.reject(f"no token of it carries a loss (chat.loss_on is {loss_on})")
     return rows

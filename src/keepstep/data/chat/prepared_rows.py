@@ -82,6 +82,11 @@ class ChatRows:
             labels[row, : len(pieces)] = self._labels[pieces]
         return labels
 
+    def conversation(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The tokens of one conversation, and which of them carry a loss."""
+        start, size = int(self._starts[number]), int(self._lengths[number])
+        return self._tokens[start : start + size], self._bits(start, size)
+
     def _bits(self, start: int, size: int) -> NDArray[np.bool_]:
         first = start // 8
         bits = np.unpackbits(self._loss[first : -(-(start + size) // 8)])

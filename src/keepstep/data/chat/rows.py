@@ -43,6 +43,16 @@ class Conversation:
         return {"messages": list(self.messages), **({"tools": list(self.tools)} if self.tools else {})}
 
 
+def answer_place(conversation: Conversation) -> int | None:
+    """Number of the assistant's first answer to a user message; None if there is none.
+
+    A greeting before the first user message does not count, nor does a message of weight 0, which may be wrong.
+    """
+    roles = [item["role"] if item.get("weight") != 0 else "" for item in conversation.messages]
+    asked = roles.index("user") if "user" in roles else len(roles)
+    return roles.index("assistant", asked) if "assistant" in roles[asked:] else None
+
+
 def canonical(messages: Any, tools: Any = None) -> Conversation:
     """A checked conversation. Arguments and tools may come as JSON text. Raises BadRow."""
     known = tuple(tool(item) for item in parsed_list(tools, "tools"))

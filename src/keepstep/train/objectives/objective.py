@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class Objective:
     """Metrics next to the loss."""
     sum_count = 0
     """Sums that the metrics are computed from."""
+    best_is = "lowest validation loss"
 
     def count(self, batch: Batch) -> int:
         """What the mean loss counts: tokens here, pairs or answers elsewhere."""
@@ -32,6 +34,10 @@ class Objective:
     def sums(self, call: ModelCall, batch: Batch) -> Tensor:
         """The sum of losses and then `sum_count` others, fp32 [1 + sum_count]; only the first has a gradient."""
         return call(batch)[None]
+
+    def to_minimise(self, loss: float, metrics: Mapping[str, float]) -> float:  # noqa: ARG002 - others need them
+        """By what validations are compared, as `best_is` says."""
+        return loss
 
     def metrics(self, sums: Tensor) -> Tensor:
         """The metrics of `metric_names` from the other sums over all micro batches; NaN where nothing was counted."""

@@ -1,0 +1,207 @@
+"""Reinforcement learning with verifiable rewards: GRPO (Shao et al. 2024), Dr. GRPO (Liu et al. 2025) and RLOO
+(Ahmadian et al. 2024).
+
+Shape legend: b answers, t tokens, p prompts, g answers of a prompt, n kinds of reward.
+
+A step answers each prompt g times with the weights as they are, rewards the answers, and moves the policy towards those
+that are better than the others of their group. Each answer is used for one update, so that the policy that learns is
+the one that wrote it: the ratio of the two is 1, and clipping it would change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keepstep.config.schema import RLConfig
+from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.data.batch import Batch
+from keepstep.models.transformer import Transformer
+from keepstep.train.objectives.objective import ModelCall, Objective
+from keepstep.train.objectives.preference import Reference
+from keepstep.train.objectives.rewards import Answered, load_rewards
+from keepstep.train.objectives.rollout import Rollout, answer_seed, roll_out
+from keepstep.train.objectives.tasks import PromptTasks
+
+EPSILON = 1e-4
+"""Added to the deviation of a group's rewards, as TRL does: a group without a difference has no signal."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model that answers and learns, and the one that it is held to, if any."""
+
+    model: Transformer
+    reference: Reference | None
+
+
+def advantages(rewards_pg: Tensor, method: str) -> Tensor:
+    """How much better each answer is than the others of its group.
+
+    grpo: by the group's standard deviation. dr_grpo: the difference from the mean alone. rloo: the difference from the
+    mean of the other answers.
+    """
+    centred_pg = rewards_pg - rewards_pg.mean(dim=1, keepdim=True)
+    if method == "grpo":
+        return centred_pg / (rewards_pg.std(dim=1, keepdim=True) + EPSILON)
+    group = rewards_pg.shape[1]
+    return centred_pg * group / (group - 1) if method == "rloo" else centred_pg
+
+
+def policy_losses(
+    log_probabilities_bt: Tensor, reference_bt: Tensor | None, advantages_b: Tensor, mask_bt: Tensor, config: RLConfig
+) -> Tensor:
+    """The loss of each answer, from the log-probabilities of its tokens under the policy and the reference.
+
+    grpo: the mean over an answer's tokens. dr_grpo: the sum over `max_new_tokens`, which favours neither short nor long
+    answers. rloo: the sum, because the log-probability of an answer is one.
+    """
+    # 1, with the gradient of the log-probability.
+    ratio_bt = torch.exp(log_probabilities_bt - log_probabilities_bt.detach())
+    losses_bt = -ratio_bt * advantages_b[:, None]
+    if reference_bt is not None and config.method != "rloo":
+        losses_bt = losses_bt + config.beta * kl_estimates(log_probabilities_bt, reference_bt)
+    sums_b = (losses_bt * mask_bt).sum(dim=1)
+    match config.method:
+        case "grpo":
+            return sums_b / mask_bt.sum(dim=1).clamp(min=1)
+        case "dr_grpo":
+            return sums_b / config.max_new_tokens
+        case _:
+            return sums_b
+
+
+def kl_estimates(log_probabilities_bt: Tensor, reference_bt: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = reference - policy: an unbiased estimate of the KL divergence that is never negative."""
+    difference_bt = reference_bt - log_probabilities_bt
+    return torch.exp(difference_bt) - difference_bt - 1
+
+
+class PolicyObjective(Objective):
+    """The mean loss of answers that the policy writes itself."""
+
+    best_is = "highest validation reward"
+
+    def __init__(self, config: RLConfig, policy: Policy, tasks: PromptTasks, seed: int) -> None:
+        self._config, self._policy, self._tasks, self._seed = config, policy, tasks, seed
+        self._rewards = load_rewards(list(config.rewards))
+        self._weights = torch.tensor(list(config.rewards.values()), dtype=torch.float64)
+        kinds = tuple(f"reward_{name.rpartition(':')[2]}" for name in config.rewards)
+        self.metric_names = ("reward_mean", "response_length", "truncated_share", "no_signal_share",
+                             "sampler_difference", "kl", *kinds)  # fmt: skip
+        self.sum_count = 3 + len(self.metric_names)
+
+    def count(self, batch: Batch) -> int:
+        """Answers."""
+        return len(batch.inputs) * self._config.num_generations
+
+    def sums(self, call: ModelCall, batch: Batch) -> Tensor:
+        """Losses; then the numbers of answers, groups and tokens, and the sums behind each metric."""
+        config = self._config
+        prompts = [
+            self._tasks.prompts[number] for number in batch.inputs[:, 0].tolist() for _ in range(config.num_generations)
+        ]
+        rollouts = roll_out(
+            self._policy.model,
+            [prompted.tokens for prompted in prompts],
+            self._seeds(batch),
+            config.max_new_tokens,
+            self._tasks.stop_tokens,
+        )
+        answers = [
+            Answered(prompted, self._tasks.decode(rollout.tokens), rollout.ended)
+            for prompted, rollout in zip(prompts, rollouts, strict=True)
+        ]
+        rewards_bn = torch.tensor(
+            [[reward(answer) for reward in self._rewards] for answer in answers], dtype=torch.float64
+        )
+        return self._learn(call, [prompted.tokens for prompted in prompts], rollouts, rewards_bn, batch.first_sample)
+
+    def _seeds(self, batch: Batch) -> list[int]:
+        group = self._config.num_generations
+        first = batch.first_sample // group
+        return [
+            answer_seed(self._seed, first + prompt, answer)
+            for prompt in range(len(batch.inputs))
+            for answer in range(group)
+        ]
+
+    def _learn(
+        self,
+        call: ModelCall,
+        prompts: Sequence[Sequence[int]],
+        rollouts: Sequence[Rollout],
+        rewards_bn: Tensor,
+        first_sample: int,
+    ) -> Tensor:
+        config = self._config
+        batch = answer_batch(prompts, rollouts, first_sample)
+        reference = self._policy.reference
+        reference_bt = None if reference is None else -reference.token_losses(call, batch)
+        log_probabilities_bt = -call(batch, each_loss=True)
+        device = log_probabilities_bt.device
+        mask_bt = torch.from_numpy(batch.targets != IGNORE_INDEX).to(device)
+        rewards_b = rewards_bn @ self._weights
+        if reference_bt is None:
+            kl_bt = torch.full_like(log_probabilities_bt, torch.nan).where(mask_bt, 0.0)
+        else:
+            kl_bt = kl_estimates(log_probabilities_bt.detach(), reference_bt) * mask_bt
+            if config.method == "rloo":
+                # RLOO's penalty is a part of the reward: the log-ratio of the whole answer.
+                moved_b = ((log_probabilities_bt.detach() - reference_bt) * mask_bt).sum(dim=1)
+                rewards_b = rewards_b - config.beta * moved_b.double().cpu()
+        rewards_pg = rewards_b.view(-1, config.num_generations)
+        advantages_b = advantages(rewards_pg, config.method).flatten().float().to(device)
+        losses_b = policy_losses(log_probabilities_bt, reference_bt, advantages_b, mask_bt, config)
+        sampled_bt = torch.zeros(mask_bt.shape).masked_scatter(
+            mask_bt.cpu(), torch.tensor([chance for rollout in rollouts for chance in rollout.log_probabilities])
+        )
+        difference_bt = (log_probabilities_bt.detach() - sampled_bt.to(device)).abs() * mask_bt
+        # Rewards of their own, before a penalty.
+        told = [
+            len(rollouts),
+            len(rewards_pg),
+            int(mask_bt.sum()),
+            (rewards_bn @ self._weights).sum(),
+            sum(len(rollout.tokens) for rollout in rollouts),
+            sum(not rollout.ended for rollout in rollouts),
+            (rewards_pg.max(dim=1).values == rewards_pg.min(dim=1).values).sum(),
+            difference_bt.sum(),
+            kl_bt.sum(),
+            *rewards_bn.sum(dim=0),
+        ]
+        return torch.cat([losses_b.sum()[None], torch.tensor([float(number) for number in told], device=device)])
+
+    def to_minimise(self, loss: float, metrics: Mapping[str, float]) -> float:  # noqa: ARG002
+        """Rewards: the loss is about 0 whatever was learnt."""
+        return -metrics["reward_mean"]
+
+    def metrics(self, sums: Tensor) -> Tensor:
+        """Means over answers, groups or tokens."""
+        answers, groups, tokens, reward, length, truncated, silent, difference, kl, *kinds = sums
+        means = (
+            reward / answers,
+            length / answers,
+            truncated / answers,
+            silent / groups,
+            difference / tokens,
+            kl / tokens,
+        )
+        return torch.stack([*means, *(kind / answers for kind in kinds)])
+
+
+def answer_batch(prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], first_sample: int) -> Batch:
+    """Prompts with their answers, one in a row; only the answers have targets."""
+    width = max(len(prompt) + len(rollout.tokens) for prompt, rollout in zip(prompts, rollouts, strict=True))
+    tokens = np.zeros((len(prompts), width), dtype=np.int64)
+    targets = np.full((len(prompts), width), IGNORE_INDEX, dtype=np.int64)
+    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
+        end = len(prompt) + len(rollout.tokens)
+        tokens[row, :end] = [*prompt, *rollout.tokens]
+        targets[row, len(prompt) : end] = rollout.tokens
+    # What follows an answer is padding: nothing before it attends to it.
+    return Batch(tokens[:, :-1], targets[:, 1:], None, None, first_sample)

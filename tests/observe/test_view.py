@@ -1,6 +1,8 @@
 """The page, the report and TensorBoard show what the run recorded: each number is read off the picture's data."""
 
+import re
 import time
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +106,13 @@ def test_validation_of_a_run_that_went_back_ends_with_the_run(tmp_path: Path) ->
     shown = series(history, ["loss", "valid_loss"], 500, 0.9)
     assert np.max(shown["loss"]["steps"]) == 40
     assert shown["valid_loss"]["steps"] == [30]
+
+
+def test_page_draws_only_series_that_the_server_sends() -> None:
+    script = resources.files("keepstep.observe.page").joinpath("static/app.js").read_text()
+    drawn = {
+        name
+        for names in re.findall(r"names: \[([^\]]*)\], (?:optional|logs)", script)
+        for name in re.findall(r'"(\w+)"', names)
+    }
+    assert {"loss", "reward_mean", "expert_load_max"} <= drawn <= {*SERIES, "valid_loss"}

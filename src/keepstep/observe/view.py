@@ -18,13 +18,13 @@ from keepstep.observe.history import History
 from keepstep.observe.run_folder import Record, RunFolder, number
 from keepstep.observe.verdict import Verdict, judge, own_seconds
 
+_OBJECTIVES = ("reward_mean", "reward_margin", "reward_accuracy", "kl", "response_length")
 _EXPERTS = ("expert_load_max", "expert_load_entropy")
-SERIES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "step_s", *_EXPERTS)
+_NOISY = ("loss", "grad_norm", "tokens_per_s", "mfu", "step_s", *_OBJECTIVES, *_EXPERTS)
+SERIES = (*_NOISY, "lr", "memory_gib")
 SPLIT = ("data", "compute", "communication", "save")
 """The parts of a step, in stacking order."""
-SMOOTHED = frozenset(
-    ("loss", "grad_norm", "tokens_per_s", "mfu", "step_s", *_EXPERTS, *(f"split.{part}" for part in SPLIT))
-)
+SMOOTHED = frozenset((*_NOISY, *(f"split.{part}" for part in SPLIT)))
 """Noisy series. All others (validation, learning rate, memory) are drawn as they were recorded."""
 _EVENTS_SHOWN = 400
 

@@ -110,9 +110,6 @@ def test_validation_of_a_run_that_went_back_ends_with_the_run(tmp_path: Path) ->
 
 def test_page_draws_only_series_that_the_server_sends() -> None:
     script = resources.files("keepstep.observe.page").joinpath("static/app.js").read_text()
-    drawn = {
-        name
-        for names in re.findall(r"names: \[([^\]]*)\], (?:optional|logs)", script)
-        for name in re.findall(r'"(\w+)"', names)
-    }
+    charts = re.findall(r"names: \[([^\]]*)\], (?:optional|logs)", script)
+    drawn = {name for names in charts for name in re.findall(r'"(\w+)"', names)}
     assert {"loss", "reward_mean", "expert_load_max"} <= drawn <= {*SERIES, "valid_loss"}

@@ -116,6 +116,20 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(chance_b, logits_bv[0][chosen_b])
 
 
+def test_draws_are_those_of_the_cumulative_distribution() -> None:
+    # More than one block of the vocabulary, tokens that cannot be drawn at its end, and draws at both ends.
+    logits_bv = torch.randn(64, 1000, generator=torch.Generator().manual_seed(3)) * 3
+    logits_bv[:, 900:] = -torch.inf
+    draws_b = torch.rand(64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    draws_b[:2] = torch.tensor([0.0, 1.0])
+    chosen_b, chance_b = _draw(logits_bv, draws_b)
+    cumulative_bv = logits_bv.log_softmax(-1).double().exp().cumsum(-1)
+    wanted_b1 = (draws_b * cumulative_bv[:, -1])[:, None] * (1 - 1e-12)
+    assert chosen_b.equal(torch.searchsorted(cumulative_bv, wanted_b1, right=True)[:, 0])
+    assert chosen_b.max() < 900
+    assert torch.isfinite(chance_b).all()
+
+
 def test_answers_depend_on_their_own_seed_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "grpo")
     model, _ = moved_models(config)

@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 
 from keepstep.evaluate.chat_model import open_decoder
 from keepstep.models.transformer import Transformer
+
+_BLOCK = 256
+"""Tokens of the vocabulary whose probabilities the device adds up."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,28 @@ def roll_out(
 def _draw(logits_bv: Tensor, draws_b: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each row, by its place in the cumulative distribution, and its log-probability.
 
-    On the CPU, where sums over the vocabulary have the same order each time.
+    The device only adds up blocks of the vocabulary, in an order that does not vary. The cumulative sums of a few
+    hundred numbers, which have no such order on a GPU, are the host's.
     """
-    log_probabilities_bv = logits_bv.cpu().float().log_softmax(dim=-1)
-    cumulative_bv = log_probabilities_bv.double().exp().cumsum(dim=-1)
-    # Times the last sum, which rounding keeps from being 1.
-    wanted_b1 = (draws_b * cumulative_bv[:, -1])[:, None]
-    chosen_b1 = torch.searchsorted(cumulative_bv, wanted_b1, right=True).clamp(max=cumulative_bv.shape[1] - 1)
-    return chosen_b1[:, 0], log_probabilities_bv.gather(1, chosen_b1)[:, 0]
+    log_probabilities_bv = logits_bv.float().log_softmax(dim=-1)
+    vocab = log_probabilities_bv.shape[1]
+    blocks_bnk = F.pad(log_probabilities_bv.double().exp(), (0, -vocab % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    sums_bn = blocks_bnk.sum(dim=-1).cpu()
+    block_b, left_b = _place(sums_bn, draws_b * sums_bn.sum(dim=1))
+    rows_b = torch.arange(len(draws_b), device=blocks_bnk.device)
+    inside_b, _ = _place(blocks_bnk[rows_b, block_b.to(rows_b.device)].cpu(), left_b)
+    chosen_b = block_b * _BLOCK + inside_b
+    return chosen_b, log_probabilities_bv[rows_b, chosen_b.to(rows_b.device)].cpu()
+
+
+def _place(parts_bn: Tensor, wanted_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of each row in which the cumulative sum passes `wanted_b`, and how far into it; never an empty part."""
+    cumulative_bn = parts_bn.cumsum(dim=-1)
+    # Rounding may put it at the very end, behind the last part that holds anything.
+    wanted_b = torch.minimum(wanted_b, torch.nextafter(cumulative_bn[:, -1], torch.zeros((), dtype=torch.float64)))
+    part_b1 = torch.searchsorted(cumulative_bn, wanted_b[:, None], right=True)
+    before_b1 = cumulative_bn.gather(1, part_b1) - parts_bn.gather(1, part_b1)
+    return part_b1[:, 0], (wanted_b[:, None] - before_b1)[:, 0]
 
 
 def _agreement(model: Transformer) -> Callable[[bool], bool]:

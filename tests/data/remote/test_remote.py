@@ -135,10 +135,11 @@ def held_bytes(cache: Path) -> int:
     with contextlib.ExitStack() as stack:
         for room in cache.rglob("locks/room"):
             fcntl.flock(stack.enter_context(room.open()), fcntl.LOCK_EX)
-        for folder, _, names in os.walk(cache):
-            for name in names:
+        # Without the tokenizer: it may have another name while a process writes it.
+        for folder in cache.rglob("files"):
+            for path in folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    total += 0 if name == "tokenizer.json" else (Path(folder) / name).stat().st_size
+                    total += path.stat().st_size
     return total
 
 

@@ -64,10 +64,13 @@ def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: p
     compute = replace(config.compute, attention="auto")
     data = replace(config.data, order="keepstep")
     lora = replace(config.lora, rank=0)
-    preference = replace(config.preference, label_smoothing=0.0)
+    objectives = {
+        "preference": replace(config.preference, method="none", label_smoothing=0.0),
+        "rl": replace(config.rl, method="none"),
+    }
     model = replace(config.model, partial_rotary_factor=1.0, rotary_local_base=0.0, head_qk_norm=True)
     sections = {"checkpoint": checkpoint, "compute": compute, "data": data, "lora": lora, "parallel": parallel}
-    config = replace(config, reproducible="resume", model=model, preference=preference, **sections)
+    config = replace(config, reproducible="resume", model=model, **sections, **objectives)
     assert list(broken_rules(config)) == []
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
     path.write_text(dump_config(config), encoding="utf-8")

@@ -258,8 +258,8 @@ def _encode(
         return item.reject(str(bad))
     tokens = sum(len(row.tokens) for row in rows)
     if tokens > room:
-        both = " of both answers" if len(rows) > 1 else ""
-        return item.reject(f"{tokens} tokens{both} do not fit a row of {room} (model.seq_len + 1)")
+        both = ": both answers are in one row" if len(rows) > 1 else ""
+        return item.reject(f"{tokens} tokens do not fit a row of {room} (model.seq_len + 1){both}")
     asked = int(rows[0].loss.argmax())
     if source.rl.method != "none" and asked + source.rl.max_new_tokens > room:
         answer = f"answer of up to {source.rl.max_new_tokens} (rl.max_new_tokens)"

@@ -50,8 +50,9 @@ test-cluster: $(READY)  ## all tests on a real Slurm: faults, limits, preemption
 	scripts/system-packages
 	$(BIN)/python -m pytest -m 'cluster or slow' tests/cluster
 
-test-image: $(READY)  ## build the image and try it (5 to 15 minutes; root, apt: buildah debootstrap)
+test-image: $(READY)  ## build the image and try it, install by hashes (7 to 17 minutes; root, apt: buildah debootstrap)
 	$(BIN)/python -m pytest -m 'cluster or slow' tests/launch/test_image.py
+	$(BIN)/python -m pytest -m cluster tests/test_install.py
 
 test-recipes: $(READY)  ## every command block of the five documents we follow: run, rendered, or why it differs (2 minutes)
 	scripts/system-packages

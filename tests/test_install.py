@@ -167,7 +167,7 @@ def without_torch(requirements: str) -> str:
     return "".join(text for text in packages if not re.match(r"torch|triton|nvidia-|cuda-", text))
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_pip_installs_the_real_files_by_their_hashes(tmp_path: Path) -> None:
     index = reachable_index()
     (tmp_path / "home").mkdir()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from keepstep.core.errors import DataError
 from keepstep.data import tokenization
 from keepstep.data.chat.masks import encode, encode_rendered
 from keepstep.data.chat.published_sets import convert
@@ -281,3 +282,14 @@ def test_rendering_equals_transformers(tmp_path: Path, tokenizer: Any) -> None:
         )
         rendered = ChatTemplate(BUILT_IN).render(conversation)
         assert theirs.decode(made["input_ids"]) == rendered.text
+
+
+def test_tokenizer_with_an_impossible_id_is_refused() -> None:
+    damaged = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 2**32 - 1}, "unk_token": "a"},
+    }
+    tokenizer = tokenization.load_text(json.dumps(damaged), "tokenizer.json")
+    with pytest.raises(DataError, match="the tokenizer has the id 4,294,967,295"):
+        encode_rendered(Rendered("a", ()), tokenizer)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import DataError, UsageError
 from keepstep.data import tokenization
 from keepstep.data.chat.files import FormatName, RejectedRow, read_conversations
 from keepstep.data.chat.generate import GENERATED, generate_rows
@@ -73,7 +73,7 @@ def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
     loss = np.zeros(len(encoding.ids), dtype=np.bool_)
     for span in rendered.spans:
         loss |= (starts >= span.start) & (starts < span.end)
-    return MaskedTokens(np.array(encoding.ids, dtype=np.int32), loss)
+    return MaskedTokens(_token_ids(encoding.ids), loss)
 
 
 def _piecewise(rendered: Rendered, edges: list[int], tokenizer: Any) -> MaskedTokens:
@@ -86,7 +86,15 @@ def _piecewise(rendered: Rendered, edges: list[int], tokenizer: Any) -> MaskedTo
         piece = tokenizer.encode(rendered.text[start:end], add_special_tokens=False).ids
         ids += piece
         loss += [start in span_starts and end > start] * len(piece)
-    return MaskedTokens(np.array(ids, dtype=np.int32), np.array(loss, dtype=np.bool_))
+    return MaskedTokens(_token_ids(ids), np.array(loss, dtype=np.bool_))
+
+
+def _token_ids(ids: list[int]) -> NDArray[np.int32]:
+    try:
+        return np.array(ids, dtype=np.int32)
+    except OverflowError:
+        message = f"the tokenizer has the id {max(ids):,}, but no vocabulary is that large"
+        raise DataError(message, "tokenizer.json is damaged: download or export it again") from None
 
 
 @dataclass(frozen=True)

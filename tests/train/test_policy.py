@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from keepstep.models.transformer import Transformer
 from keepstep.train.objectives.policy import Policy, PolicyObjective
 from keepstep.train.objectives.preference import Reference
 from keepstep.train.objectives.rewards import Answered, load_rewards
-from keepstep.train.objectives.rollout import answer_seed, roll_out
+from keepstep.train.objectives.rollout import answer_seed, confirm, roll_out
 from keepstep.train.objectives.tasks import PromptTasks
 from tests.train.preference_rows import TOOL, letter_share, rl_words
 from tests.train.test_preference import LORA, call_on, log_probability, moved_models
@@ -149,6 +150,34 @@ def test_answers_depend_on_their_own_seed_alone(tmp_path: Path) -> None:
     assert len({answer_seed(*place) for place in ((1, 2, 3), (1, 3, 2), (2, 1, 3), (1, 23, 0), (12, 3, 0))}) == 5
     assert isinstance(model, Transformer)
     assert model.training
+
+
+def test_answers_are_those_of_the_training_forward_pass(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "grpo", "reproducible=elastic")
+    model, _ = moved_models(config)
+    requests = [Request([5, 6, number], 10, answer_seed(17, number, 0)) for number in range(6)]
+    answers = roll_out(model, requests, {3}, 6)
+    # As if rounding had decided otherwise while these were decoded: in the middle, at the end, and at a stop token.
+    damaged = [
+        replace(answer, tokens=[*answer.tokens[:place], (answer.tokens[place] + 1) % 128, *rest], ended=False)
+        for answer, place, rest in zip(answers, (0, 3, -1), ([7] * 9, [8, 8], []), strict=False)
+    ]
+    confirmed = confirm(model, requests, [*damaged, *answers[3:]], {3})
+    assert [(one.tokens, one.ended) for one in confirmed] == [(one.tokens, one.ended) for one in answers]
+    assert confirm(model, requests, answers, {3}) == answers
+    assert model.training
+
+
+@pytest.mark.parametrize("mode", ["elastic", "resume"])
+def test_sampler_and_training_have_equal_log_probabilities_in_elastic_mode(mode: str, tmp_path: Path) -> None:
+    more = ["max_duration=2ba", f"reproducible={mode}", "evaluate.at_end=false", "checkpoint.at_end=false"]
+    run_here(tmp_path, *rl_words(tmp_path / "data"), *more)
+    differences = [line["sampler_difference"] for line in learnt(tmp_path, "run")]
+    assert len(differences) == 2
+    if mode == "elastic":
+        assert differences == [0.0, 0.0]
+    else:
+        assert all(0 <= difference < 1e-5 for difference in differences)
 
 
 def test_answer_ends_at_a_stop_token(tmp_path: Path) -> None:

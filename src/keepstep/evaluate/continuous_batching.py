@@ -37,6 +37,13 @@ class Request:
     prompt: Sequence[int]
     max_new_tokens: int
     seed: int = 0
+    drawn: int = 0
+    """Numbers of the seed that are used already: for the tokens at the prompt's end, if it is an answer's beginning."""
+
+    def draws(self, count: int) -> Tensor:
+        """Numbers in [0, 1) for the next tokens, made on the CPU: a GPU's generator gives other numbers."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(self.drawn + count, generator=generator, dtype=torch.float64)[self.drawn :]
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class _Batch:
             state[rows_k] = torch.tensor(values, device=self._device)
         self._rows.running_b[rows_k] = self._rows.most_b[rows_k] > 0
         if self._sampler.draws:
-            drawn_kt = torch.stack([_draws(request.seed, self._most) for request in asked])
+            drawn_kt = torch.stack([request.draws(self._most) for request in asked])
             self._rows.draws_bt[rows_k, : self._most] = drawn_kt.to(self._device)
         for row, number in zip(rows, taken, strict=True):
             self._numbers[row], self._held[row] = number, len(self._requests[number].prompt) - 1
@@ -277,11 +284,6 @@ class _Batch:
             self._cache.keep(rows_k)
             self._rows = self._rows.kept(rows_k)
             self._numbers, self._held = [self._numbers[row] for row in kept], [self._held[row] for row in kept]
-
-
-def _draws(seed: int, count: int) -> Tensor:
-    """Numbers in [0, 1) that one request draws from, made on the CPU: a GPU's generator gives other numbers."""
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class _Graphs:

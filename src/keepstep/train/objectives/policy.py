@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from keepstep.models.transformer import Transformer
 from keepstep.train.objectives.objective import ModelCall, Objective
 from keepstep.train.objectives.preference import Reference
 from keepstep.train.objectives.rewards import Answered, load_rewards
-from keepstep.train.objectives.rollout import answer_seed, roll_out
+from keepstep.train.objectives.rollout import answer_batch, answer_seed, confirm, roll_out
 from keepstep.train.objectives.tasks import PromptTasks
 
 EPSILON = 1e-4
@@ -90,8 +89,10 @@ class PolicyObjective(Objective):
     best_is = "highest validation reward"
     prepares = True
 
-    def __init__(self, config: RLConfig, policy: Policy, tasks: PromptTasks, seed: int) -> None:
+    def __init__(self, config: RLConfig, policy: Policy, tasks: PromptTasks, seed: int, *, exact: bool = False) -> None:
+        """With `exact`, answers are drawn from the training forward pass itself."""
         self._config, self._policy, self._tasks, self._seed = config, policy, tasks, seed
+        self._exact = exact
         self._rollouts: dict[int, list[Generated]] = {}
         """Answers of micro batches that are still to be learnt from, by their first sample."""
         self._rewards = load_rewards(list(config.rewards))
@@ -110,6 +111,8 @@ class PolicyObjective(Objective):
         if batch.first_sample not in self._rollouts:
             self.prepare([batch])
         rollouts = self._rollouts.pop(batch.first_sample)
+        if self._exact:
+            rollouts = self._confirmed(call, batch, rollouts)
         prompts = self._prompts(batch)
         answers = [
             Answered(prompted, self._tasks.decode(rollout.tokens), rollout.ended)
@@ -136,6 +139,19 @@ class PolicyObjective(Objective):
             batch.first_sample: list(itertools.islice(written, len(requests)))
             for batch, requests in zip(batches, asked, strict=True)
         }
+
+    def _confirmed(self, call: ModelCall, batch: Batch, rollouts: Sequence[Generated]) -> list[Generated]:
+        """Answers that the training forward pass would have drawn, with its log-probabilities."""
+        requests = self._requests(batch)
+        answers = confirm(self._policy.model, requests, rollouts, self._tasks.stop_tokens)
+        learnt = answer_batch([request.prompt for request in requests], answers, batch.first_sample)
+        with torch.no_grad():
+            log_probabilities_bt = -call(learnt, each_loss=True).cpu()
+        mask_bt = torch.from_numpy(learnt.targets != IGNORE_INDEX)
+        return [
+            replace(answer, log_probabilities=log_probabilities_t[mask_t].tolist())
+            for answer, log_probabilities_t, mask_t in zip(answers, log_probabilities_bt, mask_bt, strict=True)
+        ]
 
     def _prompts(self, batch: Batch) -> list[Prompted]:
         group = range(self._config.num_generations)
@@ -215,16 +231,3 @@ class PolicyObjective(Objective):
             kl / tokens,
         )
         return torch.stack([*means, *(kind / answers for kind in kinds)])
-
-
-def answer_batch(prompts: Sequence[Sequence[int]], rollouts: Sequence[Generated], first_sample: int) -> Batch:
-    """Prompts with their answers, one in a row; only the answers have targets."""
-    width = max(len(prompt) + len(rollout.tokens) for prompt, rollout in zip(prompts, rollouts, strict=True))
-    tokens = np.zeros((len(prompts), width), dtype=np.int64)
-    targets = np.full((len(prompts), width), IGNORE_INDEX, dtype=np.int64)
-    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
-        end = len(prompt) + len(rollout.tokens)
-        tokens[row, :end] = [*prompt, *rollout.tokens]
-        targets[row, len(prompt) : end] = rollout.tokens
-    # What follows an answer is padding: nothing before it attends to it.
-    return Batch(tokens[:, :-1], targets[:, 1:], None, None, first_sample)

@@ -8,13 +8,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.data.batch import Batch
 from keepstep.evaluate.continuous_batching import Generated, Request, generate_batch
 from keepstep.evaluate.draw import Sampler
 from keepstep.models.transformer import Transformer
+
+_SAMPLER = Sampler(temperature=1.0)
+_MOST_ROUNDS = 16
 
 
 def answer_seed(seed: int, prompt: int, answer: int) -> int:
@@ -32,10 +38,62 @@ def roll_out(
     """
     training = model.training
     model.eval()
-    sampler, agree = Sampler(temperature=1.0), _agreement(model)
-    answers = generate_batch(model, requests, rows=rows, sampler=sampler, stop_tokens=stop_tokens, agree=agree)
+    agree = _agreement(model)
+    answers = generate_batch(model, requests, rows=rows, sampler=_SAMPLER, stop_tokens=stop_tokens, agree=agree)
     model.train(training)
     return answers
+
+
+@torch.no_grad()
+def confirm(
+    model: Transformer, requests: Sequence[Request], answers: Sequence[Generated], stop_tokens: Collection[int]
+) -> list[Generated]:
+    """The answers that whole forward passes would have drawn, which round in another order than decoding does.
+
+    Every token is drawn again, with its own number, from a forward pass in the shape of training. After the first that
+    differs an answer is continued from there. That is rare, and a few rounds leave no difference.
+    """
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    answers = list(answers)
+    for _ in range(_MOST_ROUNDS):
+        inputs_bt = torch.from_numpy(answer_batch([request.prompt for request in requests], answers, 0).inputs)
+        logits_btv = model(inputs_bt.to(device))
+        begun: dict[int, Request] = {}
+        for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            start, count = len(request.prompt) - 1, len(answer.tokens)
+            chosen_t, _ = _SAMPLER.choose(logits_btv[row, start : start + count], request.draws(count).to(device))
+            chosen = chosen_t.tolist()
+            if chosen != answer.tokens:
+                same = next(place for place in range(count) if chosen[place] != answer.tokens[place])
+                begun[row] = _continuation(request, chosen[: same + 1], stop_tokens)
+        if not begun:
+            break
+        for row, more in zip(begun, roll_out(model, list(begun.values()), stop_tokens, len(begun)), strict=True):
+            kept = list(begun[row].prompt[len(requests[row].prompt) :])
+            ended = more.ended or kept[-1] in stop_tokens
+            answers[row] = Generated([*kept, *more.tokens], [], ended)
+    model.train(training)
+    return answers
+
+
+def _continuation(request: Request, kept: Sequence[int], stop_tokens: Collection[int]) -> Request:
+    """What is left to be written after an answer's beginning: nothing after a stop token."""
+    room = 0 if kept[-1] in stop_tokens else request.max_new_tokens - len(kept)
+    return Request([*request.prompt, *kept], room, request.seed, len(kept))
+
+
+def answer_batch(prompts: Sequence[Sequence[int]], rollouts: Sequence[Generated], first_sample: int) -> Batch:
+    """Prompts with their answers, one in a row; only the answers have targets."""
+    width = max(len(prompt) + len(rollout.tokens) for prompt, rollout in zip(prompts, rollouts, strict=True))
+    tokens = np.zeros((len(prompts), width), dtype=np.int64)
+    targets = np.full((len(prompts), width), IGNORE_INDEX, dtype=np.int64)
+    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
+        end = len(prompt) + len(rollout.tokens)
+        tokens[row, :end] = [*prompt, *rollout.tokens]
+        targets[row, len(prompt) : end] = rollout.tokens
+    # What follows an answer is padding: nothing before it attends to it.
+    return Batch(tokens[:, :-1], targets[:, 1:], None, None, first_sample)
 
 
 def _agreement(model: Transformer) -> Callable[[bool], bool]:

@@ -115,8 +115,8 @@ class Stages:
             run_all(commands, self.args.together)
 
         if not self.args.single_turn:
-            ask(LONG, self.args.batch // 8, report=False)
-        ask(asked, self.args.batch, report=True)
+            ask(SHORT, self.args.batch, report=False)
+        ask(asked, self.args.batch // (1 if self.args.single_turn else 8), report=True)
 
     def report(self, name: str) -> Path:
         return self.folder / f"{name}.bfcl.json"

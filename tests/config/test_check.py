@@ -97,6 +97,12 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         ),
         (["model.final_logit_softcapping=30", "parallel.tensor=2"], "must be 1 with model.final_logit_softcapping"),
         (["model.attn_logit_softcapping=50", "parallel.context=2"], "which ring attention does not compute"),
+        (["model.attention_sinks=true", "parallel.context=2"], "must be 1 with model.attention_sinks, which ring"),
+        (["model.attention_sinks=true", "parallel.tensor=2"], "which are not split by heads"),
+        (
+            ["model.attention_sinks=true", "compute.attention=flash", "reproducible=off", "precision=bf16"],
+            "computes no model.attention_sinks",
+        ),
         (
             ["model.final_logit_softcapping=30", "parallel.pipeline=2", "parallel.schedule=zero_bubble"],
             "does not support model.final_logit_softcapping",

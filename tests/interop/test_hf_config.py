@@ -138,6 +138,23 @@ def test_export_refuses_what_the_family_does_not_compute() -> None:
             hf_config_of(config, "float32")
 
 
+def test_export_of_experts_with_sinks_is_gpt_oss_or_refused() -> None:
+    preset = ModelConfig(**PRESETS["gpt-oss-20b"])
+    described = hf_config_of(preset, "bfloat16")
+    assert ModelConfig(**model_config_from_hf(described)) == replace(
+        preset, experts=replace(preset.experts, aux_loss=0.0)
+    )
+    for config, named in (
+        (replace(preset, out_bias=False), "out_bias"),
+        (replace(preset, attention_sinks=False), "experts.bias is True.*mixtral"),
+        (replace(preset, experts=replace(preset.experts, swiglu_limit=0.0)), "swiglu_limit"),
+        (replace(preset, experts=replace(preset.experts, bias=False)), "experts.bias"),
+        (replace(preset, experts=replace(preset.experts, count=0), out_bias=False), "attention_sinks"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            hf_config_of(config, "float32")
+
+
 def test_vocabulary_below_the_weights_is_refused() -> None:
     config = VARIANTS["grouped rotary"]
     tensors = dict(export_parameters(build(config).state_dict(), config, "llama"))
@@ -149,7 +166,7 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
     ("described", "named"),
     [
         ({**LLAMA_1B, "model_type": "deepseek_v3"}, "deepseek_v3.*this decoder has no multi-head latent attention"),
-        ({**LLAMA_1B, "model_type": "gpt_oss"}, "gpt_oss.*this decoder has no attention sinks, clipped SwiGLU"),
+        ({**LLAMA_1B, "model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
         ({**LLAMA_1B, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ({**LLAMA_1B, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ({**LLAMA_1B, "model_type": "qwen3_moe", "mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),

@@ -59,6 +59,11 @@ VARIANTS: dict[str, ModelConfig] = {
             groups=4, top_groups=2, first_dense_layers=1, balance_bias=True,
         ),
     ),
+    "sinks and clipped experts": ModelConfig(
+        **LLAMA, sliding_window=5, layer_types=("sliding_attention", "full_attention"), attention_sinks=True,
+        qkv_bias=True, out_bias=True, head_dim=12,
+        experts=ExpertsConfig(count=4, top_k=2, ffn_hidden=16, bias=True, swiglu_limit=7.0),
+    ),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
 }  # fmt: skip
 

@@ -41,6 +41,7 @@ GEMMA2 = {**GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 12, "attn_logit
 MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_size": 61}
 
 MIXTURE = {**PHI3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 8}
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "vocab_size": 61}),
@@ -109,6 +110,11 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe normalized": ("Olmoe", {**PHI3, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen2 moe": ("Qwen2Moe", {**MIXTURE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
     "qwen3 moe": ("Qwen3Moe", {**MIXTURE, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "gpt-oss with mxfp4 sizes": ("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}),
+    "gpt-oss clipped without biases": (
+        "GptOss",
+        {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "rope_parameters": YARN_SCALING},
+    ),
 }
 
 
@@ -139,6 +145,8 @@ def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]
 
 def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Their tensors as their files have them: transformers stacks those of all experts when it reads a file."""
+    if family == "gpt_oss":
+        return dict(tensors)
     separate: dict[str, torch.Tensor] = {}
     w = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {}
     for name, tensor in tensors.items():

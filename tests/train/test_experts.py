@@ -18,7 +18,8 @@ EXPERTS = [
     "model.norm=rmsnorm", "model.positions=rotary", "model.activation=swiglu", "model.bias=false",
     "model.experts.count=4", "model.experts.ffn_hidden=16", "model.experts.scores=sigmoid",
     "model.experts.aux_loss=0.1", "model.experts.z_loss=0.01", "model.experts.balance_bias=true",
-    "model.experts.bias_update_rate=0.05", "schedule.name=constant",
+    "model.experts.bias_update_rate=0.05", "schedule.name=constant", "model.experts.bias=true",
+    "model.experts.swiglu_limit=7.0", "model.attention_sinks=true", "model.out_bias=true",
 ]  # fmt: skip
 
 

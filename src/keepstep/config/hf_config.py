@@ -37,6 +37,7 @@ _CLASSES: Mapping[Family, str] = {
     "granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }  # fmt: skip
 _GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
 _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
@@ -45,7 +46,6 @@ _MPT_BIAS_MAX = 8
 """The only value that transformers computes, whatever config.json says."""
 _NOT_COMPUTED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention"),
-    "gpt_oss": "attention sinks, clipped SwiGLU and experts with biases",
     "gemma3": "images (export its text model, gemma3_text)",
     "phi": "parallel attention and feed-forward",
     **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),

@@ -23,6 +23,15 @@ EXPERT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4,
     },
+    "gpt_oss": {
+        "num_local_experts": 128, "num_experts_per_tok": 4, "norm_topk_prob": True, "num_key_value_heads": 8,
+        "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }  # fmt: skip
 """Families with experts, and what a file without the key means in each."""
 
@@ -47,6 +56,11 @@ def from_experts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
         shared = config["shared_expert_intermediate_size"]
         experts |= {"shared_ffn_hidden": shared, "shared_gate": True}
     fields: dict[str, Any] = {"experts": experts}
+    if family == "gpt_oss":
+        _refuse(config, "swiglu_alpha", 1.702)
+        experts |= {"bias": True, "swiglu_limit": config["swiglu_limit"]}
+        biased = config["attention_bias"]
+        fields |= {"attention_sinks": True, "qkv_bias": biased, "out_bias": biased}
     if family == "olmoe":
         fields["head_qk_norm"] = False
     if family == "qwen2_moe":
@@ -76,6 +90,8 @@ def _layers_with_experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def experts_family(config: ModelConfig) -> Any:
     """The family that computes a model with experts."""
+    if config.attention_sinks:
+        return "gpt_oss"
     if config.experts.shared_ffn_hidden:
         return "qwen2_moe"
     if config.qk_norm:
@@ -88,8 +104,12 @@ def check_experts(config: ModelConfig, family: str) -> None:
     experts, plain = config.experts, ExpertsConfig()
     names = ["scores", "scale", "groups", "balance_bias"]
     expected = {name: getattr(plain, name) for name in names}
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         expected["normalize"] = True
+    if family == "gpt_oss":
+        expected |= {"bias": True, "swiglu_limit": experts.swiglu_limit or 7.0}
+    else:
+        expected |= {"bias": False, "swiglu_limit": 0.0}
     if family not in SPARSE_STEPS:
         expected |= {"first_dense_layers": 0, "layer_interval": 1}
     expected["shared_gate"] = family == "qwen2_moe"
@@ -110,7 +130,9 @@ def to_experts(config: ModelConfig, family: str) -> dict[str, Any]:
         return {}
     experts = config.experts
     keys: dict[str, Any] = {"num_experts_per_tok": experts.top_k, "norm_topk_prob": experts.normalize}
-    keys["num_local_experts" if family == "mixtral" else "num_experts"] = experts.count
+    keys["num_local_experts" if family in ("mixtral", "gpt_oss") else "num_experts"] = experts.count
+    if family == "gpt_oss":
+        keys |= {"swiglu_limit": experts.swiglu_limit, "attention_bias": config.qkv_bias}
     if family not in SPARSE_STEPS:
         return {**keys, "intermediate_size": config.expert_size}
     keys |= {

@@ -15,7 +15,7 @@ from keepstep.core.messages import listed
 
 Family = Literal[
     "gpt2", "mpt", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma",
-    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -39,7 +39,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """What a file without the key means, where the family differs from Llama."""
 _LOCAL_BASES: Mapping[str, float] = {"gemma3_text": 10000.0, "olmo3": 500000.0}
 """Families whose sliding layers have a RoPE of their own, and its base if the file does not say."""
-_FULL_EVERY: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
+_FULL_EVERY: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}
 """Families in which every n-th layer attends to all tokens if the file does not say, and the others slide."""
 _PRE_ATTN = "query_pre_attn_scalar"
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -48,9 +48,11 @@ _BIASED: tuple[Family, ...] = ("llama", "granite", "smollm3")
 _GEMMAS: tuple[Family, ...] = ("gemma", "gemma2", "gemma3_text")
 _OLMOS: tuple[Family, ...] = ("olmo2", "olmo3")
 _EXPERTS: tuple[Family, ...] = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-_MIXED: tuple[Family, ...] = ("qwen2", "qwen3", "olmo3", "smollm3", "gemma2", "gemma3_text")
+_MIXED: tuple[Family, ...] = ("qwen2", "qwen3", "olmo3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
 _ONLY: Mapping[str, tuple[Family, ...]] = {
-    "qkv_bias": ("gpt2", "qwen2", "qwen2_moe", *_BIASED),
+    "qkv_bias": ("gpt2", "qwen2", "qwen2_moe", "gpt_oss", *_BIASED),
+    "out_bias": ("gpt_oss",),
+    "attention_sinks": ("gpt_oss",),
     "qk_norm": ("qwen3", "gemma3_text", "olmoe", "qwen3_moe", *_OLMOS),
     "head_qk_norm": ("olmoe", *_OLMOS),
     "norm_placement": ("gemma2", "gemma3_text", *_OLMOS),
@@ -131,6 +133,8 @@ def _fixed(config: ModelConfig, family: Family) -> dict[str, Any]:
         fixed.update(qkv_bias=True)
     if family == "olmoe":
         fixed.update(head_qk_norm=False)
+    if family == "gpt_oss":
+        fixed.update(attention_sinks=True, out_bias=config.qkv_bias)
     if family in _LOCAL_BASES and config.sliding_window and not config.rotary_local_base:
         # Their sliding layers are never scaled.
         fixed.update(rotary_scaling=None)
@@ -176,7 +180,7 @@ def from_rotary(config: HfConfig, family: Family) -> dict[str, Any]:
         "norm": "rmsnorm_1p" if gemma else "rmsnorm",
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "activation": "geglu_tanh" if gemma else "swiglu",
-        "bias": _has_biases(config),
+        "bias": family != "gpt_oss" and _has_biases(config),
         "qkv_bias": family == "qwen2",
         "qk_norm": family in _ONLY["qk_norm"],
         "tied": config.get("tie_word_embeddings", False),
@@ -283,7 +287,7 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
                 return keys
             ropes = [int(config.has_rope(layer)) for layer in range(config.layers)]
             return {**keys, "no_rope_layers": ropes, "no_rope_layer_interval": config.no_rope_layer_interval}
-        case "olmo3":
+        case "olmo3" | "gpt_oss":
             return {"sliding_window": window or 4096, "layer_types": kinds}
         case "granite":
             scale = config.attention_multiplier or config.head_size**-0.5

@@ -82,6 +82,17 @@ PRESETS: Mapping[str, Fields] = {
         32, 4096, 32, 8, 14336, vocab=32000, seq_len=4096, rotary_base=1000000.0,
         experts=ExpertsConfig(count=8, top_k=2, ffn_hidden=14336, aux_loss=0.02),
     ),
+    "gpt-oss-20b": _llama(
+        24, 2880, 64, 8, 2880, head_dim=64, vocab=201088, seq_len=4096, rotary_base=150000.0, qkv_bias=True,
+        out_bias=True, attention_sinks=True, sliding_window=128, layer_types=("sliding_attention", "full_attention"),
+        rotary_scaling={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        experts=ExpertsConfig(
+            count=32, top_k=4, ffn_hidden=2880, bias=True, swiglu_limit=7.0, aux_loss=0.001,
+        ),
+    ),
 }  # fmt: skip
 
 ALIASES: Mapping[str, str] = {"mpt-small-cpu": "mpt-tiny"}

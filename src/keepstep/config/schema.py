@@ -62,6 +62,11 @@ class ExpertsConfig:
     0 disables it. It is not part of the loss that is reported."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the router z-loss, which keeps the router's logits small; 0 disables it."""
+    bias: bool = False
+    """Biases in the router and in the experts."""
+    swiglu_limit: NonNegativeFloat = 0.0
+    """Clipped SwiGLU, as in gpt-oss: gates are at most this, what they multiply is within ± this, and experts compute
+    (up + 1) × gate × sigmoid(1.702 × gate). 0 means plain SwiGLU."""
     balance_bias: bool = False
     """Balance without a loss: a bias per expert takes part in the choice of experts, but not in their scores."""
     bias_update_rate: NonNegativeFloat = 0.001
@@ -121,6 +126,11 @@ class ModelConfig:
     """Biases in linear layers and in LayerNorm."""
     qkv_bias: bool = False
     """A bias on the query, key and value projections even if `bias` is false."""
+    out_bias: bool = False
+    """A bias on the output projection of attention even if `bias` is false."""
+    attention_sinks: bool = False
+    """Each head has a learned logit in the softmax of its scores, so that a token may attend to almost nothing. There
+    is no fused kernel for it."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
     head_qk_norm: bool = True
@@ -187,6 +197,11 @@ class ModelConfig:
     def plain_rope(self) -> bool:
         """Whether queries and keys are at most rotated, as whole heads: what the fused kernels compute."""
         return not self.qk_norm and self.rotary_size == self.head_size
+
+    @property
+    def kernel_scores(self) -> bool:
+        """Whether attention kernels compute the scores: neither soft-capped nor with sinks."""
+        return not (self.attn_logit_softcapping or self.attention_sinks)
 
     @property
     def ffn_size(self) -> int:

@@ -18,6 +18,7 @@ from keepstep.data.remote.hub import fetch_model, is_model_name
 from keepstep.data.tokenization import FILES
 from keepstep.interop.gguf.model import open_gguf_model, read_gguf_tokenizer
 from keepstep.interop.hf_names import export_parameters, import_parameters
+from keepstep.interop.quantized import dequantized
 from keepstep.interop.safetensors_files import open_hf_tensors, write_shards
 from keepstep.models.init import keep_shard
 from keepstep.models.transformer import Transformer
@@ -59,7 +60,7 @@ def open_source(source: Path) -> tuple[Mapping[str, Any], Tensors]:
     return (
         open_gguf_model(source)
         if is_gguf(source)
-        else (read_hf_config(source / "config.json"), open_hf_tensors(source))
+        else (read_hf_config(source / "config.json"), dequantized(open_hf_tensors(source)))
     )
 
 

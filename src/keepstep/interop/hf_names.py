@@ -118,13 +118,16 @@ def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
                 yield _fused_qkv(qkv, theirs + f"self_attn.qkv_proj.{kind}", config, transposed=False)
             else:
                 yield _separate_qkv(qkv, theirs + "self_attn.", kind, config)
-        for kind in _kinds(config.bias):
+        for kind in _kinds(config.bias or config.out_bias):
             yield same(ours + f"attention.out.{kind}", theirs + f"self_attn.o_proj.{kind}")
+        if config.attention_sinks:
+            yield same(ours + "attention.sinks", theirs + "self_attn.sinks")
         if config.qk_norm:
             yield same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
             yield same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
         if config.has_experts(layer):
-            yield from _experts(ours + "mlp.", theirs, config, family)
+            experts = _stacked_experts if family == "gpt_oss" else _experts
+            yield from experts(ours + "mlp.", theirs, config, family)
             continue
         for kind in _kinds(config.bias):
             gate_up = _fused_gate_up if family == "phi3" else _gate_up
@@ -160,6 +163,27 @@ def _experts(ours: str, layer: str, config: ModelConfig, family: Family) -> Iter
         yield same(ours + "shared.down.weight", theirs + "shared_expert.down_proj.weight")
     if config.experts.shared_gate:
         yield same(ours + "shared_gate.weight", theirs + "shared_expert_gate.weight")
+
+
+def _stacked_experts(ours: str, layer: str, _config: ModelConfig, _family: Family) -> Iterator[Rule]:
+    """Theirs are stacked too, [e, inputs, outputs], and gate and up outputs alternate."""
+    theirs = layer + "mlp."
+    for kind in ("weight", "bias"):
+        yield same(f"{ours}router.{kind}", f"{theirs}router.{kind}")
+    for end in ("", "_bias"):
+        yield Rule(
+            f"{ours}experts.gate_up{end}",
+            (f"{theirs}experts.gate_up_proj{end}",),
+            lambda fused: torch.cat((fused[..., ::2], fused[..., 1::2]), dim=-1).movedim(-1, 1).contiguous(),
+            lambda packed: (torch.stack(packed.chunk(2, dim=1), dim=2).flatten(1, 2).movedim(1, -1).contiguous(),),
+        )
+    yield Rule(
+        f"{ours}experts.down",
+        (f"{theirs}experts.down_proj",),
+        lambda tensor: tensor.mT.contiguous(),
+        lambda tensor: (tensor.mT.contiguous(),),
+    )
+    yield same(f"{ours}experts.down_bias", f"{theirs}experts.down_proj_bias")
 
 
 def _mpt(config: ModelConfig) -> Iterator[Rule]:

@@ -161,7 +161,8 @@ def _one_context(
     if spans is not None:
         # Variable-length attention supports none of these: they would be ignored silently.
         refused = {"ALiBi positions": config.positions == "alibi", "a key-value cache": cache is not None}
-        for other in [name for name, given in {**refused, "soft-capped scores": softcap > 0}.items() if given]:
+        refused |= {"soft-capped scores": softcap > 0, "attention sinks": config.attention_sinks}
+        for other in [name for name, given in refused.items() if given]:
             raise UsageError(f"spans of packed documents and {other} cannot be combined", "give documents_bt alone")
         return Context(None, True, rotary, None, spans, config.sliding_window, scale)
     past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)

@@ -6,6 +6,7 @@ permutation or a sum in a fixed order: the same input gives the same bits.
 Shape legend: b rows, t tokens, n = b·t, d hidden, e experts, k experts of a token, m = n·k, f width of an expert.
 
 Layout: `experts.gate_up` [e, 2·f, d], in an expert first its gate rows and then its up rows; `experts.down` [e, d, f].
+Their biases, where there are some, are `experts.gate_up_bias` [e, 2·f] and `experts.down_bias` [e, d].
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from keepstep.models.ops.backend import backend
 from keepstep.models.ops.grouped_matmul import grouped_matmul
 from keepstep.models.ops.swiglu import swiglu
 
+_GATE_SLOPE = 1.702
+"""With it x · sigmoid(x · slope) is close to GELU; the one of gpt-oss."""
 ROUTER_METRICS = ("expert_load_max", "expert_load_entropy", "expert_bias_max")
 """Names of the numbers of `router_health`."""
 
@@ -44,6 +47,7 @@ class Router(nn.Module):
         self.experts = config.experts
         self.weight = nn.Parameter(torch.empty(config.experts.count, config.hidden))
         nn.init.normal_(self.weight, std=config.init_std)
+        self.bias = nn.Parameter(torch.zeros(config.experts.count)) if config.experts.bias else None
         if config.experts.balance_bias:
             self.register_buffer("balance_bias", torch.zeros(config.experts.count, dtype=torch.float32))
         self.tokens_e: Tensor | None = None
@@ -51,7 +55,8 @@ class Router(nn.Module):
 
     def forward(self, x_nd: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts, fp32 [n, k], and their numbers."""
-        logits_ne = F.linear(x_nd.float(), self.weight.float())
+        bias_e = None if self.bias is None else self.bias.float()
+        logits_ne = F.linear(x_nd.float(), self.weight.float(), bias_e)
         scores_ne = logits_ne.softmax(-1) if self.experts.scores == "softmax" else logits_ne.sigmoid()
         chosen_nk = self._choose(scores_ne.detach())
         if self.training and torch.is_grad_enabled():
@@ -125,12 +130,19 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, config.hidden, width))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=config.init_std)
+        self.swiglu_limit = config.experts.swiglu_limit
+        biased = config.experts.bias
+        self.gate_up_bias = nn.Parameter(torch.zeros(count, 2 * width)) if biased else None
+        self.down_bias = nn.Parameter(torch.zeros(count, config.hidden)) if biased else None
 
     def forward(self, x_md: Tensor, ends_e: Tensor) -> Tensor:
         """Outputs of rows that are sorted by expert; expert i ends before row `ends_e[i]`."""
         has_kernel = backend().has_grouped_matmul(x_md)
         gate_up = grouped_matmul(x_md, self.gate_up.to(x_md.dtype), ends_e, has_kernel=has_kernel)
-        return grouped_matmul(_swiglu(gate_up), self.down.to(x_md.dtype), ends_e, has_kernel=has_kernel)
+        gate_up = _add_bias(gate_up, self.gate_up_bias, ends_e)
+        inner = _clipped_swiglu(gate_up, self.swiglu_limit) if self.swiglu_limit else _swiglu(gate_up)
+        out_md = grouped_matmul(inner, self.down.to(x_md.dtype), ends_e, has_kernel=has_kernel)
+        return _add_bias(out_md, self.down_bias, ends_e)
 
 
 class MoE(nn.Module):
@@ -220,6 +232,22 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.split(width, dim=-1)
     activated: Tensor = F.silu(gate) * up
     return activated
+
+
+def _clipped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(_GATE_SLOPE * gate)
+
+
+def _add_bias(x_mf: Tensor, bias_ef: Tensor | None, ends_e: Tensor) -> Tensor:
+    """Each row plus the bias of its expert: a matmul with ones, whose gradient adds rows up without atomics."""
+    if bias_ef is None:
+        return x_mf
+    row_m1 = torch.arange(x_mf.shape[0], device=x_mf.device)[:, None]
+    begins_e = F.pad(ends_e[:-1], (1, 0))
+    of_expert_me = ((row_m1 >= begins_e) & (row_m1 < ends_e)).to(x_mf.dtype)
+    return torch.addmm(x_mf, of_expert_me, bias_ef.to(x_mf.dtype))
 
 
 class _Permute(torch.autograd.Function):

@@ -18,7 +18,8 @@ def parameter_count(config: ModelConfig) -> int:
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that one token uses: all but those of the experts that its router does not choose."""
     experts = config.experts
-    unused = config.expert_layers * (experts.count - experts.top_k) * 3 * config.hidden * config.expert_size
+    expert = 3 * config.hidden * config.expert_size + (_expert_biases(config) if experts.bias else 0)
+    unused = config.expert_layers * (experts.count - experts.top_k) * expert
     return parameter_count(config) - unused
 
 
@@ -72,6 +73,10 @@ def expert_matrices(config: ModelConfig, *, active: bool) -> int:
     return config.hidden * (experts.count + int(experts.shared_gate) + 3 * width)
 
 
+def _expert_biases(config: ModelConfig) -> int:
+    return 2 * config.expert_size + config.hidden
+
+
 def active_width(config: ModelConfig) -> int:
     """Inner width of the feed-forward that one token passes in a block; the mean where some blocks have experts."""
     experts, layers = config.experts, config.expert_layers
@@ -88,6 +93,8 @@ def all_block_parameters(config: ModelConfig) -> int:
     """Parameters of all blocks."""
     experts = config.expert_layers
     difference = expert_matrices(config, active=False) - _mlp_matrices(config) if experts else 0
+    if config.experts.bias:
+        difference += config.experts.count * (1 + _expert_biases(config))
     return config.layers * _ordinary_block(config) + experts * difference
 
 
@@ -99,9 +106,10 @@ def block_parameters(config: ModelConfig) -> int:
 def _ordinary_block(config: ModelConfig) -> int:
     qkv_rows = (config.heads + 2 * config.key_value_heads) * config.head_size
     biases = qkv_rows if config.bias or config.qkv_bias else 0
+    biases += config.hidden if config.bias or config.out_bias else 0
     if config.bias:
-        up_rows = (2 if config.gated else 1) * config.ffn_size
-        biases += config.hidden + up_rows + config.hidden
+        biases += (2 if config.gated else 1) * config.ffn_size + config.hidden
+    biases += config.heads if config.attention_sinks else 0
     return _attention_matrices(config) + _mlp_matrices(config) + biases + block_norm_parameters(config)
 
 

@@ -57,7 +57,7 @@ class StageParameters:
 
 def split_block_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one block on one tensor-parallel process: matrices are split, norms are not."""
-    biases = 2 * model.hidden if model.bias else 0
+    biases = model.hidden * (2 if model.bias else int(model.out_bias))
     whole = block_norm_parameters(model) + biases
     return (block_parameters(model) - whole) // tensor + whole
 
@@ -184,8 +184,10 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         # A norm over all heads needs them side by side.
         0 if model.head_qk_norm else widths.query + widths.key,
         2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
-        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32.
-        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping else 0,
+        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32; so are the
+        # probabilities with sinks.
+        0 if model.kernel_scores else (4 if model.attn_logit_softcapping else 3) * widths.heads * model.seq_len,
+        0 if model.kernel_scores else 2 * widths.query,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,

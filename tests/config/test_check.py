@@ -38,6 +38,9 @@ def test_rules_name_fields_that_exist() -> None:
     assert {name for rule in RULES for name in rule.fields} <= set(all_fields())
 
 
+LATENT = ["model=deepseek-v3", "model.experts.count=0"]
+
+
 @pytest.mark.parametrize("path", [path for path, field in all_fields().items() if field.range == Range(above=0)])
 def test_zero_is_refused_where_something_must_be(path: str) -> None:
     zero = "0ba" if all_fields()[path].type is Duration else "0"
@@ -99,6 +102,12 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["model.attn_logit_softcapping=50", "parallel.context=2"], "which ring attention does not compute"),
         (["model.attention_sinks=true", "parallel.context=2"], "must be 1 with model.attention_sinks, which ring"),
         (["model.attention_sinks=true", "parallel.tensor=2"], "which are not split by heads"),
+        ([*LATENT, "parallel.tensor=2"], "must be 1 with model.kv_lora_rank: latent attention"),
+        ([*LATENT, "parallel.context=2"], "must be 1 with model.kv_lora_rank, which ring"),
+        (["model=deepseek-v3", "model.kv_lora_rank=0"], "model.kv_lora_rank is 0, but it is needed by model.q_lora"),
+        (["model=deepseek-v3", "model.qk_rope_head_dim=192"], "needs an even model.qk_rope_head_dim between 0 and"),
+        (["model=deepseek-v3", "model.v_head_dim=256"], "needs model.v_head_dim of at most"),
+        (["model=deepseek-v3", "model.qk_norm=true"], "does not support model.qk_norm"),
         (
             ["model.attention_sinks=true", "compute.attention=flash", "reproducible=off", "precision=bf16"],
             "computes no model.attention_sinks",

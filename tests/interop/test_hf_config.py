@@ -10,7 +10,7 @@ import torch
 
 from keepstep.config.hf_config import hf_config_of, model_config_from_hf
 from keepstep.config.presets import PRESETS
-from keepstep.config.schema import ModelConfig
+from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError
 from keepstep.interop.hf_names import export_parameters, import_parameters
 from keepstep.models.size import parameter_count
@@ -60,6 +60,34 @@ OLMO2_7B: dict[str, Any] = {
     "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352, "max_position_embeddings": 4096,
     "rope_theta": 500000, "rms_norm_eps": 1e-06,
+}  # fmt: skip
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1, "topk_method": "greedy",
+    "v_head_dim": 128, "vocab_size": 102400,
 }  # fmt: skip
 
 
@@ -138,6 +166,26 @@ def test_export_refuses_what_the_family_does_not_compute() -> None:
             hf_config_of(config, "float32")
 
 
+def test_published_deepseek_configs_are_the_presets() -> None:
+    for name, published in (("deepseek-v3", DEEPSEEK_V3), ("deepseek-v2-lite", DEEPSEEK_V2_LITE)):
+        preset = ModelConfig(**PRESETS[name])
+        preset = replace(preset, experts=replace(preset.experts, aux_loss=0.0))
+        read = ModelConfig(**model_config_from_hf(published))
+        assert read.rotary_scaling == {**(preset.rotary_scaling or {}), "type": "yarn"}
+        for described in (published, hf_config_of(preset, "bfloat16"), hf_config_of(read, "bfloat16")):
+            read = ModelConfig(**model_config_from_hf(described))
+            assert replace(read, seq_len=4096, rotary_scaling=preset.rotary_scaling) == preset
+    for change, named in (
+        ({"shared_ffn_hidden": 100}, "shared_ffn_hidden is 100"),
+        ({"balance_bias": True}, "balance_bias is True.*deepseek_v2"),
+        ({"normalize": True}, "normalize"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            hf_config_of(replace(preset, experts=replace(preset.experts, **change)), "float32")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_lora_rank is 512"):
+        hf_config_of(replace(preset, experts=ExpertsConfig()), "float32")
+
+
 def test_export_of_experts_with_sinks_is_gpt_oss_or_refused() -> None:
     preset = ModelConfig(**PRESETS["gpt-oss-20b"])
     described = hf_config_of(preset, "bfloat16")
@@ -165,7 +213,12 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
 @pytest.mark.parametrize(
     ("described", "named"),
     [
-        ({**LLAMA_1B, "model_type": "deepseek_v3"}, "deepseek_v3.*this decoder has no multi-head latent attention"),
+        ({**LLAMA_1B, "model_type": "deepseek_v3"}, "num_key_value_heads = 8"),
+        ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave = False"),
+        ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({**DEEPSEEK_V3, "attention_bias": True, "mlp_bias": True}, "attention_bias = True"),
+        ({**DEEPSEEK_V3, "model_type": "deepseek_v2"}, "scoring_func = 'sigmoid'"),
+        ({**LLAMA_1B, "model_type": "deepseek_v32"}, "this decoder has no sparse attention"),
         ({**LLAMA_1B, "model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
         ({**LLAMA_1B, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ({**LLAMA_1B, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),

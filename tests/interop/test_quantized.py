@@ -41,6 +41,35 @@ def test_fp8_blocks_are_multiplied_by_their_scales() -> None:
         assert decoded[row, column] == expected
 
 
+def test_published_deepseek_v3_reads_as_its_bf16_weights(tmp_path: Path) -> None:
+    theirs = reference("deepseek v3").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    stored = {name: tensor.clone() for name, tensor in open_hf_tensors(tmp_path).items()}
+    generator = torch.Generator().manual_seed(1)
+    decoded: dict[str, torch.Tensor] = {}
+    for name in [name for name in stored if "proj" in name and stored[name].dim() == 2]:
+        weight = stored[name].float().to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = 0.5 + torch.rand([-(-size // 128) for size in weight.shape], generator=generator)
+        stored[name], decoded[name] = weight, decode_fp8(weight, stored[f"{name}_scale_inv"])
+    assert len(decoded) == 3 * 5 + 3 + 2 * (8 + 1) * 3
+    # The layer after the last one predicts later tokens.
+    predictor = {"model.layers.3.eh_proj.weight": torch.zeros(2, 2), "model.layers.3.enorm.weight": torch.zeros(2)}
+    write_file({**stored, **predictor}, tmp_path / SINGLE)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    _, tensors = open_source(tmp_path)
+    assert set(tensors) == set(stored) - {name for name in stored if name.endswith("_scale_inv")}
+    assert all(torch.equal(tensors[name], expected) for name, expected in decoded.items())
+    model, _, _ = load_full_model(tmp_path)
+    write_file({**{name: stored[name] for name in tensors}, **decoded}, tmp_path / SINGLE)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens_bt = torch.randint(0, 61, (2, 12))
+    torch.testing.assert_close(model(tokens_bt), again.eval()(tokens_bt).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_published_gpt_oss_reads_as_its_bf16_weights(tmp_path: Path) -> None:
     theirs = reference("gpt-oss with mxfp4 sizes").to(torch.bfloat16)
     packed: dict[str, torch.Tensor] = {}

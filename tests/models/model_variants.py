@@ -64,6 +64,13 @@ VARIANTS: dict[str, ModelConfig] = {
         qkv_bias=True, out_bias=True, head_dim=12,
         experts=ExpertsConfig(count=4, top_k=2, ffn_hidden=16, bias=True, swiglu_limit=7.0),
     ),
+    "latent attention": ModelConfig(
+        **{**LLAMA, "kv_heads": 0}, kv_lora_rank=16, q_lora_rank=12, head_dim=14, qk_rope_head_dim=6, v_head_dim=10,
+        rotary_scaling={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+    ),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from keepstep.config.hf_config import hf_family, model_config_from_hf
 from keepstep.config.schema import ModelConfig
 from keepstep.interop.hf_names import export_parameters, import_parameters
+from keepstep.models.moe import router_biases
 from keepstep.models.transformer import Transformer
 from tests.models.model_variants import random_tokens
 
@@ -42,6 +43,12 @@ MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_siz
 
 MIXTURE = {**PHI3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT_OSS = {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 8}
+DEEPSEEK = {
+    **PHI3, "num_key_value_heads": None, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8, "v_head_dim": 18, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "rope_parameters": {**YARN_SCALING, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "vocab_size": 61}),
@@ -115,6 +122,16 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "rope_parameters": YARN_SCALING},
     ),
+    "deepseek v2 lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3}),
+    "deepseek v2": (
+        "DeepseekV2",
+        {**DEEPSEEK, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    ),
+    "deepseek v3": ("DeepseekV3", {**DEEPSEEK, "num_experts_per_tok": 3}),
+    "deepseek v3 without yarn": (
+        "DeepseekV3",
+        {**DEEPSEEK, "num_experts_per_tok": 2, "rope_parameters": None, "v_head_dim": 12, "norm_topk_prob": False},
+    ),
 }
 
 
@@ -131,7 +148,14 @@ def reference(name: str) -> Any:
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
         parameter.data.copy_(noise if parameter.dim() > 1 else noise + 0.7)
+    for bias in balance_biases(model).values():
+        bias.copy_(torch.randn(bias.shape, generator=generator) * 0.1)
     return model.eval()
+
+
+def balance_biases(model: Any) -> dict[str, torch.Tensor]:
+    """The biases of DeepSeek-V3's routers, which are no parameters there either."""
+    return {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]:
@@ -176,8 +200,10 @@ def test_logits_and_gradients_equal_the_reference(name: str) -> None:
     torch.testing.assert_close(our_loss, loss, atol=1e-4, rtol=1e-6)
     (loss / 40).backward()
     (our_loss / 40).backward()
-    gradients = dict(export_parameters({key: value.grad for key, value in ours.named_parameters()}, config, family))
-    expected = by_expert({key: value.grad for key, value in theirs.named_parameters()}, family)
+    own = {**{key: value.grad for key, value in ours.named_parameters()}, **router_biases(ours)}
+    gradients = dict(export_parameters(own, config, family))
+    their_gradients = {key: value.grad for key, value in theirs.named_parameters()}
+    expected = by_expert({**their_gradients, **balance_biases(theirs)}, family)
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         scale = expected[key].abs().max().item()
@@ -189,7 +215,7 @@ def test_weights_survive_import_and_export_bit_by_bit(name: str) -> None:
     theirs = reference(name)
     ours, config, family = imported(theirs, vocab_multiple=16)
     exported = dict(export_parameters(ours.state_dict(), config, family))
-    expected = by_expert(dict(theirs.named_parameters()), family)
+    expected = by_expert({**dict(theirs.named_parameters()), **balance_biases(theirs)}, family)
     assert exported.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in exported.items())
 

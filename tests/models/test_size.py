@@ -38,6 +38,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,
 }
 PUBLISHED_ROUNDED = {
     "gpt3-175b": "174.6B",

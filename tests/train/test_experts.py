@@ -21,16 +21,21 @@ EXPERTS = [
     "model.experts.bias_update_rate=0.05", "schedule.name=constant", "model.experts.bias=true",
     "model.experts.swiglu_limit=7.0", "model.attention_sinks=true", "model.out_bias=true",
 ]  # fmt: skip
+LATENT = [
+    *EXPERTS[:-2], "model.kv_lora_rank=16", "model.head_dim=12", "model.qk_rope_head_dim=4", "model.v_head_dim=8",
+    "model.q_lora_rank=8",
+]  # fmt: skip
 
 
 def numbers(root: Path, name: str) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in metrics(root, name) if "loss" in line]
 
 
-def test_resume_has_the_bits_and_biases_of_a_whole_run(tmp_path: Path) -> None:
-    run_here(tmp_path, *EXPERTS, "name=whole", "max_duration=8ba")
+@pytest.mark.parametrize("words", [EXPERTS, LATENT], ids=["sinks", "latent attention"])
+def test_resume_has_the_bits_and_biases_of_a_whole_run(tmp_path: Path, words: list[str]) -> None:
+    run_here(tmp_path, *words, "name=whole", "max_duration=8ba")
     for steps in (4, 8):
-        run_here(tmp_path, *EXPERTS, "name=cut", f"max_duration={steps}ba")
+        run_here(tmp_path, *words, "name=cut", f"max_duration={steps}ba")
     assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
     whole, cut = (router_biases(load_full_model(tmp_path / name)[0]) for name in ("whole", "cut"))
     assert len(whole) == 2

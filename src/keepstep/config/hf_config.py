@@ -1,6 +1,6 @@
 """Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
 
-What one side does not compute (latent attention, LongRoPE, parallel attention ...) is an error: a model that loads
+What one side does not compute (images, LongRoPE, parallel attention ...) is an error: a model that loads
 and computes something else is worse than one that does not load.
 """
 
@@ -37,7 +37,7 @@ _CLASSES: Mapping[Family, str] = {
     "granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
 _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
@@ -45,7 +45,7 @@ _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
 _MPT_BIAS_MAX = 8
 """The only value that transformers computes, whatever config.json says."""
 _NOT_COMPUTED: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention"),
+    "deepseek_v32": "sparse attention with an indexer",
     "gemma3": "images (export its text model, gemma3_text)",
     "phi": "parallel attention and feed-forward",
     **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),

@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from keepstep.config.hf_experts import EXPERT_DEFAULTS, check_experts, experts_family, from_experts, to_experts
+from keepstep.config.hf_experts import (
+    DEEPSEEK,
+    EXPERT_DEFAULTS,
+    check_experts,
+    experts_family,
+    from_experts,
+    to_experts,
+)
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.messages import listed
 
 Family = Literal[
     "gpt2", "mpt", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma",
-    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss",
+    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2",
+    "deepseek_v3",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -47,12 +55,13 @@ _BIASED: tuple[Family, ...] = ("llama", "granite", "smollm3")
 """Families that may have biases in all their linears."""
 _GEMMAS: tuple[Family, ...] = ("gemma", "gemma2", "gemma3_text")
 _OLMOS: tuple[Family, ...] = ("olmo2", "olmo3")
-_EXPERTS: tuple[Family, ...] = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+_EXPERTS: tuple[Family, ...] = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", *DEEPSEEK)
 _MIXED: tuple[Family, ...] = ("qwen2", "qwen3", "olmo3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
 _ONLY: Mapping[str, tuple[Family, ...]] = {
     "qkv_bias": ("gpt2", "qwen2", "qwen2_moe", "gpt_oss", *_BIASED),
     "out_bias": ("gpt_oss",),
     "attention_sinks": ("gpt_oss",),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"), DEEPSEEK),
     "qk_norm": ("qwen3", "gemma3_text", "olmoe", "qwen3_moe", *_OLMOS),
     "head_qk_norm": ("olmoe", *_OLMOS),
     "norm_placement": ("gemma2", "gemma3_text", *_OLMOS),

@@ -6,6 +6,7 @@ JSON Schema for editors are made from these. Each part gets its own section; the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -135,6 +136,16 @@ class ModelConfig:
     """RMSNorm on queries and keys."""
     head_qk_norm: bool = True
     """With qk_norm: normalize each head; false normalizes all query heads, and all key heads, as one vector."""
+    kv_lora_rank: ModelSizeOrZero = 0
+    """Multi-head latent attention, as in DeepSeek: keys and values of all heads come from one vector of this size; 0
+    means ordinary attention."""
+    q_lora_rank: ModelSizeOrZero = 0
+    """With kv_lora_rank: queries come from a vector of this size too; 0 means from the hidden state itself."""
+    qk_rope_head_dim: ModelSizeOrZero = 0
+    """With kv_lora_rank: channels of each head that RoPE rotates, the last of its `head_dim`. Their key is shared by
+    all heads."""
+    v_head_dim: ModelSizeOrZero = 0
+    """With kv_lora_rank: width of the values of one head; 0 means head_dim."""
     tied: bool = True
     """The output head shares the embedding's weights."""
     alibi_bias_max: PositiveFloat = 8.0
@@ -191,12 +202,28 @@ class ModelConfig:
     @property
     def rotary_size(self) -> int:
         """Channels of a head that RoPE rotates."""
-        return int(self.head_size * self.partial_rotary_factor)
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * self.partial_rotary_factor)
 
     @property
     def plain_rope(self) -> bool:
         """Whether queries and keys are at most rotated, as whole heads: what the fused kernels compute."""
-        return not self.qk_norm and self.rotary_size == self.head_size
+        return not self.qk_norm and not self.kv_lora_rank and self.rotary_size == self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Width of the values of one head."""
+        return self.v_head_dim or self.head_size
+
+    @property
+    def score_scale(self) -> float | None:
+        """What attention scores are multiplied by; None means 1 / √(head size)."""
+        scaling = self.rotary_scaling or {}
+        sharpness = scaling.get("mscale_all_dim") if self.kv_lora_rank and not self.attention_multiplier else None
+        if not sharpness or scaling.get("rope_type", scaling.get("type", "default")) == "default":
+            return self.attention_multiplier or None
+        # DeepSeek sharpens its scores with YaRN's factor, and not by the tables of cosines and sines.
+        growth = 0.1 * sharpness * math.log(max(scaling.get("factor", 1.0), 1.0)) + 1.0
+        return float(self.head_size**-0.5 * growth * growth)
 
     @property
     def kernel_scores(self) -> bool:

@@ -157,7 +157,7 @@ def _one_context(
 ) -> Context:
     tokens = positions_bt.shape[1]
     rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
-    scale, softcap = config.attention_multiplier or None, config.attn_logit_softcapping
+    scale, softcap = config.score_scale, config.attn_logit_softcapping
     if spans is not None:
         # Variable-length attention supports none of these: they would be ignored silently.
         refused = {"ALiBi positions": config.positions == "alibi", "a key-value cache": cache is not None}

@@ -31,7 +31,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     """
     ordinary = config.layers - config.expert_layers
     feed_forward = ordinary * _mlp_matrices(config) + config.expert_layers * expert_matrices(config, active=True)
-    return config.layers * _attention_matrices(config) + feed_forward + config.padded_vocab * config.hidden
+    return config.layers * sum(attention_matrices(config)) + feed_forward + config.padded_vocab * config.hidden
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, frozen: bool = False) -> int:
@@ -41,7 +41,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, frozen: bool = False) 
     counted as if nothing were masked, as is usual. Of experts those that a token uses count. `frozen` weights
     need no gradients: four each.
     """
-    attention = 12 * config.layers * config.heads * config.head_size * seq_len
+    attention = 6 * config.layers * config.heads * (config.head_size + config.value_size) * seq_len
     return (4 if frozen else 6) * matmul_parameters(config) + attention
 
 
@@ -56,10 +56,16 @@ def mfu_llm_foundry(tokens_per_s: float, config: ModelConfig, seq_len: int, peak
     return tokens_per_s / seq_len * flops_per_row / peak_flops
 
 
-def _attention_matrices(config: ModelConfig) -> int:
-    attention_width = config.heads * config.head_size
-    qkv = config.hidden * (attention_width + 2 * config.key_value_heads * config.head_size)
-    return qkv + attention_width * config.hidden
+def attention_matrices(config: ModelConfig) -> tuple[int, ...]:
+    """Parameters of each matrix of one block's attention, the output projection last."""
+    hidden, query = config.hidden, config.heads * config.head_size
+    out = config.heads * config.value_size * hidden
+    if not config.kv_lora_rank:
+        return hidden * (query + 2 * config.key_value_heads * config.head_size), out
+    rank, rotated = config.q_lora_rank, config.qk_rope_head_dim
+    queries = (hidden * rank, rank * query) if rank else (hidden * query,)
+    expanded = config.heads * (config.head_size - rotated + config.value_size)
+    return *queries, hidden * (config.kv_lora_rank + rotated), config.kv_lora_rank * expanded, out
 
 
 def _mlp_matrices(config: ModelConfig) -> int:
@@ -110,14 +116,15 @@ def _ordinary_block(config: ModelConfig) -> int:
     if config.bias:
         biases += (2 if config.gated else 1) * config.ffn_size + config.hidden
     biases += config.heads if config.attention_sinks else 0
-    return _attention_matrices(config) + _mlp_matrices(config) + biases + block_norm_parameters(config)
+    return sum(attention_matrices(config)) + _mlp_matrices(config) + biases + block_norm_parameters(config)
 
 
 def block_norm_parameters(config: ModelConfig) -> int:
-    """Parameters of one block's norms, those of queries and keys included."""
+    """Parameters of one block's norms, those of queries, keys and latents included."""
     heads = 2 if config.head_qk_norm else config.heads + config.key_value_heads
     qk_norms = heads * config.head_size if config.qk_norm else 0
-    return qk_norms + (4 if config.norm_placement == "both" else 2) * norm_parameters(config)
+    latents = config.kv_lora_rank + config.q_lora_rank
+    return qk_norms + latents + (4 if config.norm_placement == "both" else 2) * norm_parameters(config)
 
 
 def norm_parameters(config: ModelConfig) -> int:

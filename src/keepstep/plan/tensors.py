@@ -12,6 +12,7 @@ from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ModelConfig
 from keepstep.models.size import (
     active_width,
+    attention_matrices,
     block_norm_parameters,
     block_parameters,
     norm_parameters,
@@ -65,11 +66,10 @@ def split_block_parameters(model: ModelConfig, tensor: int) -> int:
 def block_matrices(work: Workload) -> list[int]:
     """Parameters of each matrix of a block on one tensor-parallel process."""
     model = work.model
-    query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
     # The weights of all experts are one matrix for the optimizer.
-    ffn = feed_forward_gradient(model) // model.hidden
-    widths = (query + 2 * key, query, ffn * (2 if model.gated else 1), ffn)
-    return [model.hidden * width // work.degrees.tensor for width in widths]
+    ffn = feed_forward_gradient(model)
+    matrices = (*attention_matrices(model), ffn * (2 if model.gated else 1), ffn)
+    return [parameters // work.degrees.tensor for parameters in matrices]
 
 
 def stage_parameters(work: Workload, stage: int) -> StageParameters:
@@ -101,9 +101,9 @@ def adapted_linears(work: Workload) -> list[tuple[int, int, int]]:
     model, targets = work.model, set(work.lora_targets)
     query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
     gated = model.gated
-    linears = {
-        ("q", "k", "v"): (model.hidden, query + 2 * key),
-        ("o",): (query, model.hidden),
+    linears: dict[tuple[str, ...], tuple[int, int]] = {
+        **({} if model.kv_lora_rank else {("q", "k", "v"): (model.hidden, query + 2 * key)}),
+        ("o",): (model.heads * model.value_size, model.hidden),
         ("gate", "up") if gated else ("up",): (model.hidden, (2 if gated else 1) * model.ffn_size),
         ("down",): (model.ffn_size, model.hidden),
     }
@@ -143,7 +143,12 @@ class _Widths:
     @classmethod
     def of(cls, model: ModelConfig, tensor: int) -> _Widths:
         query, key = model.heads * model.head_size // tensor, model.key_value_heads * model.head_size // tensor
-        return cls(model.hidden, query, key, query + 2 * key, active_width(model) // tensor, model.heads // tensor)
+        heads, qkv = model.heads // tensor, query + 2 * key
+        if model.kv_lora_rank:
+            # Latents before and after their norms; values are padded, or a view of all that keys and they are cut from.
+            qkv += 2 * (model.kv_lora_rank + model.q_lora_rank) + model.qk_rope_head_dim
+            qkv += heads * (model.head_size - model.qk_rope_head_dim) if model.value_size == model.head_size else 0
+        return cls(model.hidden, query, key, qkv, active_width(model) // tensor, heads)
 
 
 def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
@@ -180,7 +185,7 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
     saved = [
         work.stream_width,  # the block's input, saved by its norm
         widths.qkv,  # queries, keys and values: three tensors after a fused split and rope, else views of one
-        0 if model.plain_rope else widths.query + widths.key,
+        0 if model.plain_rope or model.kv_lora_rank else widths.query + widths.key,
         # A norm over all heads needs them side by side.
         0 if model.head_qk_norm else widths.query + widths.key,
         2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
@@ -192,6 +197,8 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
         widths.query,  # the output of attention, saved by attention and by the output projection
+        # Without the padding of values it is a copy.
+        widths.heads * model.value_size if model.value_size != model.head_size else 0,
         work.stream_width,  # the input of the feed-forward's norm
         (2 if gated else 1) * widths.ffn,  # the input of the activation
         # Adapters save the same inputs as the weights' gradients would, and their low-rank intermediate.
@@ -216,7 +223,11 @@ def _routing_bytes(model: ModelConfig, size: int) -> int:
     router = 0 if size == FP32 else (FP32 - (0 if model.experts.shared_ffn_hidden else size)) * model.hidden
     scores = FP32 * model.experts.count
     # Tokens sorted by expert, the experts' outputs, and where each token went in 64 bits.
-    return int(share * (router + scores) + copies * (2 * size * model.hidden + 3 * 8))
+    each = 2 * size * model.hidden + 3 * 8
+    # Biases save the expert of each row in full, twice; clipped SwiGLU four tensors that no kernel fuses.
+    each += 2 * size * model.experts.count if model.experts.bias else 0
+    each += 4 * size * model.expert_size if model.experts.swiglu_limit else 0
+    return int(share * (router + scores) + copies * each)
 
 
 def feed_forward_gradient(model: ModelConfig) -> int:

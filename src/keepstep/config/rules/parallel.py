@@ -12,7 +12,7 @@ from keepstep.core.messages import listed
 @rule(
     "parallel.tensor", "parallel.context", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden",
     "model.vocab", "model.vocab_multiple", "model.seq_len", "model.head_qk_norm", "model.final_logit_softcapping",
-    "model.attention_sinks",
+    "model.attention_sinks", "model.kv_lora_rank",
 )  # fmt: skip
 def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
     """Heads, feed-forward width, vocabulary and tokens divide by the degree."""
@@ -28,6 +28,8 @@ def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
         return "must be 1 with model.final_logit_softcapping, which needs whole logits", "use parallel.shard"
     if degree > 1 and model.attention_sinks:
         return "must be 1 with model.attention_sinks, which are not split by heads", "use parallel.shard"
+    if degree > 1 and model.kv_lora_rank:
+        return "must be 1 with model.kv_lora_rank: latent attention is not split by heads", "use parallel.shard"
     if kv_heads % degree or ffn % degree:
         degrees = [each for each in divisors(kv_heads) if ffn % each == 0]
         heads = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
@@ -92,11 +94,13 @@ def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     return needs, "compute.recompute=full or none, or parallel.schedule=interleaved"
 
 
-@rule("parallel.context", "model.seq_len", "model.attn_logit_softcapping", "model.attention_sinks")
+@rule(
+    "parallel.context", "model.seq_len", "model.attn_logit_softcapping", "model.attention_sinks", "model.kv_lora_rank"
+)
 def context_parallel_splits_rows(config: RunConfig) -> Found:
     """Each process takes two pieces of a row, so that the causal work is even."""
     degree, seq_len = config.parallel.context, config.model.seq_len
-    for name in ("attn_logit_softcapping", "attention_sinks"):
+    for name in ("attn_logit_softcapping", "attention_sinks", "kv_lora_rank"):
         if degree > 1 and getattr(config.model, name):
             return f"must be 1 with model.{name}, which ring attention does not compute", "use parallel.shard"
     if degree == 1 or seq_len % (2 * degree) == 0:

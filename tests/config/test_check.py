@@ -38,6 +38,7 @@ def test_rules_name_fields_that_exist() -> None:
     assert {name for rule in RULES for name in rule.fields} <= set(all_fields())
 
 
+DYNAMIC = "{rope_type: dynamic, factor: 2, original_max_position_embeddings: 8192}"
 LATENT = ["model=deepseek-v3", "model.experts.count=0"]
 
 
@@ -102,6 +103,10 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         (["model.attention_sinks=true", "parallel.context=2"], "must be 1 with model.attention_sinks, which ring"),
         (["model.attention_sinks=true", "parallel.tensor=2"], "which are not split by heads"),
         ([*LATENT, "parallel.tensor=2"], "must be 1 with model.kv_lora_rank: latent attention"),
+        (
+            ["model=llama-1b", f"model.rotary_scaling={DYNAMIC}", "parallel.context=2"],
+            "must be 1 with model.rotary_scaling dynamic or longrope",
+        ),
         ([*LATENT, "parallel.context=2"], "must be 1 with model.kv_lora_rank, which ring"),
         (["model=deepseek-v3", "model.kv_lora_rank=0"], "model.kv_lora_rank is 0, but it is needed by model.q_lora"),
         (["model=deepseek-v3", "model.qk_rope_head_dim=192"], "needs an even model.qk_rope_head_dim between 0 and"),
@@ -235,8 +240,8 @@ def test_every_whole_number_has_an_upper_bound() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.rotary_scaling={factor: 8}", "has no rope_type: it must be default, linear, llama3 or yarn"),
-        ("model.rotary_scaling={rope_type: longrope}", "has the rope_type 'longrope', which is not supported"),
+        ("model.rotary_scaling={factor: 8}", "has no rope_type: it must be default, linear, llama3, yarn, dynamic or"),
+        ("model.rotary_scaling={rope_type: axial}", "has the rope_type 'axial', which is not supported"),
         (
             "model.rotary_scaling={rope_type: yarn, factor: 8}",
             "needs original_max_position_embeddings for rope_type yarn",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.config.check import check_shape
 from keepstep.config.hf_config import hf_config_of, model_config_from_hf
 from keepstep.config.presets import PRESETS
 from keepstep.config.schema import ExpertsConfig, ModelConfig
@@ -62,6 +63,11 @@ OLMO2_7B: dict[str, Any] = {
     "rope_theta": 500000, "rms_norm_eps": 1e-06,
 }  # fmt: skip
 
+FALCON3_7B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 3072, "intermediate_size": 23040, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 131072, "rope_theta": 1000042,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "tie_word_embeddings": False,
+}  # fmt: skip
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
     "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
@@ -108,8 +114,9 @@ def test_old_llama_config_gives_preset_and_scaling() -> None:
         (PHI_4, 14_659_507_200),
         (GEMMA3_1B, 999_885_952),
         (OLMO2_7B, 7_298_617_344),
+        (FALCON3_7B, 7_455_550_464),
     ],
-    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b", "phi-4", "gemma-3-1b", "olmo-2-7b"],
+    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b", "phi-4", "gemma-3-1b", "olmo-2-7b", "falcon3-7b"],
 )
 def test_released_models_have_their_known_number_of_parameters(described: dict[str, Any], count: int) -> None:
     assert parameter_count(ModelConfig(**model_config_from_hf(described))) == count
@@ -186,6 +193,22 @@ def test_published_deepseek_configs_are_the_presets() -> None:
         hf_config_of(replace(preset, experts=ExpertsConfig()), "float32")
 
 
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_published_phi3_with_long_texts_has_its_factors(kind: str) -> None:
+    factors = {"type": kind, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    phi3 = {**PHI_4, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    config = ModelConfig(**model_config_from_hf({**phi3, "rope_scaling": factors}))
+    kept = {key: value for key, value in factors.items() if key != "type"}
+    sizes = {"original_max_position_embeddings": 4096, "factor": 32.0}
+    assert config.rotary_scaling == {"rope_type": "longrope", **kept, **sizes}
+    check_shape(config)
+    described = hf_config_of(config, "float32")
+    assert (described["original_max_position_embeddings"], described["max_position_embeddings"]) == (4096, 131072)
+    assert replace(ModelConfig(**model_config_from_hf(described)), head_dim=0) == config
+    with pytest.raises(ConfigError, match="needs long_factor for rope_type longrope, 64 numbers"):
+        check_shape(replace(config, rotary_scaling={**(config.rotary_scaling or {}), "long_factor": [1.0] * 63}))
+
+
 def test_export_of_experts_with_sinks_is_gpt_oss_or_refused() -> None:
     preset = ModelConfig(**PRESETS["gpt-oss-20b"])
     described = hf_config_of(preset, "bfloat16")
@@ -226,10 +249,9 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
         ({**LLAMA_1B, "model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window = True"),
         ({**LLAMA_1B, "hidden_act": "gelu"}, "hidden_act"),
         ({**LLAMA_1B, "attention_bias": True}, "attention_bias"),
-        ({**LLAMA_1B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({**LLAMA_1B, "rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "rope_type 'axial'"),
         ({**LLAMA_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "longrope"}}, r"'longrope' \(LongRoPE\)"),
-        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "yarn"}}, r"'yarn' \(LongRoPE\)"),
+        ({**LLAMA_1B, "model_type": "phi3"}, "rope_type 'llama3'"),
         ({**LLAMA_1B, "model_type": "gemma3"}, "this decoder has no images"),
         ({**LLAMA_1B, "model_type": "phi"}, "this decoder has no parallel attention"),
         ({**LLAMA_1B, "model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -267,6 +289,9 @@ def test_hf_config_refuses_what_our_decoder_does_not_compute(described: dict[str
         {"tie_word_embeddings": "perhaps"},
         {"sliding_window": "wide", "model_type": "mistral"},
         {"layer_types": 5, "model_type": "mistral"},
+        {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 0}},
+        {"qk_rope_head_dim": "wide", "num_key_value_heads": 32, "model_type": "deepseek_v3"},
+        {"swiglu_limit": [7], "model_type": "gpt_oss"},
     ],
     ids=str,
 )

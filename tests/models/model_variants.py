@@ -71,6 +71,13 @@ VARIANTS: dict[str, ModelConfig] = {
             "mscale_all_dim": 0.8,
         },
     ),
+    "rope by length": ModelConfig(
+        **LLAMA,
+        rotary_scaling={
+            "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 4.0, 8.0],
+        },
+    ),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
 }  # fmt: skip
 

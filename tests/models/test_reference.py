@@ -49,6 +49,11 @@ DEEPSEEK = {
     "n_shared_experts": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
     "rope_parameters": {**YARN_SCALING, "mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
+LONGROPE = {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.75}
+LONG_FACTORS = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.2, 1.5],
+    "long_factor": [1.5, 4.0, 9.0],
+}  # fmt: skip
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "vocab_size": 61}),
@@ -122,6 +127,17 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "rope_parameters": YARN_SCALING},
     ),
+    # The texts of these tests, of 20 tokens, are longer than 16.
+    "phi3 with longrope": ("Phi3", {**PHI3, **LONGROPE, "rope_parameters": LONG_FACTORS}),
+    "phi3 with longrope and short texts": (
+        "Phi3",
+        {**PHI3, "original_max_position_embeddings": 24, "rope_parameters": {**LONG_FACTORS, "factor": 4.0}},
+    ),
+    "llama with dynamic scaling": (
+        "Llama",
+        {**SHAPE, "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 3.0}},
+    ),
+    "falcon3": ("Llama", {**SHAPE, "head_dim": 16, "rope_theta": 1000042.0}),
     "deepseek v2 lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3}),
     "deepseek v2": (
         "DeepseekV2",

@@ -1,6 +1,6 @@
 """Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
 
-What one side does not compute (images, LongRoPE, parallel attention ...) is an error: a model that loads
+What one side does not compute (images, parallel attention ...) is an error: a model that loads
 and computes something else is worse than one that does not load.
 """
 
@@ -114,7 +114,7 @@ def model_config_from_hf(config: HfConfig) -> dict[str, Any]:
         given = fields.pop("experts", {})
     except KeyError as missing:
         raise ConfigError(f"config.json does not say {missing}", "download the file again, or add it") from None
-    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"config.json holds a value of a wrong kind: {error}", "download the file again") from None
     experts = {name: checked_field(f"experts.{name}", value, "config.json") for name, value in given.items()}
     checked = {name: checked_field(name, value, "config.json") for name, value in fields.items()}

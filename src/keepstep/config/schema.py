@@ -107,7 +107,7 @@ class ModelConfig:
     """RoPE base (theta)."""
     rotary_scaling: Mapping[str, Any] | None = None
     """RoPE scaling in Hugging Face's format, for example `{rope_type: yarn, factor: 4.0, ...}`;
-    linear, llama3 and yarn are supported."""
+    linear, dynamic, llama3, yarn and longrope are supported."""
     rotary_local_base: NonNegativeFloat = 0.0
     """RoPE base of the sliding layers in `layer_types`, without scaling; 0 means the same RoPE as in the others."""
     partial_rotary_factor: Annotated[float, Range(above=0, max=1)] = 1.0
@@ -208,6 +208,12 @@ class ModelConfig:
     def plain_rope(self) -> bool:
         """Whether queries and keys are at most rotated, as whole heads: what the fused kernels compute."""
         return not self.qk_norm and not self.kv_lora_rank and self.rotary_size == self.head_size
+
+    @property
+    def scales_rope_by_length(self) -> bool:
+        """Whether RoPE depends on the length of a text, not on positions alone."""
+        scaling = self.rotary_scaling or {}
+        return scaling.get("rope_type", scaling.get("type")) in ("dynamic", "longrope")
 
     @property
     def value_size(self) -> int:

@@ -223,7 +223,7 @@ def _one_context(
     spans: VarlenSpans | None,
 ) -> Context:
     tokens = positions_bt.shape[1]
-    rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
+    rotary = rope_tables(config, positions_bt, cache.capacity if cache else 0) if config.positions == "rotary" else None
     scale, softcap = config.score_scale, config.attn_logit_softcapping
     if spans is not None:
         # Variable-length attention supports none of these: they would be ignored silently.

@@ -95,14 +95,18 @@ def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
 
 
 @rule(
-    "parallel.context", "model.seq_len", "model.attn_logit_softcapping", "model.attention_sinks", "model.kv_lora_rank"
-)
+    "parallel.context", "model.seq_len", "model.attn_logit_softcapping", "model.attention_sinks", "model.kv_lora_rank",
+    "model.rotary_scaling",
+)  # fmt: skip
 def context_parallel_splits_rows(config: RunConfig) -> Found:
     """Each process takes two pieces of a row, so that the causal work is even."""
     degree, seq_len = config.parallel.context, config.model.seq_len
     for name in ("attn_logit_softcapping", "attention_sinks", "kv_lora_rank"):
         if degree > 1 and getattr(config.model, name):
             return f"must be 1 with model.{name}, which ring attention does not compute", "use parallel.shard"
+    if degree > 1 and config.model.scales_rope_by_length:
+        needs = "must be 1 with model.rotary_scaling dynamic or longrope, which depend on the length of a whole row"
+        return needs, "use parallel.shard"
     if degree == 1 or seq_len % (2 * degree) == 0:
         return None
     degrees = [each for each in divisors(seq_len // 2) if each <= 2 * degree] if seq_len % 2 == 0 else [1]

@@ -312,12 +312,17 @@ _ROPE_SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
 }
 _YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """May be left out."""
 
 
-@rule("model.rotary_scaling", "model.positions")
+@rule(
+    "model.rotary_scaling", "model.positions", "model.hidden", "model.heads", "model.head_dim",
+    "model.partial_rotary_factor",
+)  # fmt: skip
 def rope_scaling_is_supported(config: RunConfig) -> Found:
     """The scaling has a type that is implemented, with all its numbers."""
     scaling = config.model.rotary_scaling
@@ -329,8 +334,13 @@ def rope_scaling_is_supported(config: RunConfig) -> Found:
         hint = "model.rotary_scaling={rope_type: linear, factor: 8.0}"
         return f"{given}: it must be {listed(list(_ROPE_SCALINGS))}", hint
     missing = [key for key in _ROPE_SCALINGS[kind] if not is_positive(scaling.get(key))]
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         missing += [key for key in _YARN_OPTIONS if not is_positive(scaling.get(key) or 1)]
+    pairs = config.model.rotary_size // 2
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = scaling.get(key)
+        if not isinstance(factors, list | tuple) or len(factors) != pairs or not all(map(is_positive, factors)):
+            return f"needs {key} for rope_type longrope, {pairs} numbers above 0", None
     return (f"needs {', '.join(missing)} for rope_type {kind}, above 0", None) if missing else None
 
 

@@ -53,6 +53,18 @@ def test_finetuning_starts_with_the_biases_of_its_base(tmp_path: Path) -> None:
     assert all(torch.equal(bias, started[name]) for name, bias in trained.items())
 
 
+def test_adapters_on_attention_resume_and_leave_experts_and_biases_alone(tmp_path: Path) -> None:
+    run_here(tmp_path, *EXPERTS, "name=base", "max_duration=3ba")
+    words = [*EXPERTS, f"finetune.start_from={tmp_path}/base", "lora.rank=4", "lora.targets=[q, v, o]"]
+    run_here(tmp_path, *words, "name=whole", "max_duration=4ba")
+    for steps in (2, 4):
+        run_here(tmp_path, *words, "name=cut", f"max_duration={steps}ba")
+    assert losses(tmp_path, "cut") == losses(tmp_path, "whole")
+    base, tuned = (load_full_model(tmp_path / name)[0].state_dict() for name in ("base", "whole"))
+    changed = {name.split(".", 2)[2] for name, tensor in base.items() if not torch.equal(tensor, tuned[name])}
+    assert changed == {"attention.qkv.weight", "attention.out.weight"}
+
+
 def test_elastic_runs_with_experts_are_equal_at_any_world_size(tmp_path: Path) -> None:
     words = ["precision=bf16", "compute.recompute=full", "optimizer=muon"]
     words = [*EXPERTS, *words, "reproducible=elastic", "global_batch=10", "microbatch=2", "model.dropout=0.1"]

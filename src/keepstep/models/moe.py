@@ -118,7 +118,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def update_bias(self, tokens_e: Tensor, counts: Tensor) -> None:
         """Move each expert's bias towards an even load; `counts` is 1 for a step that updates weights, else 0."""
-        if self.experts.balance_bias:
+        # The bias of a frozen router is one of the weights that adapters were trained on.
+        if self.experts.balance_bias and self.weight.requires_grad:
             mean = tokens_e.sum() / self.experts.count
             self.balance_bias.add_(torch.sign(mean - tokens_e) * (self.experts.bias_update_rate * counts))
 

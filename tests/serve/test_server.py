@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from keepstep.data.chat.template import BUILT_IN
+from keepstep.evaluate.generate import chooser
 from keepstep.observe.access import Access
 from keepstep.serve import server as server_module
 from keepstep.serve.server import ChatServer
@@ -82,6 +83,26 @@ def test_forced_call_fits_its_schema(client: Any, stream: bool, choice: Any) -> 
         assert answer.choices[0].message.content is None
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_function_fits_its_schema_once_the_model_calls(
+    client: Any, served: ChatServer, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning of a call is dictated, and the weights are random: whatever fits comes from the grammar."""
+    opening = served.model.tokenizer.encode("Well, <tool_call>", add_special_tokens=False).ids
+
+    def dictated(*settings: Any) -> Any:
+        rest, choose = list(opening), chooser(*settings)
+        return lambda logits_v: rest.pop(0) if rest else choose(logits_v)
+
+    monkeypatch.setattr(server_module, "chooser", dictated)
+    tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": strict}}]
+    message = ask(client, tools=tools, temperature=1.5, max_completion_tokens=120).choices[0].message
+    assert bool(message.tool_calls) == strict
+    if strict:
+        assert message.content == "Well,"
+        jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), SCHEMA)
 
 
 def test_conversation_with_the_result_of_a_call(client: Any) -> None:

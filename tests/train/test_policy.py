@@ -235,6 +235,7 @@ def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
         ),
         (["rl.max_new_tokens=384"], r"must be below model\.seq_len \(384\)"),
         (["rl.rewards={tool_call: 1.0}"], "has tool_call, which is no plug-in"),
+        (["rl.rewards={}"], r"rl\.rewards is .*, but it must name a reward"),
         (["rl.rewards={format: 0}"], "must have a weight other than 0 for format"),
         (["preference.method=dpo"], r"cannot be combined with preference\.method dpo"),
         (["parallel.tensor=2"], r"rl\.method is 'grpo', but it needs parallel\.tensor=1"),
@@ -243,6 +244,12 @@ def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, "grpo", *overrides)
+
+
+def test_default_of_beta_is_that_of_trl(tmp_path: Path) -> None:
+    assert [config_of(tmp_path, method).rl.kl_weight for method in ("grpo", "dr_grpo", "rloo")] == [0.0, 0.0, 0.05]
+    assert config_of(tmp_path, "rloo").has_reference
+    assert not config_of(tmp_path, "rloo", "rl.beta=0").has_reference
 
 
 def test_prompts_without_room_are_rejected(tmp_path: Path) -> None:

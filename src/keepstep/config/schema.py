@@ -407,8 +407,14 @@ class RLConfig:
     """Most tokens of an answer."""
     rollout_batch: PositiveInt = 256
     """Most answers that a process writes at a time. When one ends, the next prompt takes its place."""
-    beta: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the frozen start; 0 needs no reference."""
+    beta: Annotated[float, Range(min=-1)] = -1.0
+    """Weight of the KL divergence from the frozen start; 0 needs no reference. -1 chooses as TRL does: 0.05 for rloo, 0
+    for the others."""
+
+    @property
+    def kl_weight(self) -> float:
+        """`beta`, or what it chooses."""
+        return self.beta if self.beta >= 0 else 0.05 if self.method == "rloo" else 0.0
 
 
 @dataclass(frozen=True)
@@ -731,7 +737,7 @@ class RunConfig:
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with the weights that it started from."""
-        return self.preference.method != "none" or (self.rl.method != "none" and self.rl.beta > 0)
+        return self.preference.method != "none" or (self.rl.method != "none" and self.rl.kl_weight > 0)
 
 
 RENAMED: Mapping[str, str] = {"compute.joined_products": "compute.fused_matmuls"}

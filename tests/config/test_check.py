@@ -66,7 +66,6 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         ([*MIXTURE, "parallel.context=2"], "not supported with parallel.context above 1"),
         ([*MIXTURE, "precision=fp8"], "not supported with precision fp8: grouped matmuls run in bf16 or fp32"),
         ([*MIXTURE, "lora.rank=8"], "not supported with lora.rank above 0: experts take no adapters"),
-        ([*MIXTURE, "compute.compile=true"], "not supported with compute.compile"),
         (["parallel.expert=2"], "unknown key parallel.expert\n hint: expert parallelism is not supported"),
         (["lora.rank=8", "precision=fp8"], "lora.rank is 8, but it needs matmuls in bf16, and precision is fp8"),
         (["lora.rank=8", "model.linear=bitnet"], "lora.rank is 8, but it needs model.linear dense, and it is bitnet"),

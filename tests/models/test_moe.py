@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +17,11 @@ from keepstep.config.presets import preset_fields
 from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.models.moe import MoE, Router, count_tokens, router_biases, router_health, routers
 from keepstep.models.ops.grouped_matmul import grouped_matmul, has_grouped_kernel, loop_matmul
+from keepstep.models.ops.routed_experts import fp32_linear
 from keepstep.models.size import active_parameters, matmul_parameters, parameter_count
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.apply import apply_recompute
+from tests.doc_blocks import ROOT
 from tests.models.model_variants import LLAMA, VARIANTS, build, random_tokens
 
 CPU = torch.device("cpu")
@@ -192,3 +198,26 @@ def test_size_counts_the_parameters_that_a_token_uses() -> None:
 def test_narrow_presets_keep_the_proportions_of_experts() -> None:
     fields = preset_fields("qwen3-30b-a3b", {"hidden": 64}.get)
     assert (fields["experts"].ffn_hidden, fields["experts"].count) == (24, 128)
+
+
+def test_benchmark_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "moe.json"
+    monkeypatch.setattr(sys, "argv", ["moe.py", "layer", "steps", "--tiny", "--out", str(out)])
+    runpy.run_path(str(ROOT / "benchmarks" / "moe.py"), run_name="__main__")
+    result = json.loads(out.read_text())
+    assert {"layer_ratio_olmoe", "layer_ratio_mixtral", "qwen3_8layer_tokens_per_s", "olmoe_mfu"} <= result.keys()
+    for layer in result["layers"].values():
+        # Both round to bf16, at different places.
+        assert max(layer["output_and_gradient_difference"]) < 0.02
+
+
+def test_router_gradient_of_bf16_weights_keeps_fp32_precision() -> None:
+    torch.manual_seed(0)
+    x, weight, gradient = torch.randn(64, 32).bfloat16(), torch.randn(8, 32).bfloat16(), torch.randn(64, 8)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = fp32_linear(*leaves)
+    exact = x.float() @ weight.float().t()
+    torch.testing.assert_close(logits, exact, atol=1e-5, rtol=1e-5)
+    d_x, d_weight = torch.autograd.grad(logits, leaves, gradient)
+    torch.testing.assert_close(d_x.float(), gradient @ weight.float(), atol=2e-3, rtol=2**-8)
+    torch.testing.assert_close(d_weight.float(), gradient.t() @ x.float(), atol=2e-3, rtol=2**-8)

@@ -76,14 +76,14 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _tools(args: argparse.Namespace) -> int:
-    from keepstep.data.chat.generate import GENERATED
+    from keepstep.data.chat.generated import SMALL
     from keepstep.evaluate.ast_check import table
     from keepstep.evaluate.chat_model import Sampling, open_chat_model
     from keepstep.evaluate.tool_calls import ask, load_questions, write_answers
 
     reward = load_plugin("rewards", args.reward, {}, "--reward") if args.reward else None
     model = open_chat_model(args.model, args.device, args.tokenizer, start=args.start)
-    questions = load_questions(args.data or GENERATED, args.rows)
+    questions = load_questions(args.data or SMALL, args.rows)
 
     def show_count(done: int) -> None:
         progress(f"answered {done} of {len(questions)}")

@@ -357,6 +357,8 @@ class RLConfig:
     """Answers to each prompt. global_batch and microbatch count answers."""
     max_new_tokens: PositiveInt = 512
     """Most tokens of an answer."""
+    rollout_batch: PositiveInt = 256
+    """Most answers that a process writes at a time. When one ends, the next prompt takes its place."""
     beta: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the frozen start; 0 needs no reference."""
 

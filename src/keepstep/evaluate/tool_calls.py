@@ -13,7 +13,7 @@ from typing import Any
 from keepstep.core.errors import DataError, KeepstepError
 from keepstep.core.files import write_atomic
 from keepstep.data.chat.files import NumberedRow, RejectedRow, read_conversations
-from keepstep.data.chat.generate import GENERATED, generate_rows
+from keepstep.data.chat.generated import GENERATED, generate_rows
 from keepstep.data.chat.rows import Conversation, Message, answer_place, calls_of
 from keepstep.evaluate.ast_check import Call, MalformedCall, Task, ToolReport, judge, parse_calls, summarise
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
@@ -51,8 +51,8 @@ Reward = Callable[..., float]
 
 def load_questions(path: str, rows: int) -> list[Question]:
     """The first `rows` questions of a conversation file, or generated ones with held-out functions and values."""
-    if path == GENERATED:
-        generated = generate_rows(rows, TEST_SEED, "test")
+    if path in GENERATED:
+        generated = generate_rows(path, rows, TEST_SEED, "test")
         return [question(row.conversation, row.category) for row in generated]
     found = list(_from_file(Path(path), rows))
     if not found:

@@ -138,6 +138,9 @@ def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head:
         mask = mask.narrow(1, first_head, heads)
     if context.softcap:
         return _attend_capped(query_btne, key_bsge, value_bsge, mask, context)
+    groups = key_bsge.shape[2]
+    if query_btne.shape[1] == 1 and groups < heads and not context.causal:
+        return _attend_once(query_btne, key_bsge, value_bsge, mask, context.scale)
     attn_out_bnte = F.scaled_dot_product_attention(
         query_btne.transpose(1, 2),
         key_bsge.transpose(1, 2),
@@ -145,9 +148,20 @@ def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head:
         attn_mask=mask,
         is_causal=context.causal,
         scale=context.scale,
-        enable_gqa=key_bsge.shape[2] != heads,
+        enable_gqa=groups != heads,
     )
     return attn_out_bnte.transpose(1, 2)
+
+
+def _attend_once(query_b1ne: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The same for one token a row: the query heads of a group are the tokens of one head, so nothing is repeated."""
+    query_bgre = query_b1ne.reshape(len(key), key.shape[2], -1, key.shape[3])
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.reshape(len(mask), *query_bgre.shape[1:3], -1)
+    attn_out_bgre = F.scaled_dot_product_attention(
+        query_bgre, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return attn_out_bgre.flatten(1, 2)[:, None]
 
 
 def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context) -> Tensor:

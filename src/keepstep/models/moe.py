@@ -22,9 +22,7 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.mlp import GatedMLP, PlainMLP, make_mlp
-from keepstep.models.ops.backend import backend
-from keepstep.models.ops.grouped_matmul import grouped_matmul
-from keepstep.models.ops.swiglu import swiglu
+from keepstep.models.ops.routed_experts import Routes, fp32_linear, routed_experts, sort_by_expert
 
 ROUTER_METRICS = ("expert_load_max", "expert_load_entropy", "expert_bias_max")
 """Names of the numbers of `router_health`."""
@@ -51,7 +49,7 @@ class Router(nn.Module):
 
     def forward(self, x_nd: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts, fp32 [n, k], and their numbers."""
-        logits_ne = F.linear(x_nd.float(), self.weight.float())
+        logits_ne = self._logits(x_nd)
         scores_ne = logits_ne.softmax(-1) if self.experts.scores == "softmax" else logits_ne.sigmoid()
         chosen_nk = self._choose(scores_ne.detach())
         if self.training and torch.is_grad_enabled():
@@ -60,6 +58,11 @@ class Router(nn.Module):
         if self.experts.normalize:
             weights_nk = weights_nk / (weights_nk.sum(-1, keepdim=True) + 1e-20)
         return weights_nk * self.experts.scale, chosen_nk
+
+    def _logits(self, x_nd: Tensor) -> Tensor:
+        if x_nd.dtype == self.weight.dtype == torch.bfloat16:
+            return fp32_linear(x_nd, self.weight)
+        return F.linear(x_nd.float(), self.weight.float())
 
     def _choose(self, scores_ne: Tensor) -> Tensor:
         experts = self.experts
@@ -126,11 +129,9 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=config.init_std)
 
-    def forward(self, x_md: Tensor, ends_e: Tensor) -> Tensor:
-        """Outputs of rows that are sorted by expert; expert i ends before row `ends_e[i]`."""
-        has_kernel = backend().has_grouped_matmul(x_md)
-        gate_up = grouped_matmul(x_md, self.gate_up.to(x_md.dtype), ends_e, has_kernel=has_kernel)
-        return grouped_matmul(_swiglu(gate_up), self.down.to(x_md.dtype), ends_e, has_kernel=has_kernel)
+    def forward(self, x_nd: Tensor, weights_nk: Tensor, routes: Routes) -> Tensor:
+        """The weighted sum of the outputs of each token's experts."""
+        return routed_experts(x_nd, weights_nk, self.gate_up.to(x_nd.dtype), self.down.to(x_nd.dtype), routes)
 
 
 class MoE(nn.Module):
@@ -139,26 +140,23 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.plan = BlockPlan()
-        self.top_k, self.count = config.experts.top_k, config.experts.count
+        self.count = config.experts.count
         self.router = Router(config)
         self.experts = Experts(config)
         shared = config.experts.shared_ffn_hidden
         self.shared = GatedMLP(replace(config, ffn_hidden=shared)) if shared else None
         self.shared_gate = nn.Linear(config.hidden, 1, bias=False) if config.experts.shared_gate else None
 
+    # A compiled block calls it as it is: how many rows an expert gets changes with every call, and its operators are
+    # fused already.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual."""
         assert residual_btd is None, "fuses_residual() says no"
         x_nd = x_btd.flatten(0, 1)
         weights_nk, chosen_nk = self.router(x_nd)
-        # Stable: the order of equal keys would otherwise be free, and with it the bits of sums.
-        order_m = chosen_nk.flatten().argsort(stable=True)
-        place_m = order_m.argsort()
-        ends_e = count_tokens(chosen_nk, self.count).cumsum(0).to(torch.int32)
-        sorted_md = _Permute.apply(x_nd, order_m, place_m, self.top_k)  # type: ignore[no-untyped-call]
-        out_md = _Permute.apply(self.experts(sorted_md, ends_e), place_m, order_m, 1)  # type: ignore[no-untyped-call]
-        out_nkd = out_md.unflatten(0, (-1, self.top_k))
-        out_nd: Tensor = (out_nkd * weights_nk.to(out_nkd.dtype)[..., None]).sum(1)
+        routes = sort_by_expert(chosen_nk, count_tokens(chosen_nk, self.count))
+        out_nd: Tensor = self.experts(x_nd, weights_nk, routes)
         return (out_nd if self.shared is None else out_nd + self._shared(x_nd)).view_as(x_btd)
 
     def _shared(self, x_nd: Tensor) -> Tensor:
@@ -208,36 +206,11 @@ def router_biases(model: nn.Module) -> dict[str, Tensor]:
 
 def count_tokens(chosen_nk: Tensor, count: int) -> Tensor:
     """Tokens of each expert, int64 [e]; whole numbers, so the order of adding is free."""
+    if chosen_nk.is_cuda:
+        # Sums in each processor's own memory: adding to so few places in that of the device would queue.
+        return chosen_nk.flatten().histc(bins=count, min=0, max=count)
     ones_m = torch.ones(chosen_nk.numel(), dtype=torch.int64, device=chosen_nk.device)
     return torch.zeros(count, dtype=torch.int64, device=chosen_nk.device).scatter_add(0, chosen_nk.flatten(), ones_m)
-
-
-def _swiglu(gate_up: Tensor) -> Tensor:
-    width = gate_up.shape[-1] // 2
-    if backend().has_kernels(gate_up):
-        fused: Tensor = swiglu(gate_up, width)
-        return fused
-    gate, up = gate_up.split(width, dim=-1)
-    activated: Tensor = F.silu(gate) * up
-    return activated
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order, each `copies` times; the gradient adds the copies up in a fixed order, without atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order_m: Tensor, place_m: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        ctx.save_for_backward(place_m)
-        return x.index_select(0, order_m // copies if copies > 1 else order_m)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (place_m,) = ctx.saved_tensors
-        gradient = gradients[0].index_select(0, place_m)
-        if ctx.copies > 1:
-            gradient = gradient.unflatten(0, (-1, ctx.copies)).sum(1)
-        return gradient, None, None, None
 
 
 class _AddLoss(torch.autograd.Function):

@@ -133,15 +133,13 @@ class Transformer(nn.Module):
         A stage of a pipeline holds a part of the blocks. It takes the residual stream of the stage before (numbers with
         a fraction, and explicit positions) in place of tokens, and without a norm of its own hands the stream on.
         """
-        past = self._check_room(tokens_bt.shape[1], documents_bt, cache)
-        if positions_bt is None:
-            positions_bt = (
-                torch.arange(past, past + tokens_bt.shape[1], device=tokens_bt.device)[None]
-                if documents_bt is None
-                else document_positions(documents_bt)
-            )
-            if cache is not None and cache.padding_b is not None:
-                positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
+        self._check_room(tokens_bt.shape[1], documents_bt, cache)
+        if positions_bt is None and cache is not None:
+            positions_bt = cache.positions(tokens_bt.shape[1], tokens_bt.device)
+        elif positions_bt is None and documents_bt is not None:
+            positions_bt = document_positions(documents_bt)
+        elif positions_bt is None:
+            positions_bt = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)[None]
         x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
         context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache, spans)
         added_btd: Tensor | None = None
@@ -172,8 +170,8 @@ class Transformer(nn.Module):
         # The embedding's own mode: a stage shares modules with the model that is set to evaluate, but not its flag.
         return F.dropout(x_btd, self.config.dropout, self.embed.training)
 
-    def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> int:
-        """Tokens that came before these; raises where these do not fit."""
+    def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> None:
+        """Raise where these tokens do not fit."""
         past = 0
         if cache is not None:
             if documents_bt is not None:
@@ -186,7 +184,6 @@ class Transformer(nn.Module):
                 f"{past + tokens} tokens are more than the {self.config.position_rows} learned positions",
                 "shorten the text, or train with a larger model.max_positions",
             )
-        return past
 
 
 def add_embedding_noise(model: Transformer, alpha: float, row_parts: int = 1) -> None:

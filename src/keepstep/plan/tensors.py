@@ -165,8 +165,8 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
             # The block's input and, so that attention is not repeated, its output and softmax sums.
             attention = size * widths.query + FP32 * widths.heads if work.saves_attention else 0
             saved = size * work.stream_width + attention
-    # Gradients of the inner tensors; the forward's output has just been freed. Experts start with two of their copies.
-    copied = int(2 * token_copies(model) * model.hidden)
+    # Gradients of the inner tensors; the forward's output has just been freed. Those of experts, and of their inputs.
+    copied = int(token_copies(model) * (model.hidden + 2 * model.expert_size))
     working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
     quantised = _quantised_weights(model, widths) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
@@ -209,18 +209,19 @@ def _routing_bytes(model: ModelConfig, size: int) -> int:
     copies = token_copies(model)
     if not copies:
         return 0
-    share = model.expert_layers / model.layers
-    # The router's input in fp32, and without a shared expert no other; its scores in fp32.
-    router = 0 if size == FP32 else (FP32 - (0 if model.experts.shared_ffn_hidden else size)) * model.hidden
-    scores = FP32 * model.experts.count
-    # Tokens sorted by expert, the experts' outputs, and where each token went in 64 bits.
-    return int(share * (router + scores) + copies * (2 * size * model.hidden + 3 * 8))
+    # The router's scores in fp32.
+    scores = FP32 * model.experts.count * model.expert_layers / model.layers
+    # Where each copy of a token went and came from, in 64 bits, and its weights. Activations are computed again.
+    return int(scores + copies * (3 * 8 + 3 * FP32 - size * model.expert_size))
 
 
 def feed_forward_gradient(model: ModelConfig) -> int:
-    """Parameters whose gradient exists when backward has passed the last matmul of a block's feed-forward."""
+    """Parameters whose gradient exists when backward has passed the last matmul of a block's feed-forward.
+
+    Of experts these are all: their backward pass is one step.
+    """
     layers = model.expert_layers
-    experts = model.experts.count * model.expert_size + model.experts.shared_ffn_hidden
+    experts = 3 * model.experts.count * model.expert_size + model.experts.shared_ffn_hidden
     return model.hidden * ((model.layers - layers) * model.ffn_size + layers * experts) // model.layers
 
 

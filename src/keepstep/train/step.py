@@ -168,6 +168,8 @@ class TrainStep:
         for number, part in enumerate(parts):
             if abandon(number, len(parts)):
                 return None
+            if number == 0:
+                self.objective.prepare(parts)
             self._reduce_gradients(last=number == len(parts) - 1)
             self._weigh_routers(weight * self.objective.count(part))
             sums = self._sums(part)

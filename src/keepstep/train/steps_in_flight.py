@@ -91,7 +91,7 @@ class StepsInFlight:
             parts.rollback.copy_if_due(newest)
         self._unreported_s = time.perf_counter() - started
         parts.profiler.step()
-        parts.heartbeat.expect_stop_within(self._stop_within_s(len(batches)))
+        parts.heartbeat.expect_stop_within(self._stop_within_s(1 if parts.step.objective.prepares else len(batches)))
         parts.heartbeat.stepped(clock.step)
 
     def _signals(self) -> StepSignals:

@@ -65,12 +65,9 @@ def experts_are_plain_swiglu(config: RunConfig) -> Found:
     return None
 
 
-@rule(
-    "model.experts.count", "parallel.tensor", "parallel.pipeline", "parallel.context", "precision", "lora.rank",
-    "compute.compile",
-)  # fmt: skip
+@rule("model.experts.count", "parallel.tensor", "parallel.pipeline", "parallel.context", "precision", "lora.rank")
 def experts_are_trained_by_data_parallelism(config: RunConfig) -> Found:
-    """Not supported yet: splitting experts or rows, experts in fp8, adapters on them, compiled routing."""
+    """Not supported yet: splitting experts or rows, experts in fp8, adapters on them."""
     if not config.model.experts.count:
         return None
     for axis in ("tensor", "pipeline", "context"):
@@ -81,6 +78,4 @@ def experts_are_trained_by_data_parallelism(config: RunConfig) -> Found:
         return "is not supported with precision fp8: grouped matmuls run in bf16 or fp32", "precision=bf16"
     if config.lora.rank:
         return "is not supported with lora.rank above 0: experts take no adapters", "lora.rank=0 trains all weights"
-    if config.compute.compile:
-        return "is not supported with compute.compile: routing depends on the data", "compute.compile=false"
     return None

@@ -25,7 +25,7 @@ from keepstep.data import tokenization
 from keepstep.data.cache_folder import FACTS, prepare_folder, read_facts
 from keepstep.data.chat import files
 from keepstep.data.chat.files import NumberedRow, RejectedRow
-from keepstep.data.chat.generate import GENERATED
+from keepstep.data.chat.generated import GENERATED
 from keepstep.data.chat.masks import MaskedTokens, encode
 from keepstep.data.chat.preference import AnswerPair, PreferenceMethod, read_pairs
 from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
@@ -43,7 +43,7 @@ _Item = tuple[str, NumberedRow | AnswerPair | RejectedRow]
 
 def is_chat(data: DataConfig, chat: ChatConfig) -> bool:
     """Whether `data.path` holds conversations and not text or tokens: by name, by format, or by its first row."""
-    if data.path == GENERATED:
+    if data.path in GENERATED:
         return True
     if data.blend or not files.conversation_files(Path(data.path)):
         return False
@@ -53,7 +53,7 @@ def is_chat(data: DataConfig, chat: ChatConfig) -> bool:
 def refuse_mixed_conversations(data: DataConfig) -> None:
     """Raise if one of several data sets holds conversations, which would be read as plain text."""
     for path in data.blend or (data.path.split(",") if "," in data.path else ()):
-        if path == GENERATED or files.holds_conversations(Path(path), data.text_field):
+        if path in GENERATED or files.holds_conversations(Path(path), data.text_field):
             raise DataError(
                 f"data.{'blend' if data.blend else 'path'} names {path}, which holds conversations, but only text and "
                 "tokens can be mixed",
@@ -138,7 +138,7 @@ def _tokenizer_path(source: ChatSource, cache_dir: Path) -> Path:
     found = tokenization.named_tokenizer(source.data.tokenizer) or source.tokenizer
     if found is not None:
         return found
-    if source.data.path == GENERATED:
+    if source.data.path in GENERATED:
         from keepstep.data.chat.tokenizer import prepare_tokenizer
 
         return prepare_tokenizer(cache_dir, source.seed)
@@ -149,12 +149,12 @@ def _tokenizer_path(source: ChatSource, cache_dir: Path) -> Path:
 
 
 def _key(source: ChatSource, tokenizer: Path) -> str:
-    paths = [] if source.data.path == GENERATED else files.conversation_files(Path(source.data.path))
+    paths = [] if source.data.path in GENERATED else files.conversation_files(Path(source.data.path))
     paths += files.conversation_files(Path(source.data.valid_path)) if source.data.valid_path else []
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     template = find_template(tokenizer, source.chat.template)
     named = [
-        _VERSION, sys.version if source.data.path == GENERATED else "", source.data.path, source.data.valid_path,
+        _VERSION, sys.version if source.data.path in GENERATED else "", source.data.path, source.data.valid_path,
         source.data.valid_share, source.seq_len, source.seed, source.chat.format, source.chat.loss_on,
         source.chat.generated_rows, stats, template.source, template.bos, template.eos,
         hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
@@ -220,9 +220,11 @@ def _items(source: ChatSource) -> Iterator[_Item]:
         answered = _items(replace(source, rl=RLConfig()))
         yield from ((name, until_answer(item)) for name, item in answered if not isinstance(item, AnswerPair))
         return
-    if data.path == GENERATED:
-        yield from (("train", row) for row in files.generated_rows(source.chat.generated_rows, source.seed, "train"))
-        yield from (("valid", row) for row in files.generated_rows(_VALID_ROWS, source.seed, "test"))
+    if data.path in GENERATED:
+        yield from (
+            ("train", row) for row in files.generated_rows(data.path, source.chat.generated_rows, source.seed, "train")
+        )
+        yield from (("valid", row) for row in files.generated_rows(data.path, _VALID_ROWS, source.seed, "test"))
         return
     for item in files.read_conversations(Path(data.path), source.chat.format):
         is_valid = (

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data import tokenization
 from keepstep.data.chat.files import FormatName, RejectedRow, read_conversations
-from keepstep.data.chat.generate import GENERATED, generate_rows
+from keepstep.data.chat.generated import GENERATED, generate_rows
 from keepstep.data.chat.rows import BadRow, Conversation, Message
 from keepstep.data.chat.template import ChatTemplate, Rendered, Span, find_template
 
@@ -136,8 +136,8 @@ def show_rows(options: ShowOptions) -> Iterator[str]:
 
 def _rows(options: ShowOptions) -> Iterator[tuple[str, Conversation | str]]:
     """The name of each row, and its conversation or the reason why it was rejected."""
-    if options.path == GENERATED:
-        for number, row in enumerate(generate_rows(options.first + options.rows, 0, "train"), start=1):
+    if options.path in GENERATED:
+        for number, row in enumerate(generate_rows(options.path, options.first + options.rows, 0, "train"), start=1):
             yield f"generated row {number}, {row.category}", row.conversation
         return
     for item in read_conversations(Path(options.path), options.form):

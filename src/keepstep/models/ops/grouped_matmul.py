@@ -18,18 +18,40 @@ _ALIGNED_BYTES = 16
 
 def grouped_matmul(x_mk: Tensor, weight_gnk: Tensor, ends_g: Tensor, *, has_kernel: bool) -> Tensor:
     """x · wᵀ with the weights of each row's group, [m, n]; group i ends before row `ends_g[i]` (int32)."""
-    aligned = all(size * x_mk.element_size() % _ALIGNED_BYTES == 0 for size in weight_gnk.shape[1:])
-    if aligned and has_kernel:
-        product: Tensor = torch._grouped_mm(x_mk, weight_gnk.transpose(1, 2), offs=ends_g)
+    return grouped_matmul_transposed(x_mk, weight_gnk.transpose(1, 2), ends_g, has_kernel=has_kernel)
+
+
+def grouped_matmul_transposed(x_mn: Tensor, weight_gnk: Tensor, ends_g: Tensor, *, has_kernel: bool) -> Tensor:
+    """x · w with the weights of each row's group, [m, k]."""
+    if has_kernel and _is_aligned(x_mn, *weight_gnk.shape[1:]):
+        product: Tensor = torch._grouped_mm(x_mn, weight_gnk, offs=ends_g)
         return product
-    return loop_matmul(x_mk, weight_gnk, ends_g)
+    return loop_matmul(x_mn, weight_gnk.transpose(1, 2), ends_g)
+
+
+def grouped_outer(left_mn: Tensor, right_mk: Tensor, ends_g: Tensor, *, has_kernel: bool) -> Tensor:
+    """leftᵀ · right over the rows of each group, [g, n, k]: the gradient of `weight_gnk`."""
+    if has_kernel and _is_aligned(left_mn, left_mn.shape[1], right_mk.shape[1]):
+        product: Tensor = torch._grouped_mm(left_mn.t(), right_mk, offs=ends_g)
+        return product
+    parts = zip(_split(left_mn, ends_g), _split(right_mk, ends_g), strict=True)
+    return torch.stack([left.t() @ right for left, right in parts])
 
 
 def loop_matmul(x_mk: Tensor, weight_gnk: Tensor, ends_g: Tensor) -> Tensor:
-    """The same, one group after the other: the reference. The host waits for the sizes of the groups."""
-    ends = ends_g.tolist()
-    rows = x_mk.split([end - start for start, end in zip([0, *ends], ends, strict=False)])
+    """x · wᵀ, one group after the other: the reference. The host waits for the sizes of the groups."""
+    rows = _split(x_mk, ends_g)
     return torch.cat([part @ weight_nk.t() for part, weight_nk in zip(rows, weight_gnk.unbind(), strict=True)])
+
+
+def _split(x_mk: Tensor, ends_g: Tensor) -> tuple[Tensor, ...]:
+    ends = ends_g.tolist()
+    parts: tuple[Tensor, ...] = x_mk.split([end - start for start, end in zip([0, *ends], ends, strict=False)])
+    return parts
+
+
+def _is_aligned(like: Tensor, *sizes: int) -> bool:
+    return all(size * like.element_size() % _ALIGNED_BYTES == 0 for size in sizes)
 
 
 @functools.cache

@@ -1,0 +1,126 @@
+"""What happens to rows between the grouped matmuls of experts, each in one pass over memory.
+
+- Rows are gathered in the order of experts, and the outputs of a token's experts are added up where it stands. Sums are
+  fp32 and have a fixed order: no atomics.
+- SwiGLU multiplies each row by its expert's weight. Its backward pass computes the activation again, which need not be
+  saved, and the gradient of the weight on the way.
+
+Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, f width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+_WARPS = 4
+
+
+@triton.jit
+def _gather_kernel(source, index, output, width: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    origin = tl.load(index + row).to(tl.int64)
+    for start in range(0, width, block):
+        lane = start + tl.arange(0, block)
+        inside = lane < width
+        tl.store(output + row * width + lane, tl.load(source + origin * width + lane, mask=inside), mask=inside)
+
+
+@triton.jit
+def _sum_kernel(source, place, output, width: tl.constexpr, copies: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * block + tl.arange(0, block)
+    inside = lane < width
+    total = tl.zeros((block,), tl.float32)
+    for copy in tl.static_range(copies):
+        row = tl.load(place + token * copies + copy).to(tl.int64)
+        total += tl.load(source + row * width + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + token * width + lane, total.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _forward_kernel(gate_up, weight, output, width: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row)
+    for start in range(0, width, block):
+        lane = start + tl.arange(0, block)
+        inside = lane < width
+        gate = tl.load(gate_up + row * (2 * width) + lane, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * (2 * width) + width + lane, mask=inside, other=0.0).to(tl.float32)
+        product = gate * tl.sigmoid(gate) * up * scale
+        tl.store(output + row * width + lane, product.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    gradient, gate_up, weight, d_gate_up, activation, d_weight, width: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row)
+    total = tl.zeros((block,), tl.float32)
+    for start in range(0, width, block):
+        lane = start + tl.arange(0, block)
+        inside = lane < width
+        dy = tl.load(gradient + row * width + lane, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up + row * (2 * width) + lane, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * (2 * width) + width + lane, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        product = gate * sigmoid * up
+        total += dy * product
+        dy *= scale
+        d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
+        element = d_gate_up.dtype.element_ty
+        tl.store(d_gate_up + row * (2 * width) + lane, d_gate.to(element), mask=inside)
+        tl.store(d_gate_up + row * (2 * width) + width + lane, (dy * gate * sigmoid).to(element), mask=inside)
+        tl.store(activation + row * width + lane, (product * scale).to(element), mask=inside)
+    tl.store(d_weight + row, tl.sum(total, 0))
+
+
+def gather_rows(source: Tensor, index_m: Tensor) -> Tensor:
+    """Rows `index_m` of a contiguous matrix."""
+    output = source.new_empty(index_m.shape[0], source.shape[1])
+    block = _block(source.shape[1])
+    if output.numel():
+        _gather_kernel[(index_m.shape[0],)](source, index_m, output, source.shape[1], block, num_warps=_WARPS)
+    return output
+
+
+def sum_rows(source_md: Tensor, place_m: Tensor, copies: int) -> Tensor:
+    """Row i is the sum of the rows `place_m[i·copies : (i + 1)·copies]`, [m / copies, d]."""
+    width, block = source_md.shape[1], _block(source_md.shape[1])
+    output = source_md.new_empty(place_m.shape[0] // copies, width)
+    if output.numel():
+        grid = (output.shape[0], triton.cdiv(width, block))
+        _sum_kernel[grid](source_md, place_m, output, width, copies, block, num_warps=_WARPS)
+    return output
+
+
+def weighted_swiglu(gate_up_mf: Tensor, weight_m: Tensor) -> Tensor:
+    """silu(gate) × up × weight of [m, 2f], first the gates."""
+    width = gate_up_mf.shape[1] // 2
+    output = gate_up_mf.new_empty(gate_up_mf.shape[0], width)
+    if output.numel():
+        _forward_kernel[(output.shape[0],)](gate_up_mf, weight_m, output, width, _block(width), num_warps=_WARPS)
+    return output
+
+
+def weighted_swiglu_backward(
+    gradient_mf: Tensor, gate_up_mf: Tensor, weight_m: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of `gate_up_mf`, the activation itself, and the fp32 gradient of the weights."""
+    d_gate_up_mf, activation_mf = torch.empty_like(gate_up_mf), torch.empty_like(gradient_mf)
+    d_weight_m = torch.empty_like(weight_m)
+    width = gradient_mf.shape[1]
+    if gradient_mf.numel():
+        _backward_kernel[(gradient_mf.shape[0],)](
+            gradient_mf, gate_up_mf, weight_m, d_gate_up_mf, activation_mf, d_weight_m, width, _block(width),
+            num_warps=_WARPS,
+        )  # fmt: skip
+    return d_gate_up_mf, activation_mf, d_weight_m
+
+
+def _block(width: int) -> int:
+    return min(_BLOCK, int(triton.next_power_of_2(width)))

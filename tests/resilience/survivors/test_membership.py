@@ -63,7 +63,7 @@ def test_loss_before_the_commit_makes_survivors_redo_the_step(three: Recorded) -
     assert [three.last(number)["kind"] for number in (0, 1)] == ["view"] * 2
     three.prepare(0)
     assert [three.last(number)["kind"] for number in (0, 1)] == ["commit"] * 2
-    assert [(note["kind"], note["replica"], note["replicas"]) for note in three.notes] == [("left", 2, 2)]
+    assert [(note["kind"], note["replica"], note["ranks"]) for note in three.notes] == [("left", 2, 2)]
 
 
 def test_report_of_an_earlier_epoch_evicts_nobody(three: Recorded) -> None:

@@ -192,7 +192,7 @@ class Membership:
         usual_s = statistics.median(self._step_times_s) if self._step_times_s else 0.0
         stall_s = max(0.0, step_s - usual_s) if usual_s else 0.0
         for change in self._changes:
-            facts = {"step": step, "replicas": len(self._members), "stall_s": stall_s, "usual_step_s": usual_s}
+            facts = {"step": step, "ranks": len(self._members), "stall_s": stall_s, "usual_step_s": usual_s}
             self._note(**change, **facts)
         self._changes.clear()
 

@@ -59,7 +59,7 @@ class Supervisor:
             if event["kind"] == "left":
                 event["what"] = self._causes.pop(event["replica"], event["what"])
             print(
-                f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['replicas']} train, "
+                f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
                 f"stalled for {event['stall_s']:.2f} s",
                 file=sys.stderr,
                 flush=True,

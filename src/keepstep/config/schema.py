@@ -665,6 +665,9 @@ class ResilienceConfig:
     """Steps between snapshots of the state in memory that survives a crash of the processes. A crash costs only the
     steps since the last one. -1 chooses: every step where that is cheap, about twice a minute on GPUs. 0 disables
     them."""
+    survive: bool = False
+    """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
+    replacement copies their state. Every process is a replica. Needs `reproducible: elastic` and one node."""
     lease_s: Annotated[float, Range(min=1, max=3600)] = 30.0
     """A run holds its folder against other runs by a heartbeat in the folder. After this many seconds without one,
     another run may take over. Raise it where the storage shows changes of other machines late."""

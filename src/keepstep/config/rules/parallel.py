@@ -170,6 +170,20 @@ def flash_needs_bounds(config: RunConfig, reason: str) -> Found:
     return f"takes no mask, which {reason} needs where {axes} is not 1", "compute.attention=auto"
 
 
+@rule("resilience.survive", "reproducible", "model.experts.count")
+def survivors_hold_whole_states(config: RunConfig) -> Found:
+    """Replicas that outlive each other hold whole weights, and their sums do not depend on how many they are."""
+    if not config.resilience.survive:
+        return None
+    if config.reproducible != "elastic":
+        return f"needs sums that do not depend on the number of replicas, and reproducible is {config.reproducible}", (
+            "reproducible=elastic"
+        )
+    if config.model.experts.count:
+        return "does not support experts, whose routers are balanced over all processes", "resilience.survive=false"
+    return None
+
+
 @rule("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision")
 def elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
     """A result that does not depend on the number of processes needs whole weights on each."""

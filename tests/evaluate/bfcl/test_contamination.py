@@ -119,6 +119,7 @@ def test_command_writes_a_report_and_says_so(tmp_path: Path, capsys: pytest.Capt
     assert main(["data", "check", str(path), "--against", "bfcl", "--kept", str(kept)]) == EXIT_DATA
     assert [json.loads(line)["messages"] for line in kept.read_text().splitlines()] == [row()["messages"]]
     assert main(["data", "check", str(path), "--against", "bfcl", "--kept", str(path)]) == EXIT_CONFIG
+    capsys.readouterr()
     path.write_text(json.dumps(row()) + "\n")
     assert main(["data", "check", str(path), "--against", "bfcl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["data_sha256"] != report["data_sha256"]

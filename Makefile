@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo chaos soak fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-gguf bench-rl bench-h200
+.PHONY: help demo toolcalls-demo chaos soak survive fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-gguf bench-rl bfcl bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -88,6 +88,10 @@ chaos: $(READY)  ## every fault on a small run, recovery compared with torchrun'
 soak: $(READY)  ## the same, with 200 random faults in one run
 	scripts/system-packages
 	$(BIN)/python -W ignore benchmarks/chaos.py --soak 200
+
+SURVIVE ?=
+survive: $(READY)  ## 1,000 replicas of one run killed, 50 at each point of the protocol; writes benchmarks/results/survive.json
+	$(BIN)/python -W ignore benchmarks/survive.py $(SURVIVE)
 
 FUZZ ?= --output benchmarks/results/fuzz.json
 fuzz: $(READY)  ## damaged files of every format and hostile requests, 100,000 or FUZZ='--minutes 10 --seed 3'; failing ones go to runs/fuzz

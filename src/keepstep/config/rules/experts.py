@@ -65,9 +65,9 @@ def experts_are_plain_swiglu(config: RunConfig) -> Found:
     return None
 
 
-@rule("model.experts.count", "parallel.tensor", "parallel.pipeline", "parallel.context", "precision", "lora.rank")
+@rule("model.experts.count", "parallel.tensor", "parallel.pipeline", "parallel.context", "precision")
 def experts_are_trained_by_data_parallelism(config: RunConfig) -> Found:
-    """Not supported yet: splitting experts or rows, experts in fp8, adapters on them."""
+    """Not supported yet: splitting experts or rows, experts in fp8."""
     if not config.model.experts.count:
         return None
     for axis in ("tensor", "pipeline", "context"):
@@ -76,6 +76,16 @@ def experts_are_trained_by_data_parallelism(config: RunConfig) -> Found:
             return needs, f"parallel.{axis}=1; parallel.shard shards the experts' weights"
     if config.precision == "fp8":
         return "is not supported with precision fp8: grouped matmuls run in bf16 or fp32", "precision=bf16"
-    if config.lora.rank:
-        return "is not supported with lora.rank above 0: experts take no adapters", "lora.rank=0 trains all weights"
     return None
+
+
+@rule("lora.targets", "lora.rank", "model.experts.count", "model.kv_lora_rank")
+def adapters_are_on_attention(config: RunConfig) -> Found:
+    """Experts take no adapters, and latent attention takes them on queries and outputs."""
+    model, allowed = config.model, ["q", "o"] if config.model.kv_lora_rank else ["q", "k", "v", "o"]
+    feed_forward = [] if model.experts.count else ["gate", "up", "down"]
+    refused = [name for name in config.lora.targets if name not in (*allowed, *feed_forward)]
+    if not config.lora.rank or not refused or not (model.experts.count or model.kv_lora_rank):
+        return None
+    which = "latent attention takes" if refused[0] in "kv" else "experts take"
+    return f"has {refused[0]}, and {which} no such adapter", f"lora.targets=[{', '.join(allowed + feed_forward)}]"

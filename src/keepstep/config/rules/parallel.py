@@ -159,13 +159,16 @@ def flash_needs_bounds(config: RunConfig, reason: str) -> Found:
     return f"takes no mask, which {reason} needs where {axes} is not 1", "compute.attention=auto"
 
 
-@rule("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision")
+@rule(
+    "reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.offload",
+    "precision",
+)  # fmt: skip
 def elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
     """A result that does not depend on the number of processes needs whole weights on each."""
     if config.reproducible != "elastic":
         return None
     parallel = config.parallel
-    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1]
+    split = [axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(parallel, axis) > 1]
     if split:
         axes = " and ".join(f"parallel.{axis}" for axis in split)
         hint = ", ".join(f"parallel.{axis}=1" for axis in split)

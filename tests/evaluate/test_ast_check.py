@@ -11,8 +11,8 @@ import torch
 from keepstep.config.schema import ModelConfig
 from keepstep.data.chat.rows import BadRow, tool
 from keepstep.evaluate.ast_check import Call, MalformedCall, Task, has_type, judge, parse_calls, summarise, table
-from keepstep.evaluate.generate import batches_by_length, generate_batch
-from keepstep.models.attention_context import KeyValueCache
+from keepstep.evaluate.continuous_batching import Request, generate_batch
+from keepstep.evaluate.generate import batches_by_length
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
 
@@ -127,23 +127,30 @@ MODELS = {
 }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", list(MODELS))
 def test_prompts_of_different_lengths_answer_together_as_they_answer_alone(name: str) -> None:
     config = MODELS[name]
     model = Transformer(config).eval()
     init_weights(model, 4)
 
-    def open_decoder(padding_b: torch.Tensor, capacity: int):
-        cache = KeyValueCache(config.layers, capacity, padding_b if padding_b.any() else None)
-        return lambda tokens_bt: model(tokens_bt, cache=cache)[:, -1]
+    def answers(requests: list[Request], rows: int, stop_tokens: tuple[int, ...] = ()) -> list[list[int]]:
+        return [one.tokens for one in generate_batch(model, requests, rows=rows, stop_tokens=stop_tokens)]
 
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 61, (size,), generator=generator).tolist() for size in (3, 11, 7, 1)]
-    together = generate_batch(open_decoder, prompts, max_new_tokens=20)
-    alone = [generate_batch(open_decoder, [prompt], max_new_tokens=20)[0] for prompt in prompts]
-    assert together == alone
-    ended = generate_batch(open_decoder, prompts, max_new_tokens=20, stop_tokens={together[0][4]})
-    assert ended[0] == together[0][: together[0].index(together[0][4])]
+    prompts = [torch.randint(0, 61, (size,), generator=generator).tolist() for size in (3, 11, 7, 1, 11, 2)]
+    requests = [Request(prompt, most) for prompt, most in zip(prompts, (20, 3, 9, 14, 5, 20), strict=True)]
+    alone = [answers([request], 1)[0] for request in requests]
+    for request, found in zip(requests, alone, strict=True):
+        tokens = torch.tensor([[*request.prompt, *found]])
+        assert model(tokens)[0, len(request.prompt) - 1 : -1].argmax(-1).tolist() == found
+    # Fewer rows than prompts, so that prompts enter where others have ended; then rows that nothing takes any more.
+    for rows in (1, 2, 3, 6):
+        assert answers(requests, rows) == alone
+    stop = alone[0][4]
+    ended = answers(requests, 2, (stop,))
+    assert ended == [found[: found.index(stop) + 1] if stop in found else found for found in alone]
+    prompts = prompts[:4]
     assert [place for group in batches_by_length(prompts, 3) for place in group] == [3, 0, 2, 1]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models.attention_context import KeyValueCache
+from keepstep.evaluate.continuous_batching import generate_batch
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
 
@@ -35,11 +35,11 @@ def adapter() -> tuple[Any, Transformer]:
     model = Transformer(CONFIG).eval()
     init_weights(model, 3)
 
-    def open_decoder(padding_b: torch.Tensor, capacity: int) -> Any:
-        cache = KeyValueCache(CONFIG.layers, capacity, padding_b if padding_b.any() else None)
-        return lambda tokens_bt: model(tokens_bt, cache=cache)[:, -1]
+    def continued(requests: Any) -> list[list[int]]:
+        generated = generate_batch(model, requests, rows=2, stop_tokens={0})
+        return [one.tokens[:-1] if one.ended else one.tokens for one in generated]
 
-    return KeepstepLM(model, open_decoder, Letters(), stop_tokens=frozenset({0}), context_length=32, batch=2), model
+    return KeepstepLM(model, continued, Letters(), stop_tokens=frozenset({0}), context_length=32, batch=2), model
 
 
 def request(*args: Any) -> Any:

@@ -41,11 +41,15 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     def logits(tokens_bt: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot((tokens_bt + 1) % len(WORDS), len(WORDS)).float()
 
-    def open_decoder(padding_b: torch.Tensor, capacity: int) -> Any:
-        assert capacity <= ROOM, "prompt and answer fit the model together"
-        return lambda tokens_bt: logits(tokens_bt)[:, -1]
+    def continued(requests: Any) -> list[list[int]]:
+        answers = []
+        for request in requests:
+            assert len(request.prompt) + request.max_new_tokens <= ROOM, "prompt and answer fit the model together"
+            new = [(request.prompt[-1] + 1 + place) % len(WORDS) for place in range(request.max_new_tokens)]
+            answers.append(new[: new.index(0)] if 0 in new else new)
+        return answers
 
-    return made.KeepstepLM(logits, open_decoder, tokenizer, stop_tokens=frozenset({0}), context_length=ROOM, batch=4)
+    return made.KeepstepLM(logits, continued, tokenizer, stop_tokens=frozenset({0}), context_length=ROOM, batch=4)
 
 
 def test_a_space_at_the_end_of_the_context_belongs_to_the_continuation(adapter: Any) -> None:

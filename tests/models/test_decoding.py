@@ -7,7 +7,7 @@ import torch
 
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import UsageError
-from keepstep.models.attention_context import KeyValueCache
+from keepstep.models.attention_context import KeyValueCache, SlotCache
 from keepstep.models.positions import document_positions
 from tests.models.model_variants import VARIANTS, build, random_tokens
 
@@ -21,6 +21,27 @@ def test_incremental_decoding_equals_the_full_forward(variant: ModelConfig, step
     pieces = [model(piece_bt, cache=cache) for piece_bt in tokens_bt.split(steps, dim=1)]
     assert cache.length == 20
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens_bt), atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_of_different_lengths_decode_as_they_do_alone(variant: ModelConfig) -> None:
+    model = build(variant).eval()
+    tokens_bt, lengths = random_tokens(variant, 3, 20), [12, 3, 7]
+    cache = SlotCache(variant.layers, rows=4, capacity=24, device=torch.device("cpu"))
+    # The third row is filled later, and the slot in the middle stays empty.
+    rows = torch.tensor([3, 0, 2])
+    for slots, sources in ((rows[:2], [0, 1]), (rows[2:], [2])):
+        cache.fill(slots, torch.arange(len(sources)))
+        model(tokens_bt[sources, : max(lengths[source] for source in sources)], cache=cache, last_only=True)
+    cache.lengths_b[rows] = torch.tensor(lengths)
+    for _ in range(8):
+        cache.decode(window=24 if cache.lengths_b.max() > 15 else 16)
+        tokens_b1 = torch.zeros(4, 1, dtype=torch.int64)
+        tokens_b1[rows] = tokens_bt.gather(1, cache.lengths_b[rows][:, None])
+        found_bv = model(tokens_b1, cache=cache)[rows, -1]
+        expected_bv = model(tokens_bt)[torch.arange(3), cache.lengths_b[rows]]
+        torch.testing.assert_close(found_bv, expected_bv, atol=2e-5, rtol=1e-5)
+        cache.lengths_b[rows] += 1
 
 
 def test_more_tokens_than_there_is_room_for_is_an_error() -> None:

@@ -19,7 +19,9 @@ def test_experts_page_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     for command in commands(PAGE):
         assert main(command.split()[1:]) == 0
-    found = [json.loads(line) for file in tmp_path.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
+    found = [
+        json.loads(line) for file in tmp_path.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()
+    ]
     steps = [line for line in found if "loss" in line]
     assert len(steps) == 2 * 4
     for line in steps:

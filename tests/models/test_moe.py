@@ -176,7 +176,12 @@ def test_bias_grows_for_experts_with_few_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("olmoe-1b-7b", 6.9, 1.3), ("qwen3-30b-a3b", 30.5, 3.3), ("mixtral-8x7b", 46.7, 12.9)],
+    [
+        ("olmoe-1b-7b", 6.9, 1.3),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("gpt-oss-20b", 20.9, 3.6 + 0.58),  # published without the input embedding
+    ],
 )
 def test_presets_have_their_published_sizes(name: str, total: float, active: float) -> None:
     model = ModelConfig(preset=name, **preset_fields(name))

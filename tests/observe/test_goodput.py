@@ -4,6 +4,7 @@ import pytest
 
 from keepstep.observe.goodput import account
 from keepstep.observe.history import open_history
+from keepstep.observe.verdict import judge
 from tests.observe.make_runs import Writer
 
 
@@ -199,3 +200,15 @@ def test_goodput_is_the_same_from_stored_columns(tmp_path: Path) -> None:
     again = open_history(writer.folder)
     assert again.rolled_back.column("time").tolist() == seen.rolled_back.column("time").tolist()
     assert len(again.rolled_back) == 60
+
+
+def test_goodput_counts_the_stall_of_a_step_once(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", now=1000.0)
+    writer.start()
+    writer.take(10)
+    for kind in ("left", "joined"):
+        writer.event(kind, replica=1, step=10, ranks=3, stall_s=0.25)
+    writer.take(10)
+    seen = open_history(writer.folder)
+    assert account(seen, now=writer.now).seconds["stall"] == pytest.approx(0.25)
+    assert judge(seen, writer.now).ranks == 3

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from keepstep.config.load import load_config
 from keepstep.core.errors import ConfigError
 from keepstep.train.elastic_step import LARGEST, FixedPointSums, noise_seed
+from keepstep.train.step import StepSignals
 from tests.train.tiny_runs import losses, metrics, run_here
 from tests.train.tiny_worlds import run_world
 
@@ -87,7 +89,7 @@ def test_fixed_point_sums_are_exact_down_to_eps(alone: None) -> None:
         torch.autograd.backward((weights * values).sum())
         assert weights.grad is None
         sums.add_loss(number, torch.tensor(0.5 + number))
-    sums.reduce(stop=True, spent_s=0.25, void=True)
+    sums.reduce(StepSignals(stop=True, spent_s=0.25, void=True), dist.all_reduce)
     loss, overflow, told = sums.numbers()
     assert (float(loss), bool(overflow), told.tolist()) == (2.0, False, [1.0, 0.25, 1.0])
     (gradient,) = sums.gradients().values()
@@ -99,11 +101,11 @@ def test_fixed_point_sums_report_overflow(alone: None, value: float) -> None:
     weights = torch.nn.Parameter(torch.zeros(2))
     sums = FixedPointSums([weights], microbatches=2, device=torch.device("cpu"))
     torch.autograd.backward(weights[0] * value)
-    sums.reduce(stop=False)
+    sums.reduce(StepSignals(), dist.all_reduce)
     assert bool(sums.numbers()[1])
     sums.start()
     torch.autograd.backward(weights[0] * (LARGEST / 2))
-    sums.reduce(stop=False)
+    sums.reduce(StepSignals(), dist.all_reduce)
     assert not bool(sums.numbers()[1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError, DataError
 from keepstep.data.chat.prompts import Prompted
 from keepstep.data.chat.rows import canonical
+from keepstep.evaluate.continuous_batching import Request
+from keepstep.evaluate.draw import Sampler
 from keepstep.interop.run_data import open_run_data
 from keepstep.models.transformer import Transformer
 from keepstep.train.objectives.policy import Policy, PolicyObjective
 from keepstep.train.objectives.preference import Reference
 from keepstep.train.objectives.rewards import Answered, load_rewards
-from keepstep.train.objectives.rollout import _draw, answer_seed, roll_out
+from keepstep.train.objectives.rollout import answer_seed, confirm, roll_out
 from keepstep.train.objectives.tasks import PromptTasks
 from tests.train.preference_rows import TOOL, letter_share, rl_words
 from tests.train.test_preference import LORA, call_on, log_probability, moved_models
@@ -64,9 +67,8 @@ def test_losses_equal_the_papers_formulas(method: str, beta: float, tmp_path: Pa
         asked = tasks.prompts[number]
         group: list[tuple[float, Any, Any, int]] = []
         for answer in range(4):
-            (rollout,) = roll_out(
-                policy, [asked.tokens], [answer_seed(config.seed, row, answer)], 12, tasks.stop_tokens
-            )
+            request = Request(asked.tokens, 12, answer_seed(config.seed, row, answer))
+            (rollout,) = roll_out(policy, [request], tasks.stop_tokens, 1)
             document = [*asked.tokens, *rollout.tokens]
             targets = [-100] * (len(asked.tokens) - 1) + rollout.tokens
             each = policy(torch.tensor([document[:-1]]))[0].double().log_softmax(-1)
@@ -110,7 +112,8 @@ def test_losses_equal_the_papers_formulas(method: str, beta: float, tmp_path: Pa
 def test_draws_follow_the_distribution() -> None:
     logits_bv = torch.tensor([0.1, 0.2, 0.0, 0.7]).log().repeat(4000, 1)
     draws_b = torch.rand(4000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    chosen_b, chance_b = _draw(logits_bv, draws_b)
+    chosen_b, chance_b = Sampler(temperature=1.0).choose(logits_bv, draws_b)
+    assert chance_b is not None
     shares = torch.bincount(chosen_b, minlength=4) / 4000
     torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.0, 0.7]), atol=0.03, rtol=0.0)
     torch.testing.assert_close(chance_b, logits_bv[0][chosen_b])
@@ -122,7 +125,8 @@ def test_draws_are_those_of_the_cumulative_distribution() -> None:
     logits_bv[:, 900:] = -torch.inf
     draws_b = torch.rand(64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     draws_b[:2] = torch.tensor([0.0, 1.0])
-    chosen_b, chance_b = _draw(logits_bv, draws_b)
+    chosen_b, chance_b = Sampler(temperature=1.0).choose(logits_bv, draws_b)
+    assert chance_b is not None
     cumulative_bv = logits_bv.log_softmax(-1).double().exp().cumsum(-1)
     wanted_b1 = (draws_b * cumulative_bv[:, -1])[:, None] * (1 - 1e-12)
     assert chosen_b.equal(torch.searchsorted(cumulative_bv, wanted_b1, right=True)[:, 0])
@@ -133,11 +137,13 @@ def test_draws_are_those_of_the_cumulative_distribution() -> None:
 def test_answers_depend_on_their_own_seed_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "grpo")
     model, _ = moved_models(config)
-    prompts, seeds = [[5, 6, 7], [8], [9, 10]], [answer_seed(17, number, 0) for number in range(3)]
-    together = roll_out(model, prompts, seeds, 10, {3})
-    alone = [roll_out(model, [prompt], [seed], 10, {3})[0] for prompt, seed in zip(prompts, seeds, strict=True)]
-    assert [one.tokens for one in together] == [one.tokens for one in alone]
-    assert roll_out(model, prompts, seeds, 10, {3}) == together
+    prompts = [[5, 6, 7], [8], [9, 10], [5, 6, 7]]
+    requests = [Request(prompt, 10, answer_seed(17, number, 0)) for number, prompt in enumerate(prompts)]
+    together = roll_out(model, requests, {3}, 4)
+    alone = [roll_out(model, [request], {3}, 1)[0] for request in requests]
+    for rows in (2, 3, 4):
+        assert [one.tokens for one in roll_out(model, requests, {3}, rows)] == [one.tokens for one in alone]
+    assert roll_out(model, requests, {3}, 4) == together
     inputs, targets = [*prompts[0], *together[0].tokens], together[0].tokens
     document = inputs[:-1], [-100] * (len(prompts[0]) - 1) + targets
     assert sum(together[0].log_probabilities) == pytest.approx(log_probability(model, document)[0].item(), abs=1e-4)
@@ -146,11 +152,39 @@ def test_answers_depend_on_their_own_seed_alone(tmp_path: Path) -> None:
     assert model.training
 
 
+def test_answers_are_those_of_the_training_forward_pass(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "grpo", "reproducible=elastic")
+    model, _ = moved_models(config)
+    requests = [Request([5, 6, number], 10, answer_seed(17, number, 0)) for number in range(6)]
+    answers = roll_out(model, requests, {3}, 6)
+    # As if rounding had decided otherwise while these were decoded: in the middle, at the end, and at a stop token.
+    damaged = [
+        replace(answer, tokens=[*answer.tokens[:place], (answer.tokens[place] + 1) % 128, *rest], ended=False)
+        for answer, place, rest in zip(answers, (0, 3, -1), ([7] * 9, [8, 8], []), strict=False)
+    ]
+    confirmed = confirm(model, requests, [*damaged, *answers[3:]], {3})
+    assert [(one.tokens, one.ended) for one in confirmed] == [(one.tokens, one.ended) for one in answers]
+    assert confirm(model, requests, answers, {3}) == answers
+    assert model.training
+
+
+@pytest.mark.parametrize("mode", ["elastic", "resume"])
+def test_sampler_and_training_have_equal_log_probabilities_in_elastic_mode(mode: str, tmp_path: Path) -> None:
+    more = ["max_duration=2ba", f"reproducible={mode}", "evaluate.at_end=false", "checkpoint.at_end=false"]
+    run_here(tmp_path, *rl_words(tmp_path / "data"), *more)
+    differences = [line["sampler_difference"] for line in learnt(tmp_path, "run")]
+    assert len(differences) == 2
+    if mode == "elastic":
+        assert differences == [0.0, 0.0]
+    else:
+        assert all(0 <= difference < 1e-5 for difference in differences)
+
+
 def test_answer_ends_at_a_stop_token(tmp_path: Path) -> None:
     model, _ = moved_models(config_of(tmp_path, "grpo"))
-    first = roll_out(model, [[5]], [1], 6, set())[0]
+    first = roll_out(model, [Request([5], 6, 1)], set(), 1)[0]
     assert (len(first.tokens), first.ended) == (6, False)
-    cut = roll_out(model, [[5]], [1], 6, {first.tokens[2]})[0]
+    cut = roll_out(model, [Request([5], 6, 1)], {first.tokens[2]}, 1)[0]
     assert (cut.tokens, cut.ended) == (first.tokens[: first.tokens.index(first.tokens[2]) + 1], True)
 
 
@@ -201,6 +235,7 @@ def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
         ),
         (["rl.max_new_tokens=384"], r"must be below model\.seq_len \(384\)"),
         (["rl.rewards={tool_call: 1.0}"], "has tool_call, which is no plug-in"),
+        (["rl.rewards={}"], r"rl\.rewards is .*, but it must name a reward"),
         (["rl.rewards={format: 0}"], "must have a weight other than 0 for format"),
         (["preference.method=dpo"], r"cannot be combined with preference\.method dpo"),
         (["parallel.tensor=2"], r"rl\.method is 'grpo', but it needs parallel\.tensor=1"),
@@ -209,6 +244,12 @@ def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, "grpo", *overrides)
+
+
+def test_default_of_beta_is_that_of_trl(tmp_path: Path) -> None:
+    assert [config_of(tmp_path, method).rl.kl_weight for method in ("grpo", "dr_grpo", "rloo")] == [0.0, 0.0, 0.05]
+    assert config_of(tmp_path, "rloo").has_reference
+    assert not config_of(tmp_path, "rloo", "rl.beta=0").has_reference
 
 
 def test_prompts_without_room_are_rejected(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ MEMORY_FILES = "KEEPSTEP_MEMORY_FILES"
 """Environment variable: files in the agent's memory, where snapshots survive the process."""
 MEMORY_NAME = "keepstep-state"
 """Name of that memory among the agent's open files, by which a rescue finds it."""
+COORDINATOR = "KEEPSTEP_COORDINATOR"
+"""Environment variable: the socket of the coordinator, where replicas that outlive each other meet."""
 LAUNCH = "KEEPSTEP_LAUNCH"
 """Environment variable: identifies the agent that started a process; the same after a restart by that agent."""
 RENDEZVOUS_SECRET = "KEEPSTEP_RENDEZVOUS_SECRET"
@@ -43,11 +45,15 @@ class Ranks:
     store_file: str = ""
     heartbeat_file: Path | None = None
     memory_files: tuple[Path, ...] = ()
+    coordinator: Path | None = None
+    """Where replicas that outlive each other meet. Each of them is a process group of one."""
+    leads: bool | None = None
+    """Among such replicas: whether this one writes for all."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which prints and writes for all."""
-        return self.rank == 0
+        return self.rank == 0 if self.leads is None else self.leads
 
     @property
     def supervised(self) -> bool:
@@ -78,6 +84,7 @@ def from_environment() -> Ranks:
         store_file=os.environ.get(STORE_FILE, ""),
         heartbeat_file=Path(heartbeat) if heartbeat else None,
         memory_files=tuple(Path(path) for path in memory.split(os.pathsep) if path),
+        coordinator=Path(os.environ[COORDINATOR]) if os.environ.get(COORDINATOR) else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from keepstep.core.errors import ConfigError
 from keepstep.core.messages import invalid_value
@@ -53,7 +54,7 @@ class StepFeed:
         self._loader = loader
         self._global_batch = global_batch
         self._microbatch = microbatch
-        self._offsets = [microbatch * number for number in range(rank, global_batch // microbatch, ranks)]
+        self._deal(rank, ranks)
         self.position = at
         """Global samples consumed by the steps handed out so far, over all ranks, skipped ones included."""
         self._skipped = tuple(skipped)
@@ -78,6 +79,15 @@ class StepFeed:
         self.position, self._skipped = at, tuple(skipped)
         self._start_reading()
 
+    def redeal(self, at: int, rank: int, ranks: int) -> None:
+        """Continue from position `at` as one of another number of ranks."""
+        self._deal(rank, ranks)
+        self.rewind(at, self._skipped)
+
+    def _deal(self, rank: int, ranks: int) -> None:
+        microbatches = range(rank, self._global_batch // self._microbatch, ranks)
+        self._offsets = [self._microbatch * number for number in microbatches]
+
     def _start_reading(self) -> None:
         # Each thread has its own queue and its own event: one that is still busy with a file cannot disturb the next.
         self._closed = threading.Event()
@@ -89,6 +99,9 @@ class StepFeed:
     def close(self) -> None:
         """Stop reading ahead; safe to call twice. A thread that waits for an unreachable store ends by itself."""
         self._closed.set()
+        with suppress(queue.Empty):
+            # Makes room, so that a thread that waits for some ends immediately.
+            self._ready.get_nowait()
         self._thread.join(timeout=_CLOSE_WAIT_S)
 
     def _take(self, on_wait: Callable[[], None], cancelled: Callable[[], bool]) -> Batch:

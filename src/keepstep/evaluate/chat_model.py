@@ -16,7 +16,9 @@ from keepstep.data import tokenization
 from keepstep.data.chat.rows import BadRow
 from keepstep.data.chat.template import ChatTemplate, find_template
 from keepstep.data.chat.tokenizer import end_tokens
-from keepstep.evaluate.generate import Decoder, Forward, batches_by_length, chooser, generate_batch, stream
+from keepstep.evaluate.continuous_batching import Request, generate_batch
+from keepstep.evaluate.draw import Sampler
+from keepstep.evaluate.generate import Forward, batches_by_length, chooser, stream
 from keepstep.interop.full_model import load_full_model, load_initial_model, open_device
 from keepstep.interop.run_source import find_chat_template, find_tokenizer
 from keepstep.models.attention_context import KeyValueCache
@@ -82,7 +84,7 @@ class ChatModel:
         batch: int,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[str]:
-        """One answer for each prompt, computed in batches."""
+        """One answer for each prompt, at most `batch` of them at a time."""
         encoded = [self.encode(prompt) for prompt in prompts]
         # Checked first: the longest prompts come last, and must not cost hours of answers.
         for number, ids in enumerate(encoded, start=1):
@@ -93,12 +95,35 @@ class ChatModel:
                 )
         answers = [""] * len(prompts)
         done = 0
-        for places in batches_by_length(encoded, batch):
-            for place, ids in zip(places, self._batch([encoded[place] for place in places], sampling), strict=True):
+        # Prompts of similar length share memory, so that one long prompt does not make all rows long.
+        for places in batches_by_length(encoded, 8 * batch):
+            requests = [self._request(encoded[place], sampling, sampling.seed + place) for place in places]
+            for place, ids in zip(places, self.continued(requests, sampling, batch, progress, done), strict=True):
                 answers[place] = self.decode(ids)
             done += len(places)
-            progress(done)
         return answers
+
+    def _request(self, ids: list[int], sampling: Sampling, seed: int) -> Request:
+        return Request(ids, min(self.context_length - len(ids), sampling.max_new_tokens), seed)
+
+    def continued(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        batch: int,
+        progress: Callable[[int], None] = lambda _: None,
+        done: int = 0,
+    ) -> list[list[int]]:
+        """New tokens of each request, without the one that ends it; `progress` counts on from `done`."""
+        generated = generate_batch(
+            self.model,
+            requests,
+            rows=batch,
+            sampler=Sampler(sampling.temperature, sampling.top_p),
+            stop_tokens=self.stop_tokens,
+            on_ended=lambda ended: progress(done + ended),
+        )
+        return [one.tokens[:-1] if one.ended else one.tokens for one in generated]
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, with special ones, because calls are written with them."""
@@ -131,60 +156,27 @@ class ChatModel:
                 shown = text
         yield self.decode(written)[len(shown) :]
 
-    def open_decoder(self, padding_b: Tensor, capacity: int) -> Decoder:
-        """A forward over its own key-value cache."""
-        return open_decoder(self.model, padding_b, capacity)
-
-    def _batch(self, encoded: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        shared = min(self.context_length - max(map(len, encoded)), sampling.max_new_tokens)
-        answers = self._generate(encoded, shared, sampling, sampling.seed)
-        for row, ids in enumerate(encoded):
-            own = min(self.context_length - len(ids), sampling.max_new_tokens)
-            if len(answers[row]) == shared < own:
-                # The longest prompt of the batch left this row less room than it has alone.
-                (answers[row],) = self._generate([ids], own, sampling, sampling.seed + row)
-        return answers
-
-    def _generate(self, encoded: list[list[int]], most: int, sampling: Sampling, seed: int) -> list[list[int]]:
-        return generate_batch(
-            self.open_decoder,
-            encoded,
-            max_new_tokens=most,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=seed,
-            stop_tokens=self.stop_tokens,
-        )
-
-
-def open_decoder(model: Transformer, padding_b: Tensor, capacity: int) -> Decoder:
-    """A forward over its own key-value cache, for rows with this much padding on the left."""
-    device = next(model.parameters()).device
-    # Without padding no mask is needed, so the fast kernels can be used.
-    cache = KeyValueCache(model.config.layers, capacity, padding_b.to(device) if bool(padding_b.any()) else None)
-
-    def decode(tokens_bt: Tensor) -> Tensor:
-        logits: Tensor = model(tokens_bt.to(device), cache=cache, last_only=True)[:, -1]
-        return logits
-
-    return decode
-
 
 def cached_forward(model: Transformer, capacity: int) -> Forward:
     """A forward for `generate`: all tokens so far in, logits of the last one out, with a key-value cache."""
-    decode = open_decoder(model, torch.zeros(1, dtype=torch.int64), capacity)
-    seen = 0
+    device = next(model.parameters()).device
+    cache = KeyValueCache(model.config.layers, capacity)
 
     def forward(tokens: Tensor) -> Tensor:
-        nonlocal seen
-        new, seen = tokens[:, seen:], tokens.shape[1]
-        return decode(new)[0]
+        logits: Tensor = model(tokens[:, cache.length :].to(device), cache=cache, last_only=True)[0, -1]
+        return logits
 
     return forward
 
 
 def open_chat_model(
-    where: Path, device: str = "auto", tokenizer: Path | None = None, *, start: bool = False, only: str = ""
+    where: Path,
+    device: str = "auto",
+    tokenizer: Path | None = None,
+    *,
+    start: bool = False,
+    only: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> ChatModel:
     """Load a run's folder or a Hugging Face folder; with `start`, the weights that the run started from.
 
@@ -198,7 +190,7 @@ def open_chat_model(
     loaded = tokenization.load(path)
     template = find_template(path, find_chat_template(where, config))
     return ChatModel(
-        model=model.to(chosen),
+        model=model.to(device=chosen, dtype=dtype),
         config=config,
         step=step,
         tokenizer=loaded,

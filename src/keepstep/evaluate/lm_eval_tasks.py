@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from keepstep.core.errors import UsageError
-from keepstep.evaluate.chat_model import ChatModel
-from keepstep.evaluate.generate import OpenDecoder, batches_by_length, generate_batch
+from keepstep.evaluate.chat_model import ChatModel, Sampling
+from keepstep.evaluate.continuous_batching import Request
+from keepstep.evaluate.generate import batches_by_length
 
 try:
     from lm_eval.api.instance import Instance
@@ -23,6 +24,8 @@ except ImportError:
 
 Logits = Callable[[Tensor], Tensor]
 """Tokens [b, t] in, logits [b, t, v] out."""
+Continue = Callable[[Sequence[Request]], list[list[int]]]
+"""Requests in, the new tokens of each out."""
 
 
 class KeepstepLM(LM):  # type: ignore[misc]
@@ -31,7 +34,7 @@ class KeepstepLM(LM):  # type: ignore[misc]
     def __init__(
         self,
         logits: Logits,
-        open_decoder: OpenDecoder,
+        continued: Continue,
         tokenizer: Any,
         *,
         stop_tokens: frozenset[int],
@@ -39,7 +42,7 @@ class KeepstepLM(LM):  # type: ignore[misc]
         batch: int = 16,
     ) -> None:
         super().__init__()
-        self._logits, self._open_decoder, self._tokenizer = logits, open_decoder, tokenizer
+        self._logits, self._continued, self._tokenizer = logits, continued, tokenizer
         self._stop_tokens, self._context_length, self._batch = stop_tokens, context_length, batch
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:  # noqa: ARG002
@@ -68,21 +71,16 @@ class KeepstepLM(LM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
         """Greedy continuations up to a stop text."""
-        answers = [""] * len(requests)
-        by_most: dict[int, list[int]] = {}
-        for place, request in enumerate(requests):
+        asked = []
+        for request in requests:
             # At least one token of the prompt is kept, however long the answer may be.
             most = min(int(request.args[1].get("max_gen_toks", 256)), self._context_length - 1)
-            by_most.setdefault(most, []).append(place)
-        for most, chosen in by_most.items():
-            prompts = [self._prompt(requests[place].args[0], self._context_length - most) for place in chosen]
-            for group in batches_by_length(prompts, self._batch):
-                encoded = [prompts[number] for number in group]
-                made = generate_batch(self._open_decoder, encoded, max_new_tokens=most, stop_tokens=self._stop_tokens)
-                for number, ids in zip(group, made, strict=True):
-                    until = requests[chosen[number]].args[1].get("until") or []
-                    stops = [until] if isinstance(until, str) else until
-                    answers[chosen[number]] = _until_stop(self._tokenizer.decode(ids), stops)
+            asked.append(Request(self._prompt(request.args[0], self._context_length - most), most))
+        answers = []
+        for request, ids in zip(requests, self._continued(asked), strict=True):
+            until = request.args[1].get("until") or []
+            stops = [until] if isinstance(until, str) else until
+            answers.append(_until_stop(self._tokenizer.decode(ids), stops))
         return answers
 
     def _prompt(self, text: str, room: int) -> list[int]:
@@ -146,7 +144,7 @@ def run_tasks(model: ChatModel, tasks: list[str], batch: int, limit: int = 0) ->
 
     adapter = KeepstepLM(
         logits,
-        model.open_decoder,
+        lambda requests: model.continued(requests, Sampling(), batch),
         model.tokenizer,
         stop_tokens=model.stop_tokens,
         context_length=model.context_length,

@@ -49,6 +49,11 @@ class KeyValueCache:
         room[:, self.length : end] = new_btge
         return room[:, :end]
 
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Positions of this many new tokens, [b or 1, t]."""
+        positions_bt = torch.arange(self.length, self.length + tokens, device=device)[None]
+        return positions_bt if self.padding_b is None else (positions_bt - self.padding_b[:, None]).clamp(min=0)
+
     def advance(self, tokens: int) -> None:
         """All blocks have stored this many new tokens."""
         self.length += tokens
@@ -80,6 +85,68 @@ class KeyValueCache:
                 f"the key-value cache holds {self.length} of {self.capacity} tokens and {tokens} more do not fit",
                 "make the cache with a larger capacity",
             )
+
+
+class SlotCache(KeyValueCache):
+    """Keys and values in slots: every row has its own number of tokens, so that rows can come and go.
+
+    All shapes are fixed and lengths are on the device: a decoding step can be a CUDA graph. A new row is filled with
+    its prompt first (`fill`), then all rows decode one token at a time (`decode`).
+    """
+
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
+        super().__init__(layers, capacity)
+        self.lengths_b = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Tokens that each row holds. Whoever decodes adds to it."""
+        self.window = 0
+        """Keys that a step attends to, at least as many as any running row holds with its new one; 0 while filling."""
+        self._first_b = torch.arange(rows, device=device) * capacity
+        self._slots_k = self._source_k = self._first_b
+
+    def fill(self, slots_k: Tensor, source_k: Tensor) -> None:
+        """The next forward computes prompts from their first token; slot k holds those of row `source_k[k]` then."""
+        self.window, self._slots_k, self._source_k = 0, slots_k, source_k
+
+    def decode(self, window: int) -> None:
+        """The next forwards compute one token for each slot."""
+        self.window = window
+
+    def keep(self, rows_k: Tensor) -> None:
+        """Drop all rows but these."""
+        self.lengths_b, self._first_b = self.lengths_b[rows_k], self._first_b[: len(rows_k)]
+        for kept in (self._keys, self._values):
+            kept[:] = [None if room is None else room[rows_k] for room in kept]
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Prompts start at 0, new tokens at the length of their row."""
+        return self.lengths_b[:, None] if self.window else super().positions(tokens, device)
+
+    def advance(self, tokens: int) -> None:
+        """Nothing: lengths are the caller's, because not all rows are running."""
+
+    def _store(self, kept: list[Tensor | None], layer: int, new_btge: Tensor) -> Tensor:
+        rows, tokens = len(self.lengths_b), new_btge.shape[1]
+        room = kept[layer]
+        if room is None:
+            # Zeros, because what is masked is multiplied by zero, and memory that was never written could hold NaN.
+            room = kept[layer] = new_btge.new_zeros(rows, self.capacity, *new_btge.shape[2:])
+        if self.window:
+            room.flatten(0, 1).index_copy_(0, self._first_b + self.lengths_b, new_btge[:, 0])
+            return room[:, : self.window]
+        room[:, :tokens].index_copy_(0, self._slots_k, new_btge[self._source_k])
+        return new_btge
+
+    def mask(self, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores of a decoding step, [b, 1 or n, 1, s]."""
+        distance_bs = self.lengths_b[:, None] - torch.arange(self.window, device=self.lengths_b.device)
+        hidden_bs = distance_bs < 0
+        if config.sliding_window:
+            hidden_bs = hidden_bs | (distance_bs >= config.sliding_window)
+        bias = torch.zeros_like(distance_bs, dtype=torch.float32)[:, None, None]
+        if config.positions == "alibi":
+            slopes_n = alibi_slopes(config.heads, config.alibi_bias_max, distance_bs.device)
+            bias = -slopes_n[:, None, None] * distance_bs[:, None, None]
+        return bias.masked_fill(hidden_bs[:, None, None], float("-inf")).to(dtype)
 
 
 class Context:
@@ -156,14 +223,17 @@ def _one_context(
     spans: VarlenSpans | None,
 ) -> Context:
     tokens = positions_bt.shape[1]
-    rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
-    scale, softcap = config.attention_multiplier or None, config.attn_logit_softcapping
+    rotary = rope_tables(config, positions_bt, cache.capacity if cache else 0) if config.positions == "rotary" else None
+    scale, softcap = config.score_scale, config.attn_logit_softcapping
     if spans is not None:
         # Variable-length attention supports none of these: they would be ignored silently.
         refused = {"ALiBi positions": config.positions == "alibi", "a key-value cache": cache is not None}
-        for other in [name for name, given in {**refused, "soft-capped scores": softcap > 0}.items() if given]:
+        refused |= {"soft-capped scores": softcap > 0, "attention sinks": config.attention_sinks}
+        for other in [name for name, given in refused.items() if given]:
             raise UsageError(f"spans of packed documents and {other} cannot be combined", "give documents_bt alone")
         return Context(None, True, rotary, None, spans, config.sliding_window, scale)
+    if isinstance(cache, SlotCache) and cache.window:
+        return Context(cache.mask(config, x_btd.dtype), False, rotary, cache, scale=scale, softcap=softcap)
     past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)
     mask = _attention_mask(config, x_btd, tokens, documents_bt, past, padding_b)
     one_query = cache is not None and cache.length > 0 and tokens == 1

@@ -22,6 +22,7 @@ from keepstep.models.attention import Attention
 from keepstep.models.attention_context import Context, KeyValueCache, make_context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.head import Head, capped_output, head_output, token_losses
+from keepstep.models.latent_attention import LatentAttention
 from keepstep.models.moe import MoE, make_feed_forward
 from keepstep.models.norm import add_norm, make_norm
 from keepstep.models.ops.backend import backend
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.residual_multiplier = config.residual_multiplier
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         self.attention_norm = make_norm(config) if before else None
-        self.attention = Attention(config, layer)
+        self.attention = (LatentAttention if config.kv_lora_rank else Attention)(config, layer)
         self.attention_post_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
         self.mlp = make_feed_forward(config, layer)
@@ -133,15 +134,13 @@ class Transformer(nn.Module):
         A stage of a pipeline holds a part of the blocks. It takes the residual stream of the stage before (numbers with
         a fraction, and explicit positions) in place of tokens, and without a norm of its own hands the stream on.
         """
-        past = self._check_room(tokens_bt.shape[1], documents_bt, cache)
-        if positions_bt is None:
-            positions_bt = (
-                torch.arange(past, past + tokens_bt.shape[1], device=tokens_bt.device)[None]
-                if documents_bt is None
-                else document_positions(documents_bt)
-            )
-            if cache is not None and cache.padding_b is not None:
-                positions_bt = (positions_bt - cache.padding_b[:, None]).clamp(min=0)
+        self._check_room(tokens_bt.shape[1], documents_bt, cache)
+        if positions_bt is None and cache is not None:
+            positions_bt = cache.positions(tokens_bt.shape[1], tokens_bt.device)
+        elif positions_bt is None and documents_bt is not None:
+            positions_bt = document_positions(documents_bt)
+        elif positions_bt is None:
+            positions_bt = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)[None]
         x_btd = tokens_bt if tokens_bt.is_floating_point() else self._embed(tokens_bt, positions_bt)
         context = self.make_context(self.config, x_btd, positions_bt, documents_bt, cache, spans)
         added_btd: Tensor | None = None
@@ -172,8 +171,8 @@ class Transformer(nn.Module):
         # The embedding's own mode: a stage shares modules with the model that is set to evaluate, but not its flag.
         return F.dropout(x_btd, self.config.dropout, self.embed.training)
 
-    def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> int:
-        """Tokens that came before these; raises where these do not fit."""
+    def _check_room(self, tokens: int, documents_bt: Tensor | None, cache: KeyValueCache | None) -> None:
+        """Raise where these tokens do not fit."""
         past = 0
         if cache is not None:
             if documents_bt is not None:
@@ -186,7 +185,6 @@ class Transformer(nn.Module):
                 f"{past + tokens} tokens are more than the {self.config.position_rows} learned positions",
                 "shorten the text, or train with a larger model.max_positions",
             )
-        return past
 
 
 def add_embedding_noise(model: Transformer, alpha: float, row_parts: int = 1) -> None:

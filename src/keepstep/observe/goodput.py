@@ -18,6 +18,7 @@ CAUSES: dict[str, str] = {
     "data": "waiting for data",
     "checkpoint": "training blocked by a save",
     "evaluate": "validation and samples",
+    "stall": "steps done again for a lost replica, and replicas joining",
     "startup": "from the start of an attempt to its first step",
     "lost": "steps that were done and then rolled back",
     "down": "no process was running",
@@ -186,11 +187,15 @@ def _seconds(segments: Sequence[Segment], events: Sequence[Record], train: Colum
     counted = [segment for segment in segments if segment.cause == "training"]
     starts, ends = (np.array([getattr(segment, name) for segment in counted]) for name in ("start", "end"))
 
+    stalls = [event for event in events if event.get("kind") in ("left", "joined")]
+
     def total(kind: str, key: str) -> float:
-        of_kind = [event for event in events if event.get("kind") == kind]
-        if not counted or not of_kind:
+        return total_of([event for event in events if event.get("kind") == kind], key)
+
+    def total_of(found: Sequence[Record], key: str) -> float:
+        if not counted or not found:
             return 0.0
-        times, values = (np.array([number(event.get(name)) for event in of_kind]) for name in ("time", key))
+        times, values = (np.array([number(event.get(name)) for event in found]) for name in ("time", key))
         # A binary search, because a scrape must stay cheap in the process that trains.
         place = np.searchsorted(starts, times, side="right") - 1
         return float(np.nansum(values[(place >= 0) & (times <= ends[place])]))
@@ -199,6 +204,8 @@ def _seconds(segments: Sequence[Segment], events: Sequence[Record], train: Colum
         "data": float(np.nansum(train.column("data_s"))),
         "checkpoint": total("checkpoint_started", "blocked_s") + total("checkpoint_committed", "blocked_s"),
         "evaluate": total("evaluate", "seconds"),
+        # Replicas that left or joined at the same step have delayed it together.
+        "stall": total_of(list({event.get("step"): event for event in stalls}.values()), "stall_s"),
     }
     productive = max(0.0, by_segment.pop("training") - sum(inside.values()))
     return {"productive": productive, **inside, **by_segment}

@@ -120,6 +120,9 @@ def _events(history: History) -> Table:
         about = describe(event) if kind in ("fault", "guard", "warning") else ""
         if kind == "resize":
             about = f"{event.get('before', '?')} to {event.get('world_size', '?')} ranks"
+        if kind in ("left", "joined"):
+            stall = format_seconds(number(event.get("stall_s")))
+            about = f"replica {event.get('replica')}, {event.get('ranks')} train, stalled for {stall}"
         rows.append((clock(number(event.get("time"))), str(kind), str(event.get("step") or "–"), about))
     return Table("Events", ("time", "event", "step", ""), rows)
 

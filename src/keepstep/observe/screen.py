@@ -30,7 +30,9 @@ _STYLES = {
     "stalled": "bold red",
     "failed": "bold red",
 }
-LISTED_EVENTS = ("start", "resume", "guard", "fault", "restart", "resize", "stop", "finish", "warning")
+LISTED_EVENTS = (
+    "start", "resume", "guard", "fault", "restart", "resize", "left", "joined", "stop", "finish", "warning",
+)  # fmt: skip
 
 
 def _painted(state: str, colour: bool) -> str:

@@ -38,7 +38,7 @@ def split_experts(model: Transformer, mesh: ParallelMesh) -> None:
                 place_module(mlp.shared_gate, mesh.device_mesh["tensor"])
         if mesh.experts_mesh is not None:
             placement = ROWS if mesh.layout.expert > 1 else WHOLE
-            place_module(mlp.experts, mesh.experts_mesh, {"gate_up": placement, "down": placement})
+            place_module(mlp.experts, mesh.experts_mesh, dict.fromkeys(mlp.experts._parameters, placement))
         if mesh.layout.expert > 1:
             mlp.dispatch = _Dispatch(mesh.device_mesh["expert"].get_group())
 

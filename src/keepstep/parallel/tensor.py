@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from keepstep.models.attention import Attention
+from keepstep.models.latent_attention import LatentAttention
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.moe import MoE
 from keepstep.models.transformer import Block, Transformer
@@ -36,6 +37,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
     for block in model.blocks.values():
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention), "the config's rules refuse latent attention"
         _split_matmuls(attention, attention.qkv, attention.out, mesh)
         # Experts compute the tokens that this process keeps between matmuls: only the shared one is split.
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
@@ -50,7 +52,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
     _split_vocabulary(model, mesh)
 
 
-def first_local_head(attention: Attention, mesh: DeviceMesh) -> int:
+def first_local_head(attention: Attention | LatentAttention, mesh: DeviceMesh) -> int:
     """Number of the first query head on this process."""
     heads = attention.out.in_features // attention.head_size
     return heads // mesh.size() * mesh.get_local_rank()

@@ -57,10 +57,11 @@ def joined_world(ranks: Ranks, device: torch.device, timeout_s: float = 600.0) -
     options: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if ranks.store_file:
+    alone = not ranks.launched or ranks.coordinator is not None
+    if ranks.store_file and not alone:
         where = f"file://{ranks.store_file}"
         options = {"init_method": where, "rank": ranks.rank, "world_size": ranks.world_size}
-    elif not ranks.launched:
+    elif alone:
         # A store inside this process: a group of one needs no port.
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)

@@ -35,6 +35,7 @@ from keepstep.resilience.rendezvous import REPORT_VALID_S, ElasticRendezvous, Re
 from keepstep.resilience.restart_policy import FullDisk, RestartPolicy
 from keepstep.resilience.scratch import fork_server_folder, register_companion, scratch_folder
 from keepstep.resilience.signals import AgentSignals, WaitInterruptedError, shutdown_s
+from keepstep.resilience.survivors.supervisor import Supervisor, is_stopped
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers, hang_cause
 
 POLL_S = 0.25
@@ -80,6 +81,8 @@ def run_processes(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if settings is None:
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
+    if settings.resilience.survive and group and group.max_nodes > 1:
+        raise UsageError("resilience.survive keeps replicas of one node only", "resilience.survive=false")
     with scratch_folder() as scratch:
         rendezvous = ElasticRendezvous(group) if group and group.max_nodes > 1 else Rendezvous(scratch)
         return _Agent(task, processes, rendezvous, settings, scratch).run()
@@ -105,6 +108,11 @@ class _Agent:
         self._attempts = 0
         self._policy = RestartPolicy(settings.resilience.max_restarts)
         self._full_disk = FullDisk(settings.storage_wait_s, settings.run_folder, scratch)
+        survive = settings.resilience.survive and processes > 1
+        max_restarts = settings.resilience.max_restarts
+        self._supervisor = Supervisor(scratch, processes, max_restarts, settings.on_event) if survive else None
+        self._environments: list[dict[str, str]] = []
+        self._next_hang_check = 0.0
 
     def run(self) -> int:
         """Attempt after attempt until the run is over."""
@@ -123,6 +131,8 @@ class _Agent:
                 raise
             finally:
                 self._workers.kill()
+                if self._supervisor is not None:
+                    self._supervisor.close()
                 # A node that is unfit, or asked to leave, does not end the run of the others.
                 self._rendezvous.close(done=code not in (EXIT_HARDWARE, EXIT_STOPPED))
                 self._heartbeats.close()
@@ -164,7 +174,10 @@ class _Agent:
         self._scratch.mkdir(parents=True, exist_ok=True)
         for local_rank in range(self._processes):
             self._cause_file(local_rank).unlink(missing_ok=True)
-        self._workers.start([self._environment(nodes, local_rank) for local_rank in range(self._processes)])
+        also = self._supervisor.begin_attempt() if self._supervisor is not None else {}
+        local_ranks = range(self._processes)
+        self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in local_ranks]
+        self._workers.start(self._environments)
         self._attempts += 1
 
     def _environment(self, nodes: RendezvousResult, local_rank: int) -> dict[str, str]:
@@ -194,7 +207,9 @@ class _Agent:
             self._workers.wait(POLL_S, also=signals.wakeup_fd)
             with suppress(BlockingIOError):
                 os.read(signals.wakeup_fd, 4096)
-            codes = self._workers.exit_codes
+            if self._supervisor is not None and (fault := self._keep_replicas(self._supervisor)) is not None:
+                return fault
+            codes = self._exit_codes()
             if all(code in (0, EXIT_STOPPED) for code in codes):
                 code = max(code or 0 for code in codes)
                 saved_for_others = code == EXIT_STOPPED and not forwarded and (making_room or self._node_joins_soon())
@@ -212,7 +227,7 @@ class _Agent:
                 self._workers.signal(signal.SIGTERM if newest == signal.SIGINT else newest)
             if forwarded and time.monotonic() - asked_at > self._shutdown_s:
                 return Cause("hang", f"the processes did not stop within {self._shutdown_s:.0f} s")
-            if not forwarded and (hang := self._hang()) is not None:
+            if not forwarded and (hang := self._hang()) is not None and not self._killed_alone(hang):
                 return hang
             if not forwarded and time.monotonic() - checked_nodes_at > WAITING_NODES_S:
                 checked_nodes_at = time.monotonic()
@@ -223,6 +238,42 @@ class _Agent:
                     # Save and stop on every node, then hold a rendezvous with the new node.
                     making_room = True
                     self._workers.signal(signal.SIGTERM)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Of the processes that count."""
+        left_out = self._supervisor.left_out if self._supervisor is not None else ()
+        return [code for rank, code in enumerate(self._workers.exit_codes) if rank not in left_out]
+
+    def _keep_replicas(self, supervisor: Supervisor) -> Cause | None:
+        """Replace processes that ended while others continue; the cause where nobody can."""
+        supervisor.record_events()
+        for local_rank, pid in enumerate(self._workers.pids):
+            if is_stopped(pid):
+                self._workers.kill_one(local_rank)
+        for local_rank, code in enumerate(self._workers.exit_codes):
+            if code in (None, 0, EXIT_STOPPED) or local_rank in supervisor.left_out:
+                continue
+            cause = read_cause(self._cause_file(local_rank), self._first_rank + local_rank, code)
+            verdict = supervisor.judge(cause, local_rank, self._heartbeats.read(local_rank).step)
+            if verdict == "fault":
+                return self._failure_cause()
+            if verdict == "leave out":
+                supervisor.left_out.add(local_rank)
+                continue
+            self._cause_file(local_rank).unlink(missing_ok=True)
+            self._heartbeats.clear_slot(local_rank, self._settings.resilience.start_timeout_s)
+            self._workers.replace(local_rank, self._environments[local_rank])
+        return None
+
+    def _killed_alone(self, hang: Cause) -> bool:
+        """Kill only the process that hangs, where the others can continue without it."""
+        if self._supervisor is None:
+            return False
+        if time.monotonic() > self._next_hang_check:
+            # The others have been silent as well, and need the time of a step to prove that they are well.
+            self._next_hang_check = time.monotonic() + self._settings.resilience.hang_s
+            self._workers.kill_one(hang.rank - self._first_rank)
+        return True
 
     def _stop_without_saving(self) -> None:
         """End the processes now, but let a save that is being written finish, unless there is a third Ctrl-C."""

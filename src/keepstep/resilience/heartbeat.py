@@ -44,7 +44,11 @@ class HeartbeatTable:
     def clear(self, limit_s: float) -> None:
         """Reset all slots before new processes start; they may be silent for `limit_s`."""
         for slot in range(self._slots):
-            _slot(self._memory, slot)[:] = _first_heartbeat(limit_s)
+            self.clear_slot(slot, limit_s)
+
+    def clear_slot(self, slot: int, limit_s: float) -> None:
+        """Reset one slot before a new process starts."""
+        _slot(self._memory, slot)[:] = _first_heartbeat(limit_s)
 
     def read(self, slot: int) -> HeartbeatRecord:
         """The newest heartbeat of a process."""

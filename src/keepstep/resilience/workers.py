@@ -63,13 +63,30 @@ class Workers:
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Start one process per environment; the position in the list is the local rank."""
-        self._processes = [
-            self._context.Process(target=_work, args=(self._task, dict(environment), self._stop_signals))
-            for environment in environments
-        ]
+        self._processes = [self._new(environment) for environment in environments]
         _start_fork_server()
         for process in self._processes:
             process.start()
+
+    def replace(self, local_rank: int, environment: Mapping[str, str]) -> None:
+        """Kill what is left of one process and start another in its place."""
+        self.kill_one(local_rank)
+        before = self._processes[local_rank]
+        before.join()
+        _wait_until_gone([before.pid or 0])
+        before.close()
+        self._processes[local_rank] = self._new(environment)
+        self._processes[local_rank].start()
+
+    def kill_one(self, local_rank: int) -> None:
+        """Kill one process and everything that it started."""
+        process = self._processes[local_rank]
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+
+    def _new(self, environment: Mapping[str, str]) -> BaseProcess:
+        return self._context.Process(target=_work, args=(self._task, dict(environment), self._stop_signals))
 
     def wait(self, seconds: float, also: int) -> None:
         """Wait until a process ends, the file descriptor `also` is readable, or the time is over."""
@@ -234,6 +251,7 @@ def most_suspect(states: Sequence[WorkerState], records: Sequence[HeartbeatRecor
 def _collective(stack: str) -> str:
     """The innermost torch collective that any thread is in."""
     for frame in _FRAME.finditer(stack):
-        if frame["file"].endswith("distributed_c10d.py") and frame["name"] != "wrapper":
+        file = frame["file"]
+        if file.endswith(("distributed_c10d.py", "survivors/replica.py")) and frame["name"] != "wrapper":
             return frame["name"]
     return ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.checkpoint.protocol.lease import Leases, this_process
 from keepstep.config.layout import check_layout
 from keepstep.config.schema import RunConfig
-from keepstep.core.ranks import from_environment
+from keepstep.core.errors import ConfigError
+from keepstep.core.ranks import Ranks, from_environment
 from keepstep.core.verbosity import progress
 from keepstep.observe.logs import recording
 from keepstep.observe.run_folder import RunFolder
@@ -18,7 +19,8 @@ from keepstep.parallel.mesh import ParallelMesh, build_mesh
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.heartbeat import Heartbeat
 from keepstep.resilience.signals import StopFlag, stop_on_signals
-from keepstep.train.device import chosen_kernels
+from keepstep.resilience.survivors.replica import Replica
+from keepstep.train.device import check_memory, chosen_kernels
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.profiler import memory_snapshot_on_oom
 
@@ -34,25 +36,51 @@ class RunContext:
     stop: StopFlag
     heartbeat: Heartbeat
     leases: Leases
+    replica: Replica | None = None
+    """This process among replicas that outlive each other; None where all processes start and end together."""
+
+    @property
+    def processes(self) -> int:
+        """Processes that the run was started with."""
+        return self.world.ranks.world_size if self.replica is None else self.world.ranks.local_world_size
 
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for all."""
-        return self.world.is_first
+        return self.world.is_first if self.replica is None else self.replica.leads
+
+    def take_folder(self) -> None:
+        """Hold the run's folder in place of a replica that is gone."""
+        self.leases.lead(this_process(self.world.ranks.launch, self.config.resilience.lease_s))
+        self.leases.hold(self.folder.root)
 
 
 @contextmanager
 def run_context(config: RunConfig) -> Iterator[RunContext]:
     """Join the other processes and hold the run's folder for the length of a run."""
+    check_memory(config)
     ranks = from_environment()
+    if ranks.coordinator is not None:
+        # The others may come and go: to torch every replica is alone.
+        ranks = replace(ranks, world_size=1)
+    elif config.resilience.survive and ranks.world_size > 1:
+        raise ConfigError("resilience.survive needs the agent of keepstep train", "keepstep train --procs N")
     layout = check_layout(config, ranks.world_size)
     device = choose_device(config.compute.device, ranks.local_rank)
     # Sums over two threads differ from sums over one, and a share of the cores depends on the number of processes.
     threads = config.compute.threads or int(config.reproducible == "elastic")
     share_cores(threads, ranks.local_world_size)
     folder = RunFolder(Path(config.runs_dir) / config.name).create()
-    own = this_process(ranks.launch, config.resilience.lease_s) if ranks.is_first else None
-    with chosen_kernels(config), stop_on_signals() as stop, Leases(own, lambda: stop.requested, progress) as leases:
+    with (
+        chosen_kernels(config),
+        stop_on_signals() as stop,
+        _joined_replica(ranks, stop) as replica,
+        Leases(None, lambda: stop.requested, progress) as leases,
+    ):
+        if replica is not None:
+            ranks = replace(ranks, leads=replica.leads)
+        if ranks.is_first:
+            leases.lead(this_process(ranks.launch, config.resilience.lease_s))
         retry_s = config.checkpoint.retry_s
         wait_for_room(retry_s, folder.root, stop, lambda: leases.hold(folder.root), progress)
         with (
@@ -61,4 +89,17 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
             memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
         ):
             heartbeat = Heartbeat(ranks.heartbeat_file, ranks.local_rank, config.resilience)
-            yield RunContext(config, world, build_mesh(layout, device.type), folder, stop, heartbeat, leases)
+            mesh = build_mesh(layout, device.type)
+            yield RunContext(config, world, mesh, folder, stop, heartbeat, leases, replica)
+
+
+@contextmanager
+def _joined_replica(ranks: Ranks, stop: StopFlag) -> Iterator[Replica | None]:
+    if ranks.coordinator is None:
+        yield None
+        return
+    replica = Replica(ranks.coordinator, ranks.rank, lambda: stop.requested)
+    try:
+        yield replica
+    finally:
+        replica.close()

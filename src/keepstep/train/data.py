@@ -26,14 +26,14 @@ def open_data(context: RunContext) -> Loaders:
 def open_feed(context: RunContext, loaders: Loaders, at: int) -> tuple[StepFeed, SkippedSamples]:
     """This process's micro batches from global sample `at` on, and the samples that they skip."""
     config, mesh = context.config, context.mesh
-    skipped = SkippedSamples(context.folder.skipped)
+    skipped = SkippedSamples(context.folder.skipped, lambda: context.is_first)
     feed = StepFeed(
         loaders.train,
         at=at,
         global_batch=config.global_batch,
         microbatch=config.microbatch,
-        rank=mesh.data_rank,
-        ranks=mesh.layout.data_ranks,
+        rank=mesh.data_rank if context.replica is None else context.replica.rank,
+        ranks=mesh.layout.data_ranks if context.replica is None else context.replica.ranks,
         prefetch=config.data.prefetch,
         uneven=config.reproducible == "elastic",
         skipped=skipped.ranges,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from keepstep.core import failpoints
 from keepstep.data.batch import Batch
 from keepstep.models.ops.backend import backend
 from keepstep.models.transformer import Transformer
@@ -26,6 +27,7 @@ STEPS_PER_ONE = 2.0**50
 that fp32 has. What is left of 64 bits above holds numbers up to 2^13."""
 LARGEST = 2.0**12
 """Largest element of a gradient, half of what fits: sums cannot wrap round. Beyond it a step is not finite."""
+_COLUMNS = 4096
 _FIRST_PIECE = 1 << 22
 """Numbers converted through a copy before the rest is converted in place."""
 
@@ -71,16 +73,23 @@ class FixedPointSums:
         """Note the loss of one micro batch of the step and its other sums, by its number in the global batch."""
         self._losses[microbatch] = sums.float().view(torch.int32)
 
-    def reduce(self, stop: bool, spent_s: float = 0.0, void: bool = False) -> None:
-        """Add up over all processes. Whole numbers: no order of adding gives another result."""
+    def reduce(self, signals: StepSignals, sum_: Callable[[Tensor], object]) -> None:
+        """Add up over all processes with `sum_`. Whole numbers: no order of adding gives another result."""
         for number in self._untouched:
             self._total(number).zero_()
         # Written so that a NaN counts as too large.
         self._flags[0] = ~(self._largest <= LARGEST / self._microbatches)
-        self._flags[1] = int(stop)
-        self._flags[2] = round(own_seconds(spent_s) * 1e6)
-        self._flags[3] = int(void)
-        dist.all_reduce(self._numbers)
+        self._flags[1] = int(signals.stop)
+        self._flags[2] = round(own_seconds(signals.spent_s) * 1e6)
+        self._flags[3] = int(signals.void)
+        sum_(self._numbers)
+
+    def checksum(self) -> str:
+        """A hash of all sums, which are added up in columns first: that runs at the speed of memory."""
+        whole = len(self._numbers) // _COLUMNS * _COLUMNS
+        columns = self._numbers[:whole].view(-1, _COLUMNS).sum(dim=0)
+        rest = self._numbers[whole:]
+        return hashlib.sha256(torch.cat([columns, rest]).cpu().numpy().tobytes()).hexdigest()
 
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """After `reduce`: the sums over all micro batches, the loss first, whether a gradient did not fit, and the
@@ -153,33 +162,56 @@ class ElasticStep(TrainStep):
         before_update: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Learn from this process's micro batches, of which other processes may have more or fewer."""
-        mesh = self._settings.mesh
+        rank, ranks = self._place()
         targets = torch.full((), sum(map(self.objective.count, batches)), dtype=torch.int64, device=self.device)
-        dist.all_reduce(targets)
+        self._sum_(targets)
         weight = self._poisoned(1.0 / targets)
         total = self._sums_of_step
         total.start()
-        most = -(-self._microbatches // mesh.layout.data_ranks)
+        most = -(-self._microbatches // ranks)
         for place in range(most):
             # Every process asks equally often, also one that has a micro batch less.
             if signals.abandon(place, most):
                 return self._abandoned(signals)
             if place == len(batches):
                 break
+            if self.replica is not None:
+                self.replica.raise_if_changed()
             batch = batches[place]
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
             self._weigh_routers(weight * self.objective.count(batch))
             sums = self._sums(batch)
             torch.autograd.backward(sums[0] * weight)
-            total.add_loss(mesh.data_rank + place * mesh.layout.data_ranks, sums.detach())
-        total.reduce(signals.stop, signals.spent_s, signals.void)
+            total.add_loss(rank + place * ranks, sums.detach())
+        total.reduce(signals, self._sum_)
         before_update()
+        if self.replica is not None:
+            self.replica.commit(signals.step, total.checksum())
         sums, self._overflow, summed = total.numbers()
         self._optimizers.take_gradients(total.gradients())
         loss = (sums[0] / targets).float()
         norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
+        if self.replica is not None:
+            failpoints.reach("applied")
         metrics = self.objective.metrics(sums[1:]).float()
         return torch.stack([loss, norm, *summed, targets.float(), *metrics, *self._router_health])
+
+    def _place(self) -> tuple[int, int]:
+        """Which of how many shares of the micro batches is this process's."""
+        if self.replica is not None:
+            return self.replica.rank, self.replica.ranks
+        mesh = self._settings.mesh
+        return mesh.data_rank, mesh.layout.data_ranks
+
+    def _sum_(self, numbers: Tensor) -> None:
+        """Add up whole numbers over all processes, in place."""
+        if self.replica is None:
+            dist.all_reduce(numbers)
+            return
+        host = numbers.cpu()
+        self.replica.sum_(host.reshape(-1).numpy())
+        if host is not numbers:
+            numbers.copy_(host)
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -89,7 +89,8 @@ class Evaluation:
         step = state.clock.step
         try:
             measured = objective.to_minimise(result.loss, result.metrics)
-            saved = self.best.offer(step, measured, state.weights, state.origin)
+            writes = self._context.replica is None or self._context.is_first
+            saved = self.best.offer(step, measured, state.weights, state.origin, write=writes)
         except CheckpointError as error:
             # A full disk, for example. The run is worth more than this copy, and its own saves continue.
             self._recorder.event("warning", step=step, reason="best_failed", message=error.message)

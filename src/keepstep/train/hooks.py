@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from keepstep.data.step_feed import StepFeed
 from keepstep.resilience.fault_injection import FaultInjector
 from keepstep.resilience.heartbeat import Heartbeat
 from keepstep.resilience.signals import StopFlag
+from keepstep.resilience.survivors.replica import Replica
 from keepstep.train.clock import Clock
 from keepstep.train.recovery.rollback import Rollback
 from keepstep.train.state import TrainState
@@ -22,6 +24,12 @@ class LoopHooks(Protocol):
 
     def before_update(self) -> None:
         """Weights are about to change: copies under way must finish first."""
+
+    def at_boundary(self, settle: Callable[[], bool]) -> bool:
+        """Before a step: let replicas join; whether the membership is another one now."""
+
+    def rejoin(self) -> None:
+        """A replica was lost in the middle of a step: form the new membership with the others."""
 
     def snapshot_due(self) -> bool:
         """Whether the step just done goes into memory that survives this process."""
@@ -59,6 +67,10 @@ class LoopParts:
     stop: StopFlag
     faults: FaultInjector | None
     """Faults to inject on purpose."""
+    replica: Replica | None = None
+    """This process among replicas that outlive each other, if it is one."""
+    joined: bool = False
+    """Whether its state came from living replicas, which have evaluated it already."""
     saved_step: int = -1
     """The checkpoint that the run resumed from, or a newer one: no need to save that step again."""
 

@@ -27,7 +27,7 @@ def run_loop(parts: LoopParts, hooks: LoopHooks, config: RunConfig) -> None:
     saved_step, evaluated_step = parts.saved_step, -1
     parts.rollback.copy_if_due(clock.step)
     # A step is saved before it is evaluated: a resumed run starts with the evaluation that may be missing.
-    if evaluate_due.falls_on_this_step() and steps.pause_for(lambda: _evaluate(parts, hooks)):
+    if not parts.joined and evaluate_due.falls_on_this_step() and steps.pause_for(lambda: _evaluate(parts, hooks)):
         evaluated_step = clock.step
     # The last steps may prove bad when they are read, and take the clock back.
     while not (hooks.stop_early() or (clock.reached(config.max_duration) and steps.drain())):

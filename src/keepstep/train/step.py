@@ -19,6 +19,7 @@ from keepstep.models.transformer import Transformer
 from keepstep.parallel.context import own_part, row_positions
 from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import Pipeline, Rows
+from keepstep.resilience.survivors.replica import Replica
 from keepstep.train.objectives.objective import Objective
 from keepstep.train.optim.gradients import HasGradient, clip_factor, gradient_norm
 from keepstep.train.optim.loss_scaler import LossScaler
@@ -53,6 +54,8 @@ class StepSettings:
 class StepSignals:
     """What this process reports to the others with a step, and how a step is abandoned."""
 
+    step: int = 0
+    """The number of the step."""
     stop: bool = False
     """Whether this process was asked to stop."""
     spent_s: float = 0.0
@@ -68,6 +71,8 @@ class TrainStep:
 
     poison: Callable[[], bool] | None = None
     """For fault injection: called once a step; True makes this process's gradients NaN."""
+    replica: Replica | None = None
+    """Where replicas outlive each other (elastic steps only): what sums over them, in place of the process group."""
 
     def __init__(
         self,
@@ -164,6 +169,8 @@ class TrainStep:
         for number, part in enumerate(parts):
             if abandon(number, len(parts)):
                 return None
+            if number == 0:
+                self.objective.prepare(parts)
             self._reduce_gradients(last=number == len(parts) - 1)
             self._weigh_routers(weight * self._row_targets[number])
             sums = self._sums(part)

@@ -13,6 +13,7 @@ from keepstep.core.errors import StopRequested
 from keepstep.data.batch import Batch
 from keepstep.data.step_feed import WaitCancelledError
 from keepstep.resilience.guard import Guard, Reading, Verdict
+from keepstep.resilience.survivors.replica import CoordinatorLostError, MembershipChangedError
 from keepstep.train.hooks import LoopHooks, LoopParts
 from keepstep.train.state import StepState
 from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TARGETS, VOID, StepSignals
@@ -57,14 +58,28 @@ class StepsInFlight:
         parts, clock = self._parts, self._parts.clock
         if self._ended:
             return
+        if parts.replica is not None and self._hooks.at_boundary(self.drain):
+            self._redeal(parts.feed.position)
         started = time.perf_counter()
+        position = parts.feed.position
         batches = self._next_batches()
         data_s = time.perf_counter() - started
         parts.recorder.before_step(clock.step + 1)
         self._before.append(parts.state.step_state())
         scale = parts.step.loss_scale
-        signals = StepSignals(parts.stop.requested, self._unreported_s, self._void, self._abandon)
-        self._metrics.push(parts.step.run(batches, lr_share, signals, self._hooks.before_update))
+        while True:
+            try:
+                self._metrics.push(parts.step.run(batches, lr_share, self._signals(), self._hooks.before_update))
+                break
+            except MembershipChangedError:
+                # Nobody has applied this step: those who are left do all of it.
+                self._hooks.rejoin()
+                self._redeal(position)
+                batches = self._next_batches()
+            except CoordinatorLostError:
+                self._before.pop()
+                self.stop = self._ended = True
+                return
         clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(clock.step, clock.samples, clock.tokens, lr_share, data_s, scale))
         newest = clock.step
@@ -76,8 +91,20 @@ class StepsInFlight:
             parts.rollback.copy_if_due(newest)
         self._unreported_s = time.perf_counter() - started
         parts.profiler.step()
-        parts.heartbeat.expect_stop_within(self._stop_within_s(len(batches)))
+        parts.heartbeat.expect_stop_within(self._stop_within_s(1 if parts.step.objective.prepares else len(batches)))
         parts.heartbeat.stepped(clock.step)
+
+    def _signals(self) -> StepSignals:
+        parts = self._parts
+        step, stop = parts.clock.step + 1, parts.stop.requested
+        if parts.replica is None:
+            return StepSignals(step, stop, self._unreported_s, self._void, self._abandon)
+        return StepSignals(step, stop, self._unreported_s if parts.replica.leads else 0.0, self._void)
+
+    def _redeal(self, position: int) -> None:
+        """Read this process's share of the step at `position`, and of later ones, among the replicas that are left."""
+        assert self._parts.replica is not None
+        self._parts.feed.redeal(position, self._parts.replica.rank, self._parts.replica.ranks)
 
     def _stop_within_s(self, microbatches: int) -> float:
         """How long a stop request takes to have effect, at most; see `_abandon`."""

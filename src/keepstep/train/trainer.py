@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,11 +13,11 @@ from keepstep.train.build import build_learner
 from keepstep.train.clock import Clock
 from keepstep.train.context import RunContext, run_context
 from keepstep.train.data import open_data, open_feed
-from keepstep.train.device import check_memory
 from keepstep.train.evaluation import Evaluation
 from keepstep.train.hooks import LoopParts
 from keepstep.train.loop import run_loop
 from keepstep.train.recovery.corruption_check import check_corruption
+from keepstep.train.recovery.replicas import copy_state, serve_state
 from keepstep.train.recovery.resume import Resume, learning_rates, may_resume
 from keepstep.train.recovery.rollback import Rollback
 from keepstep.train.recovery.saver import Saver, run_metadata
@@ -28,7 +29,6 @@ from keepstep.train.telemetry.run_record import Callbacks, RunRecord
 
 def train(config: RunConfig, callbacks: Callbacks = ()) -> None:
     """Run to the end, or to a saved stop. Every process of the run calls this with the same configuration."""
-    check_memory(config)
     with run_context(config) as context:
         trainer = Trainer(context, callbacks)
         trainer.resume()
@@ -41,6 +41,7 @@ class Trainer:
     def __init__(self, context: RunContext, callbacks: Callbacks = ()) -> None:
         self._context = context
         config = context.config
+        self._leads = context.is_first
         self._loaders = open_data(context)
         self._clock = Clock.of(config.global_batch, config.model.seq_len, self._loaders.train.samples_per_epoch)
         self._record = RunRecord(context, self._loaders, self._clock.pace, callbacks)
@@ -49,7 +50,10 @@ class Trainer:
         self._evaluation = Evaluation(context, self._loaders, self._recorder)
         # Before the model: a state that is about to be loaded needs no first weights.
         self._saver = Saver(context, self._recorder)
-        self._build_model(fill=not may_resume(self._saver.checkpointer, context.world.ranks.memory_files))
+        # A replica that joins others copies their state.
+        self._joins = context.replica is not None and not context.replica.leads
+        found = self._joins or may_resume(self._saver.checkpointer, context.world.ranks.memory_files)
+        self._build_model(fill=not found)
 
     def _build_model(self, fill: bool) -> None:
         """Model, parallelism, optimizer and step. With `fill` the model gets its first weights."""
@@ -57,6 +61,7 @@ class Trainer:
         seed_everything(config.seed, context.world.ranks.rank)
         learner = build_learner(config, context.mesh, context.world.device, fill=fill, loaders=self._loaders)
         self._filled, self._step = fill, learner.step
+        self._step.replica = context.replica
         data = self._loaders.train
         self._state = TrainState(
             learner.model, learner.optimizers, learner.scaler, self._clock, learner.origin, data, learner.frozen
@@ -70,7 +75,7 @@ class Trainer:
         """Load the newest state where there is one; else start with first weights."""
         self._record.announce()
         ranks = self._context.world.ranks
-        self._recorder.event("start", step=0, world_size=ranks.world_size, restarts=ranks.restarts)
+        self._recorder.event("start", step=0, world_size=self._context.processes, restarts=ranks.restarts)
         newest = Resume(
             self._context,
             self._saver.checkpointer,
@@ -80,6 +85,9 @@ class Trainer:
             self._recorder,
             self._loaders,
         )
+        if self._joins and self._context.replica is not None:
+            newest.adopt("living replicas", copy_state(self._context.replica, self._state))
+            return
         found = newest.load()
         self._saver.saved_step = newest.saved_step
         if not found and not self._filled:
@@ -116,17 +124,24 @@ class Trainer:
             rollback=Rollback(self._state, self._snapshots, feed, skipped, config.guard),
             stop=context.stop,
             faults=self._inject_faults(),
+            replica=context.replica,
+            joined=self._joins,
             saved_step=self._saver.saved_step,
         )
-        self._saver.checkpointer.prepare(self._state.tensors())
+        if not self._joins:
+            self._saver.checkpointer.prepare(self._state.tensors())
         outcome = "fault"
         try:
+            if context.replica is not None and not self._joins:
+                context.replica.enter()
             with profiler:
                 run_loop(parts, self, config)
             # Together while all are well; closing must not wait for a process that is gone.
             self._saver.checkpointer.wait()
+            self._finish_among_replicas()
             outcome = "finish"
         except StopRequested:
+            self._finish_among_replicas()
             # On several nodes the process that was asked may be one that records nothing.
             outcome = "stop"
             raise
@@ -178,13 +193,54 @@ class Trainer:
         """Copy the step just done, with its numbers, into the agent's memory."""
         self._snapshots.take(self._clock.step, self._values(), self._recorder.last_loss)
 
+    def at_boundary(self, settle: Callable[[], bool]) -> bool:
+        """Before a step: let replicas join; whether the membership is another one now."""
+        replica = self._context.replica
+        assert replica is not None
+        changed = serve_state(replica, self._state, self._values, settle)
+        if changed:
+            self._take_over_roles()
+        return changed
+
+    def rejoin(self) -> None:
+        """A replica was lost in the middle of a step: form the new membership with the others."""
+        replica = self._context.replica
+        assert replica is not None
+        replica.rejoin()
+        self._take_over_roles()
+
+    def _take_over_roles(self) -> None:
+        """After a change of membership: the first of those who are left writes for all."""
+        context, replica = self._context, self._context.replica
+        assert replica is not None
+        self._recorder.ranks = replica.ranks
+        if replica.leads and not self._leads:
+            self._leads = True
+            context.take_folder()
+            self._saver.lead()
+            self._evaluation.best.lead(context.leases.fence)
+            self._record.lead()
+
+    def _finish_among_replicas(self) -> None:
+        if self._context.replica is not None:
+            self._context.replica.finish()
+
     def save(self) -> None:
         """Start to save the step just done, behind training."""
+        if not self._saves:
+            return
         self._saver.save(self._state, self._values)
 
     def ensure_saved(self, at_least: int | None = None) -> None:
         """Return with the step just done, or any step from `at_least` on, committed and verified."""
+        if not self._saves:
+            return
         self._saver.ensure_saved(self._state, self._values, self._snapshot_unsaved, at_least)
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this process takes part in saves: among replicas that outlive each other only the first does."""
+        return self._context.replica is None or self._leads
 
     def _snapshot_unsaved(self) -> bool:
         """Copy a step that cannot be saved into the agent's memory; False where there is none."""

@@ -33,10 +33,10 @@ from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.protocol import commit, parity
-from keepstep.checkpoint.protocol.failpoints import FAILPOINTS, VARIABLE
 from keepstep.checkpoint.storage.store import LocalStore
 from keepstep.config.schema import CheckpointConfig
 from keepstep.core.errors import CheckpointError
+from keepstep.core.failpoints import FAILPOINTS, VARIABLE
 from keepstep.core.step_folders import MARKER
 
 WORLD = 2

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpoint.protocol import failpoints
 from keepstep.checkpoint.protocol.layout import DTYPES
 from keepstep.checkpoint.protocol.shards import PieceSpec
+from keepstep.core import failpoints
 
 EAGER_BYTES = 64 * 1024
 """Pieces up to this size are copied immediately: scalars and counters are the most likely to change during a copy."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
-from keepstep.checkpoint.protocol import failpoints
 from keepstep.checkpoint.protocol.lease import NO_FENCE, Fence
 from keepstep.checkpoint.protocol.manifest import (
     BEST_ALGORITHM,
@@ -37,6 +36,7 @@ from keepstep.checkpoint.protocol.manifest import (
 )
 from keepstep.checkpoint.protocol.shards import PieceSpec, shard_header
 from keepstep.checkpoint.storage.store import Store, unreadable
+from keepstep.core import failpoints
 from keepstep.core.errors import CheckpointError
 from keepstep.core.step_folders import MARKER, folder_name, parse_folder_name
 

@@ -257,6 +257,10 @@ class Leases:
         self._own, self._stopped, self._note = own, stopped, note
         self._held: list[Lease] = []
 
+    def lead(self, own: Holder) -> None:
+        """This process holds from now on what `hold` is called for."""
+        self._own = own
+
     def hold(self, place: Path | str) -> None:
         """Wait for a holder that ends, take over from one without heartbeats, else raise RunTakenError."""
         if self._own is not None:

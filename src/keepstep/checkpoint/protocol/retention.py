@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.checkpoint.protocol import commit, failpoints
+from keepstep.checkpoint.protocol import commit
 from keepstep.checkpoint.protocol.manifest import CommittedCheckpoint
 from keepstep.checkpoint.protocol.shards import ShardReader
 from keepstep.checkpoint.storage.store import Store
-from keepstep.core import proc
+from keepstep.core import failpoints, proc
 from keepstep.core.errors import CheckpointError
 from keepstep.core.step_folders import MARKER
 

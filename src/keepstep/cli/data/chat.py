@@ -22,7 +22,9 @@ _FORMATS = ("auto", "messages", "glaive", "xlam", "hermes", "toolace", "sharegpt
 def add_actions(actions: Actions) -> None:
     """`show`, `chat` and `check`, among the actions of `keepstep data`."""
     show = add_action(actions, "show", _show, "show conversations as a model sees them")
-    show.add_argument("path", help="conversations (.jsonl, .json, .parquet, a folder of them), or toolcalls")
+    show.add_argument(
+        "path", help="conversations (.jsonl, .json, .parquet, a folder of them), toolcalls or toolcalls-domains"
+    )
     show.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
     show.add_argument("--first", type=int, default=1, help="number of the first row (default: 1)")
     show.add_argument("--tokenizer", type=Path, help="a tokenizer.json; its folder's chat template is used")
@@ -33,7 +35,9 @@ def add_actions(actions: Actions) -> None:
     )
     show.add_argument("--tokens", action="store_true", help="show where tokens end; needs --tokenizer")
     chat = add_action(actions, "chat", _chat, "convert conversations to canonical rows, or generate some")
-    chat.add_argument("path", help="conversations in any known format, or toolcalls to generate them")
+    chat.add_argument(
+        "path", help="conversations in any known format, or toolcalls or toolcalls-domains to generate them"
+    )
     chat.add_argument("--out", type=Path, required=True, help="canonical .jsonl to write")
     chat.add_argument("--valid-out", type=Path, help="write the held-out share here")
     chat.add_argument("--valid-share", type=float, help="share held out for --valid-out (default: 0.05)")
@@ -50,6 +54,7 @@ def add_actions(actions: Actions) -> None:
     add("--ngram", type=positive, default=8, help="words in a row that count as a match (default: 8)")
     add("--field", default="text", help="the field that holds the text, if the rows are not conversations")
     add("--out", type=writable, metavar="FILE", help="also write the report as JSON, to keep with the run")
+    add("--kept", type=writable, metavar="FILE", help="write the conversations without a match to this .jsonl")
     add("--json", action="store_true", help="answer as JSON")
 
 
@@ -59,7 +64,9 @@ def _check(args: argparse.Namespace) -> int:
     from keepstep.evaluate.bfcl.contamination import BenchmarkIndex, check_contamination
 
     index = BenchmarkIndex(open_benchmark(args.data), args.ngram)
-    report = check_contamination(args.path, index, args.field, progress)
+    if args.kept:
+        _check_outputs(args.path, [args.kept])
+    report = check_contamination(args.path, index, args.field, progress, args.kept)
     written = json.dumps(report, indent=2, ensure_ascii=False)
     if args.out:
         write_atomic(args.out, written + "\n")
@@ -76,8 +83,12 @@ def _check(args: argparse.Namespace) -> int:
             print("  {row}  {kind} by {by}: {text!r} is in {benchmark_id}".format(**match))
         if report["rejected_rows"]:
             print(f"rejected  {report['rejected_rows']:,} rows that training rejects, too")
-        clean = f"keepstep finetune --from MODEL --data {shlex.quote(str(args.path))}"
-        print(f"next: {'remove these rows, then check again' if report['contaminated_rows'] else clean}")
+        data = shlex.quote(str(args.kept or args.path))
+        print(
+            "next: add --kept CLEAN.jsonl, which gets the other rows"
+            if report["contaminated_rows"] and not args.kept
+            else f"next: keepstep finetune --from MODEL --data {data}"
+        )
     return EXIT_DATA if report["contaminated_rows"] else EXIT_DONE
 
 
@@ -131,7 +142,7 @@ def _held_out_share(args: argparse.Namespace) -> float:
 def _chat(args: argparse.Namespace) -> int:
     """Convert or generate, and print how many rows were kept and rejected."""
     from keepstep.data.chat.files import generated_rows, read_conversations, write_canonical
-    from keepstep.data.chat.generate import GENERATED
+    from keepstep.data.chat.generated import GENERATED
     from keepstep.data.chat.reasons import frequent_reasons
 
     share = _held_out_share(args)
@@ -139,8 +150,8 @@ def _chat(args: argparse.Namespace) -> int:
         raise UsageError(invalid_value("--count", args.count, "must be at least 1"), "--count 1000 is the default")
     _check_outputs(Path(args.path), [path for path in (args.out, args.valid_out) if path])
     rows: Any
-    if args.path == GENERATED:
-        rows = generated_rows(args.count, args.seed, args.split)
+    if args.path in GENERATED:
+        rows = generated_rows(args.path, args.count, args.seed, args.split)
     else:
         rows = read_conversations(Path(args.path), args.format)
     counts, rejects = write_canonical(rows, args.out, args.valid_out, share, args.seed)

@@ -110,13 +110,23 @@ def pipelines_keep_router_losses(config: RunConfig) -> Found:
     return needs, "compute.recompute=none, or model.experts.aux_loss=0 with model.experts.balance_bias=true"
 
 
-@rule("model.experts.count", "precision", "lora.rank")
-def experts_are_whole_and_bf16(config: RunConfig) -> Found:
-    """Not supported yet: experts in fp8, adapters on them."""
+@rule("model.experts.count", "precision")
+def experts_are_not_fp8(config: RunConfig) -> Found:
+    """Not supported yet."""
     if not config.model.experts.count:
         return None
     if config.precision == "fp8":
         return "is not supported with precision fp8: grouped matmuls run in bf16 or fp32", "precision=bf16"
-    if config.lora.rank:
-        return "is not supported with lora.rank above 0: experts take no adapters", "lora.rank=0 trains all weights"
     return None
+
+
+@rule("lora.targets", "lora.rank", "model.experts.count", "model.kv_lora_rank")
+def adapters_are_on_attention(config: RunConfig) -> Found:
+    """Experts take no adapters, and latent attention takes them on queries and outputs."""
+    model, allowed = config.model, ["q", "o"] if config.model.kv_lora_rank else ["q", "k", "v", "o"]
+    feed_forward = [] if model.experts.count else ["gate", "up", "down"]
+    refused = [name for name in config.lora.targets if name not in (*allowed, *feed_forward)]
+    if not config.lora.rank or not refused or not (model.experts.count or model.kv_lora_rank):
+        return None
+    which = "latent attention takes" if refused[0] in "kv" else "experts take"
+    return f"has {refused[0]}, and {which} no such adapter", f"lora.targets=[{', '.join(allowed + feed_forward)}]"

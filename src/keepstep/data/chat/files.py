@@ -16,7 +16,8 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from keepstep.core.errors import DataError, malformed_as
 from keepstep.core.files import temporary_name
-from keepstep.data.chat.generate import GENERATED, Split, generate_rows
+from keepstep.data.chat.generate import Split
+from keepstep.data.chat.generated import generate_rows
 from keepstep.data.chat.published_sets import RowFormat, convert, detect
 from keepstep.data.chat.rows import BadRow, Conversation
 
@@ -59,10 +60,10 @@ class NumberedRow:
         return RejectedRow(self.file, self.row, reason, self.conversation.row())
 
 
-def generated_rows(count: int, seed: int, split: Split) -> Iterator[NumberedRow]:
-    """Rows of the generated data set, numbered from 1."""
-    for number, row in enumerate(generate_rows(count, seed, split), start=1):
-        yield NumberedRow(GENERATED, number, row.conversation)
+def generated_rows(name: str, count: int, seed: int, split: Split) -> Iterator[NumberedRow]:
+    """Rows of a generated data set, numbered from 1."""
+    for number, row in enumerate(generate_rows(name, count, seed, split), start=1):
+        yield NumberedRow(name, number, row.conversation)
 
 
 def conversation_files(path: Path) -> list[Path]:

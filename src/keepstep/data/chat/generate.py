@@ -18,9 +18,6 @@ from typing import Any, Literal
 from keepstep.data.chat.functions import Function, Parameter, standard_functions
 from keepstep.data.chat.rows import Conversation, call, canonical
 
-GENERATED = "toolcalls"
-"""The data.path of this data set."""
-
 Split = Literal["train", "test"]
 Category = Literal["simple", "multiple", "parallel", "irrelevance"]
 _Calls = list[tuple[str, dict[str, Any]]]
@@ -237,14 +234,14 @@ def _value(parameter: Parameter, draw: random.Random, split: Split) -> Any:
 def _drawn_number(draw: random.Random, split: Split) -> int:
     while True:
         number = draw.randint(2, 9999)
-        if _split_of(str(number)) == split:
+        if split_of(str(number)) == split:
             return number
 
 
 @cache
 def split_functions(split: Split) -> tuple[Function, ...]:
     """The functions that only this split uses."""
-    return tuple(function for function in standard_functions() if _split_of(function.name) == split)
+    return tuple(function for function in standard_functions() if split_of(function.name) == split)
 
 
 @cache
@@ -252,9 +249,10 @@ def split_words(split: Split) -> tuple[str, ...]:
     """Words for argument values: those of all summaries and names, each in one split only."""
     texts = (f"{function.name.replace('_', ' ')} {function.summary}" for function in standard_functions())
     words = {word for text in texts for word in re.findall(r"\b[a-z]{3,10}\b", text)}
-    return tuple(sorted(word for word in words if _split_of(word) == split))
+    return tuple(sorted(word for word in words if split_of(word) == split))
 
 
-def _split_of(text: str) -> Split:
+def split_of(text: str) -> Split:
+    """Which split uses a name or a value, by its hash."""
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") / 2**32
     return "test" if share < TEST_SHARE else "train"

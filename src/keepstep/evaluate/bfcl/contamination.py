@@ -14,12 +14,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep.core.errors import DataError
-from keepstep.data.chat.files import RejectedRow, conversation_files, holds_conversations, read_conversations
+from keepstep.core.errors import DataError, UsageError
+from keepstep.data.chat.files import (
+    RejectedRow,
+    atomic_text_file,
+    conversation_files,
+    holds_conversations,
+    read_conversations,
+)
 from keepstep.data.chat.rows import Conversation, calls_of
 from keepstep.data.prepare.records import RecordOptions, Rejects, texts_of
 from keepstep.evaluate.ast_check import MalformedCall
@@ -151,8 +158,8 @@ class Report:
     matches: list[dict[str, Any]] = field(default_factory=list)
     by_kind: Counter[str] = field(default_factory=Counter)
 
-    def add(self, place: str, found: Iterable[Match]) -> None:
-        """Count a row and its matches."""
+    def add(self, place: str, found: Iterable[Match]) -> bool:
+        """Count a row and its matches; True if it has none."""
         listed = list(dict.fromkeys(found))
         self.rows += 1
         self.contaminated_rows += bool(listed)
@@ -160,22 +167,35 @@ class Report:
             self.by_kind[f"{match.kind}_{match.by}"] += 1
             if len(self.matches) < _MOST_LISTED:
                 self.matches.append({"row": place, **vars(match)})
+        return not listed
 
 
 def check_contamination(
-    path: Path, index: BenchmarkIndex, text_field: str = "text", progress: Callable[[str], None] = lambda _: None
+    path: Path,
+    index: BenchmarkIndex,
+    text_field: str = "text",
+    progress: Callable[[str], None] = lambda _: None,
+    kept: Path | None = None,
 ) -> dict[str, Any]:
-    """Compare conversations, or plain text, with the benchmark; the report as plain values."""
+    """Compare conversations, or plain text, with the benchmark; the report as plain values.
+
+    Conversations without a match are written to `kept`.
+    """
     report = Report()
     if holds_conversations(path, text_field):
-        for item in read_conversations(path):
-            if isinstance(item, RejectedRow):
-                report.rejected_rows += 1  # training rejects it, too
-                continue
-            report.add(f"{item.file}:{item.row}", index.conversation_matches(item.conversation))
-            if report.rows % 10_000 == 0:
-                progress(f"compared {report.rows:,} rows")
+        with atomic_text_file(kept) if kept else nullcontext() as file:
+            for item in read_conversations(path):
+                if isinstance(item, RejectedRow):
+                    report.rejected_rows += 1  # training rejects it, too
+                    continue
+                is_clean = report.add(f"{item.file}:{item.row}", index.conversation_matches(item.conversation))
+                if file and is_clean:
+                    file.write(json.dumps(item.conversation.row(), ensure_ascii=False) + "\n")
+                if report.rows % 10_000 == 0:
+                    progress(f"compared {report.rows:,} rows")
         files = conversation_files(path)
+    elif kept:
+        raise UsageError(f"--kept writes conversations, and {path} holds text", "remove what was found from the text")
     else:
         files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
         rejects = Rejects()

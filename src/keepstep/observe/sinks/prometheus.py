@@ -51,6 +51,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "keepstep_at_risk_seconds": ("gauge", "Seconds of work that a crash now would lose."),
     "keepstep_restarts_total": ("counter", "Times the run resumed after an interruption."),
     "keepstep_faults_total": ("counter", "Faults of the run."),
+    "keepstep_replicas_lost_total": ("counter", "Replicas that were lost while the others continued."),
     "keepstep_goodput_ratio": ("gauge", "Share of the wall clock spent in steps that count, 0 to 1."),
     "keepstep_wall_seconds": ("gauge", "Wall clock of the run by cause."),
     "keepstep_state": ("gauge", "1 for the current state of the run, 0 for the others."),
@@ -157,6 +158,7 @@ class Exporter:
             "keepstep_at_risk_seconds": verdict.at_risk_s,
             "keepstep_restarts_total": float(verdict.restarts),
             "keepstep_faults_total": float(sum(event.get("kind") == "fault" for event in events)),
+            "keepstep_replicas_lost_total": float(sum(event.get("kind") == "left" for event in events)),
             "keepstep_goodput_ratio": goodput.share,
             "keepstep_ranks": float(verdict.ranks),
         }

@@ -18,5 +18,6 @@ def make_objective(
     reference = Reference(model, frozen) if config.has_reference else None
     if config.rl.method != "none":
         tasks = PromptTasks.of(loaders, config.chat.template)
-        return PolicyObjective(config.rl, Policy(model, reference), tasks, config.seed)
+        exact = config.reproducible == "elastic"
+        return PolicyObjective(config.rl, Policy(model, reference), tasks, config.seed, exact=exact)
     return Objective() if reference is None else PreferenceObjective(config.preference, reference)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -26,10 +26,15 @@ class Objective:
     sum_count = 0
     """Sums that the metrics are computed from."""
     best_is = "lowest validation loss"
+    prepares = False
+    """Whether a step starts with work for all of its micro batches."""
 
     def count(self, batch: Batch) -> int:
         """What the mean loss counts: tokens here, pairs or answers elsewhere."""
         return batch.num_targets
+
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Called before a step with this process's micro batches, where their number decides no bits."""
 
     def sums(self, call: ModelCall, batch: Batch) -> Tensor:
         """The sum of losses and then `sum_count` others, fp32 [1 + sum_count]; only the first has a gradient."""

@@ -10,21 +10,23 @@ the one that wrote it: the ratio of the two is 1, and clipping it would change n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from keepstep.config.schema import RLConfig
 from keepstep.core.tokens import IGNORE_INDEX
 from keepstep.data.batch import Batch
+from keepstep.data.chat.prompts import Prompted
+from keepstep.evaluate.continuous_batching import Generated, Request
 from keepstep.models.transformer import Transformer
 from keepstep.train.objectives.objective import ModelCall, Objective
 from keepstep.train.objectives.preference import Reference
 from keepstep.train.objectives.rewards import Answered, load_rewards
-from keepstep.train.objectives.rollout import Rollout, answer_seed, roll_out
+from keepstep.train.objectives.rollout import answer_batch, answer_seed, confirm, roll_out
 from keepstep.train.objectives.tasks import PromptTasks
 
 EPSILON = 1e-4
@@ -64,7 +66,7 @@ def policy_losses(
     ratio_bt = torch.exp(log_probabilities_bt - log_probabilities_bt.detach())
     losses_bt = -ratio_bt * advantages_b[:, None]
     if reference_bt is not None and config.method != "rloo":
-        losses_bt = losses_bt + config.beta * kl_estimates(log_probabilities_bt, reference_bt)
+        losses_bt = losses_bt + config.kl_weight * kl_estimates(log_probabilities_bt, reference_bt)
     sums_b = (losses_bt * mask_bt).sum(dim=1)
     match config.method:
         case "grpo":
@@ -85,9 +87,14 @@ class PolicyObjective(Objective):
     """The mean loss of answers that the policy writes itself."""
 
     best_is = "highest validation reward"
+    prepares = True
 
-    def __init__(self, config: RLConfig, policy: Policy, tasks: PromptTasks, seed: int) -> None:
+    def __init__(self, config: RLConfig, policy: Policy, tasks: PromptTasks, seed: int, *, exact: bool = False) -> None:
+        """With `exact`, answers are drawn from the training forward pass itself."""
         self._config, self._policy, self._tasks, self._seed = config, policy, tasks, seed
+        self._exact = exact
+        self._rollouts: dict[int, list[Generated]] = {}
+        """Answers of micro batches that are still to be learnt from, by their first sample."""
         self._rewards = load_rewards(list(config.rewards))
         self._weights = torch.tensor(list(config.rewards.values()), dtype=torch.float64)
         kinds = tuple(f"reward_{name.rpartition(':')[2]}" for name in config.rewards)
@@ -101,17 +108,12 @@ class PolicyObjective(Objective):
 
     def sums(self, call: ModelCall, batch: Batch) -> Tensor:
         """Losses; then the numbers of answers, groups and tokens, and the sums behind each metric."""
-        config = self._config
-        prompts = [
-            self._tasks.prompts[number] for number in batch.inputs[:, 0].tolist() for _ in range(config.num_generations)
-        ]
-        rollouts = roll_out(
-            self._policy.model,
-            [prompted.tokens for prompted in prompts],
-            self._seeds(batch),
-            config.max_new_tokens,
-            self._tasks.stop_tokens,
-        )
+        if batch.first_sample not in self._rollouts:
+            self.prepare([batch])
+        rollouts = self._rollouts.pop(batch.first_sample)
+        if self._exact:
+            rollouts = self._confirmed(call, batch, rollouts)
+        prompts = self._prompts(batch)
         answers = [
             Answered(prompted, self._tasks.decode(rollout.tokens), rollout.ended)
             for prompted, rollout in zip(prompts, rollouts, strict=True)
@@ -121,20 +123,57 @@ class PolicyObjective(Objective):
         )
         return self._learn(call, [prompted.tokens for prompted in prompts], rollouts, rewards_bn, batch.first_sample)
 
-    def _seeds(self, batch: Batch) -> list[int]:
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Answer the prompts of these micro batches, so that short answers make room for other micro batches'."""
+        asked = [self._requests(batch) for batch in batches]
+        written = iter(
+            roll_out(
+                self._policy.model,
+                [request for requests in asked for request in requests],
+                self._tasks.stop_tokens,
+                self._config.rollout_batch,
+            )
+        )
+        # Those of a step that was abandoned are forgotten.
+        self._rollouts = {
+            batch.first_sample: list(itertools.islice(written, len(requests)))
+            for batch, requests in zip(batches, asked, strict=True)
+        }
+
+    def _confirmed(self, call: ModelCall, batch: Batch, rollouts: Sequence[Generated]) -> list[Generated]:
+        """Answers that the training forward pass would have drawn, with its log-probabilities."""
+        requests = self._requests(batch)
+        answers = confirm(self._policy.model, requests, rollouts, self._tasks.stop_tokens)
+        learnt = answer_batch([request.prompt for request in requests], answers, batch.first_sample)
+        with torch.no_grad():
+            log_probabilities_bt = -call(learnt, each_loss=True).cpu()
+        mask_bt = torch.from_numpy(learnt.targets != IGNORE_INDEX)
+        return [
+            replace(answer, log_probabilities=log_probabilities_t[mask_t].tolist())
+            for answer, log_probabilities_t, mask_t in zip(answers, log_probabilities_bt, mask_bt, strict=True)
+        ]
+
+    def _prompts(self, batch: Batch) -> list[Prompted]:
+        group = range(self._config.num_generations)
+        return [self._tasks.prompts[number] for number in batch.inputs[:, 0].tolist() for _ in group]
+
+    def _requests(self, batch: Batch) -> list[Request]:
         group = self._config.num_generations
         first = batch.first_sample // group
         return [
-            answer_seed(self._seed, first + prompt, answer)
-            for prompt in range(len(batch.inputs))
-            for answer in range(group)
+            Request(
+                prompted.tokens,
+                self._config.max_new_tokens,
+                answer_seed(self._seed, first + number // group, number % group),
+            )
+            for number, prompted in enumerate(self._prompts(batch))
         ]
 
     def _learn(
         self,
         call: ModelCall,
         prompts: Sequence[Sequence[int]],
-        rollouts: Sequence[Rollout],
+        rollouts: Sequence[Generated],
         rewards_bn: Tensor,
         first_sample: int,
     ) -> Tensor:
@@ -153,7 +192,7 @@ class PolicyObjective(Objective):
             if config.method == "rloo":
                 # RLOO's penalty is a part of the reward: the log-ratio of the whole answer.
                 moved_b = ((log_probabilities_bt.detach() - reference_bt) * mask_bt).sum(dim=1)
-                rewards_b = rewards_b - config.beta * moved_b.double().cpu()
+                rewards_b = rewards_b - config.kl_weight * moved_b.double().cpu()
         rewards_pg = rewards_b.view(-1, config.num_generations)
         advantages_b = advantages(rewards_pg, config.method).flatten().float().to(device)
         losses_b = policy_losses(log_probabilities_bt, reference_bt, advantages_b, mask_bt, config)
@@ -192,16 +231,3 @@ class PolicyObjective(Objective):
             kl / tokens,
         )
         return torch.stack([*means, *(kind / answers for kind in kinds)])
-
-
-def answer_batch(prompts: Sequence[Sequence[int]], rollouts: Sequence[Rollout], first_sample: int) -> Batch:
-    """Prompts with their answers, one in a row; only the answers have targets."""
-    width = max(len(prompt) + len(rollout.tokens) for prompt, rollout in zip(prompts, rollouts, strict=True))
-    tokens = np.zeros((len(prompts), width), dtype=np.int64)
-    targets = np.full((len(prompts), width), IGNORE_INDEX, dtype=np.int64)
-    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
-        end = len(prompt) + len(rollout.tokens)
-        tokens[row, :end] = [*prompt, *rollout.tokens]
-        targets[row, len(prompt) : end] = rollout.tokens
-    # What follows an answer is padding: nothing before it attends to it.
-    return Batch(tokens[:, :-1], targets[:, 1:], None, None, first_sample)

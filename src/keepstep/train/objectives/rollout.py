@@ -7,29 +7,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F
 
-from keepstep.evaluate.chat_model import open_decoder
+from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.data.batch import Batch
+from keepstep.evaluate.continuous_batching import Generated, Request, generate_batch
+from keepstep.evaluate.draw import Sampler
 from keepstep.models.transformer import Transformer
 
-_BLOCK = 256
-"""Tokens of the vocabulary whose probabilities the device adds up."""
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One answer: its tokens with the one that ended it, and the log-probability of each when it was drawn."""
-
-    tokens: list[int]
-    log_probabilities: list[float]
-    ended: bool
-    """False where the limit of tokens cut it off."""
+_SAMPLER = Sampler(temperature=1.0)
+_MOST_ROUNDS = 16
 
 
 def answer_seed(seed: int, prompt: int, answer: int) -> int:
@@ -38,83 +29,77 @@ def answer_seed(seed: int, prompt: int, answer: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:rollout:{prompt}:{answer}".encode()).digest()[:8], "little") >> 1
 
 
-@torch.no_grad()
 def roll_out(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    max_new_tokens: int,
-    stop_tokens: Collection[int],
-) -> list[Rollout]:
-    """Answer all prompts together over one key-value cache, by sampling at temperature 1 without dropout.
+    model: Transformer, requests: Sequence[Request], stop_tokens: Collection[int], rows: int
+) -> list[Generated]:
+    """Answer all prompts, at most `rows` at a time, by sampling at temperature 1 without dropout.
 
-    With sharded weights all processes call this together, and decode until the last of them is done.
+    With sharded weights all processes call this together.
     """
     training = model.training
     model.eval()
-    longest = max(map(len, prompts))
-    decode = open_decoder(model, torch.tensor([longest - len(prompt) for prompt in prompts]), longest + max_new_tokens)
-    # One generator for each answer: the draws of one must not shift those of another.
-    draws_bt = torch.stack(
-        [
-            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            for seed in seeds
-        ]
-    )
-    tokens: list[list[int]] = [[] for _ in prompts]
-    chances: list[list[float]] = [[] for _ in prompts]
-    running = set(range(len(prompts)))
-    next_bt = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    any_running = _agreement(model)
-    # Rows grow token by token: compiled blocks would be compiled again for each length.
-    with torch.compiler.set_stance("force_eager"):
-        for place in range(max_new_tokens):
-            chosen_b, chance_b = _draw(decode(next_bt), draws_bt[:, place])
-            for row in sorted(running):
-                tokens[row].append(int(chosen_b[row]))
-                chances[row].append(float(chance_b[row]))
-                if tokens[row][-1] in stop_tokens:
-                    running.discard(row)
-            if not any_running(bool(running)):
-                break
-            next_bt = chosen_b[:, None]
+    agree = _agreement(model)
+    answers = generate_batch(model, requests, rows=rows, sampler=_SAMPLER, stop_tokens=stop_tokens, agree=agree)
     model.train(training)
-    return [
-        Rollout(written, chance, written[-1] in stop_tokens) for written, chance in zip(tokens, chances, strict=True)
-    ]
+    return answers
 
 
-def _draw(logits_bv: Tensor, draws_b: Tensor) -> tuple[Tensor, Tensor]:
-    """A token for each row, by its place in the cumulative distribution, and its log-probability.
+@torch.no_grad()
+def confirm(
+    model: Transformer, requests: Sequence[Request], answers: Sequence[Generated], stop_tokens: Collection[int]
+) -> list[Generated]:
+    """The answers that whole forward passes would have drawn, which round in another order than decoding does.
 
-    The device only adds up blocks of the vocabulary, in an order that does not vary. The cumulative sums of a few
-    hundred numbers, which have no such order on a GPU, are the host's.
+    Every token is drawn again, with its own number, from a forward pass in the shape of training. After the first that
+    differs an answer is continued from there. That is rare, and a few rounds leave no difference.
     """
-    log_probabilities_bv = logits_bv.float().log_softmax(dim=-1)
-    vocab = log_probabilities_bv.shape[1]
-    blocks_bnk = F.pad(log_probabilities_bv.double().exp(), (0, -vocab % _BLOCK)).unflatten(1, (-1, _BLOCK))
-    sums_bn = blocks_bnk.sum(dim=-1).cpu()
-    block_b, left_b = _place(sums_bn, draws_b * sums_bn.sum(dim=1))
-    rows_b = torch.arange(len(draws_b), device=blocks_bnk.device)
-    inside_b, _ = _place(blocks_bnk[rows_b, block_b.to(rows_b.device)].cpu(), left_b)
-    chosen_b = block_b * _BLOCK + inside_b
-    return chosen_b, log_probabilities_bv[rows_b, chosen_b.to(rows_b.device)].cpu()
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    answers = list(answers)
+    for _ in range(_MOST_ROUNDS):
+        inputs_bt = torch.from_numpy(answer_batch([request.prompt for request in requests], answers, 0).inputs)
+        logits_btv = model(inputs_bt.to(device))
+        started: dict[int, Request] = {}
+        for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            start, count = len(request.prompt) - 1, len(answer.tokens)
+            chosen_t, _ = _SAMPLER.choose(logits_btv[row, start : start + count], request.draws(count).to(device))
+            chosen = chosen_t.tolist()
+            if chosen != answer.tokens:
+                same = next(place for place in range(count) if chosen[place] != answer.tokens[place])
+                started[row] = _continuation(request, chosen[: same + 1], stop_tokens)
+        if not started:
+            break
+        for row, more in zip(started, roll_out(model, list(started.values()), stop_tokens, len(started)), strict=True):
+            kept = list(started[row].prompt[len(requests[row].prompt) :])
+            ended = more.ended or kept[-1] in stop_tokens
+            answers[row] = Generated([*kept, *more.tokens], [], ended)
+    model.train(training)
+    return answers
 
 
-def _place(parts_bn: Tensor, wanted_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of each row in which the cumulative sum passes `wanted_b`, and how far into it; never an empty part."""
-    cumulative_bn = parts_bn.cumsum(dim=-1)
-    # Rounding may put it at the very end, behind the last part that holds anything.
-    wanted_b = torch.minimum(wanted_b, torch.nextafter(cumulative_bn[:, -1], torch.zeros((), dtype=torch.float64)))
-    part_b1 = torch.searchsorted(cumulative_bn, wanted_b[:, None], right=True)
-    before_b1 = cumulative_bn.gather(1, part_b1) - parts_bn.gather(1, part_b1)
-    return part_b1[:, 0], (wanted_b[:, None] - before_b1)[:, 0]
+def _continuation(request: Request, kept: Sequence[int], stop_tokens: Collection[int]) -> Request:
+    """What is left to be written after an answer's beginning: nothing after a stop token."""
+    room = 0 if kept[-1] in stop_tokens else request.max_new_tokens - len(kept)
+    return Request([*request.prompt, *kept], room, request.seed, len(kept))
+
+
+def answer_batch(prompts: Sequence[Sequence[int]], rollouts: Sequence[Generated], first_sample: int) -> Batch:
+    """Prompts with their answers, one in a row; only the answers have targets."""
+    width = max(len(prompt) + len(rollout.tokens) for prompt, rollout in zip(prompts, rollouts, strict=True))
+    tokens = np.zeros((len(prompts), width), dtype=np.int64)
+    targets = np.full((len(prompts), width), IGNORE_INDEX, dtype=np.int64)
+    for row, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True)):
+        end = len(prompt) + len(rollout.tokens)
+        tokens[row, :end] = [*prompt, *rollout.tokens]
+        targets[row, len(prompt) : end] = rollout.tokens
+    # What follows an answer is padding: nothing before it attends to it.
+    return Batch(tokens[:, :-1], targets[:, 1:], None, None, first_sample)
 
 
 def _agreement(model: Transformer) -> Callable[[bool], bool]:
     """Whether any process still writes, where all must call the model equally often."""
     if not isinstance(model, FSDPModule) or dist.get_world_size() == 1:
-        return lambda running: running
+        return bool
 
     def any_running(running: bool) -> bool:
         flag = torch.tensor(float(running))

@@ -34,10 +34,23 @@ class BestWeights:
         """Whether validation has not improved for as long as the configuration waits."""
         return 0 < self._config.patience <= self._without_improvement
 
+    def lead(self, fence: Fence) -> None:
+        """This process saves for all from now on."""
+        if self._checkpointer is not None:
+            self._checkpointer.fence = fence
+
     def offer(
-        self, step: int, loss: float, weights: Callable[[], dict[str, Any]], origin: dict[str, Any] | None = None
+        self,
+        step: int,
+        loss: float,
+        weights: Callable[[], dict[str, Any]],
+        origin: dict[str, Any] | None = None,
+        *,
+        write: bool = True,
     ) -> bool:
         """Save these weights if none were better; True when they were saved. Collective; CheckpointError if it fails.
+
+        Without `write` another process saves the same weights.
 
         `origin` names the weights that the run started with and is saved too: adapters belong to those weights alone.
         """
@@ -49,9 +62,10 @@ class BestWeights:
         self._judged_step = step
         if self._checkpointer is None or not loss < self._saved:
             return False
-        self._checkpointer.save(step, {"model": weights(), "loss": loss, "origin": origin}, {})
+        if write:
+            self._checkpointer.save(step, {"model": weights(), "loss": loss, "origin": origin}, {})
         self._saved = loss
-        return True
+        return write
 
     def start(self, is_first: bool) -> Path | None:
         """The run starts from the beginning: the first process moves the best of an earlier run of its name away.

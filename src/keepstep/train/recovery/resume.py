@@ -77,7 +77,7 @@ class Resume:
             return False
         if own is not None:
             self.saved_step = own.step
-        self._adopt("memory", self._snapshots.restore(step))
+        self.adopt("memory", self._snapshots.restore(step))
         return True
 
     def _from_disk(self) -> bool:
@@ -100,7 +100,7 @@ class Resume:
             )
         else:
             self._state.adopt(loaded.values["numbers"], into)
-            self._adopt(loaded.where.name, loaded.values)
+            self.adopt(loaded.where.name, loaded.values)
         if not first_start:
             self.saved_step = loaded.step
             if settings.resume_from and settings.autoresume:
@@ -115,7 +115,7 @@ class Resume:
         if moved_to is not None:
             self._recorder.note(f"notice: the best weights of an earlier run of this name were moved to {moved_to}")
 
-    def _adopt(self, source: str, values: Mapping[str, Any]) -> None:
+    def adopt(self, source: str, values: Mapping[str, Any]) -> None:
         """Take over the plain values of a state whose tensors are loaded."""
         clock = self._state.clock
         if self._context.is_first:

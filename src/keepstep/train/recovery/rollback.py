@@ -83,7 +83,7 @@ class StateCopies:
         """Copy the state after `step`, where the interval has passed."""
         if self._copies and step < self._copies[-1].step + self._every:
             return
-        live = list(_local_tensors(self._state.tensors()))
+        live = list(local_tensors(self._state.tensors()))
         buffers = self._copies.pop(0).tensors if len(self._copies) == COPIES else [_host_buffer(each) for each in live]
         for buffer, tensor in zip(buffers, live, strict=True):
             buffer.copy_(tensor, non_blocking=True)
@@ -95,16 +95,17 @@ class StateCopies:
         newest = self._copies[-1]
         into = self._state.tensors()
         with torch.no_grad():
-            for tensor, buffer in zip(_local_tensors(into), newest.tensors, strict=True):
+            for tensor, buffer in zip(local_tensors(into), newest.tensors, strict=True):
                 tensor.copy_(buffer)
         self._state.adopt(newest.numbers, into)
         return newest.step
 
 
-def _local_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+def local_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    """This process's part of every tensor of a state, in an order that depends on the names alone."""
     for value in state.values():
         if isinstance(value, Mapping):
-            yield from _local_tensors(value)
+            yield from local_tensors(value)
         elif isinstance(value, DTensor):
             yield value.to_local().detach()
         elif isinstance(value, Tensor):

@@ -65,6 +65,14 @@ class Saver:
             newest_sequence = self.checkpointer.newest_sequence
             self.checkpointer.resume_after(sequence_before_command(context, newest_sequence, recorder.note))
 
+    def lead(self) -> None:
+        """This process saves for all from now on."""
+        if self._context.config.checkpoint.folder:
+            self._context.leases.hold(self._context.config.checkpoint.folder)
+        self.checkpointer.fence = self._context.leases.fence
+        newest = self.checkpointer.find()
+        self.saved_step = -1 if newest is None else newest.step
+
     @property
     def skipped_steps(self) -> list[int]:
         """Steps whose save was due and failed, on the first process; not those that were saved later."""

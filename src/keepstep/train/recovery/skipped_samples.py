@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from keepstep.core.errors import DataError, malformed_as
 class SkippedSamples:
     """Ranges of training samples that no step uses."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_first = dist.get_rank() == 0
+    def __init__(self, path: Path, is_first: Callable[[], bool]) -> None:
+        """`is_first` says whether this process writes for all."""
+        self._path, self._is_first = path, is_first
         # One process reads for all: others may not see the folder, or not its newest line yet.
-        found: list[Any] = [read_skipped(path) if self._is_first else None]
+        found: list[Any] = [read_skipped(path) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found)
         self.ranges: list[tuple[int, int]] = found[0]
         """First sample and count of each."""
@@ -27,7 +28,7 @@ class SkippedSamples:
     def add(self, first_sample: int, count: int, step: int) -> None:
         """Skip these from now on; on disk when this returns."""
         self.ranges.append((first_sample, count))
-        if self._is_first:
+        if self._is_first():
             written = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
             with self._path.open("a", encoding="utf-8") as file:
                 # A file edited by hand may end without a newline.

@@ -99,8 +99,9 @@ class Recorder:
         self._progress = progress
         self._device = device
         self._positions = positions
-        self._ranks = dist.get_world_size()
-        self._rank_stats = RankStats(config.rank_interval, self._ranks)
+        self.ranks = dist.get_world_size()
+        """Processes that take part in a step."""
+        self._rank_stats = RankStats(config.rank_interval, self.ranks)
         self.last_saved_at: float | None = None
         self._clock_offset_s = time.time() - time.monotonic()
         self.last_loss: float | None = None
@@ -111,6 +112,11 @@ class Recorder:
         """Saves that were due, failed, and were not made up for."""
         self.tail: deque[dict[str, Any]] = deque(maxlen=TAIL_LINES)
         """The newest metric lines. They are saved with the state: a kill may come before they reach the file."""
+
+    def lead(self, sinks: MetricSinks | None, progress: Progress | None, recorded_step: int) -> None:
+        """This process writes for all from now on, starting with what its predecessor could not write any more."""
+        self._sinks, self._progress = sinks, progress
+        self._write_missing(list(self.tail), recorded_step)
 
     def before_step(self, step: int) -> None:
         """Called on every process before a step is computed."""
@@ -123,9 +129,7 @@ class Recorder:
         self.last_loss = loss
         memory_gib = self._memory_gib()
         ranks = self._rank_stats.gather(facts.step, step_s, facts.data_s, memory_gib)
-        if self._sinks is None:
-            return
-        if ranks:
+        if self._sinks is not None and ranks:
             self._sinks.ranks(ranks)
         self._check_clock(facts.step)
         tokens_per_s = self._rates.tokens_per_step / max(step_s, 1e-9)
@@ -145,7 +149,7 @@ class Recorder:
             "memory_gib": memory_gib,
             "save_s": self.blocked_s,
             "batch_size": self._rates.batch_size,
-            "ranks": self._ranks,
+            "ranks": self.ranks,
             "loss_scale": facts.loss_scale,
             "sources": self._sources(facts),
             "skipped_saves": self.skipped_saves or None,
@@ -154,6 +158,8 @@ class Recorder:
         self.blocked_s = 0.0
         line = {name: value for name, value in line.items() if value is not None}
         self.tail.append(line)
+        if self._sinks is None:
+            return
         self._sinks.metrics(line)
         self.callbacks.step(facts.step, line)
         if self._progress and facts.step % self._config.log_interval == 0:
@@ -208,6 +214,9 @@ class Recorder:
     def complete(self, tail: Sequence[dict[str, Any]], recorded_step: int) -> None:
         """After a resume: write the lines of a saved `tail` that never reached the file."""
         self.tail.extend(tail)
+        self._write_missing(tail, recorded_step)
+
+    def _write_missing(self, tail: Sequence[dict[str, Any]], recorded_step: int) -> None:
         if self._sinks is not None:
             for line in tail:
                 if line["step"] > recorded_step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from keepstep.config.dump import dump_config
 from keepstep.core.callbacks import Callback
@@ -12,8 +13,9 @@ from keepstep.data.chat.tokenizer import copy_tokenizer
 from keepstep.data.loader import Loaders
 from keepstep.interop.run_source import TOKENIZER_FOLDER
 from keepstep.models.size import parameter_count
+from keepstep.observe.run_folder import read_last_step
 from keepstep.observe.screen import Progress
-from keepstep.observe.sinks.metric_sinks import build_sinks
+from keepstep.observe.sinks.metric_sinks import MetricSinks, build_sinks
 from keepstep.train.context import RunContext
 from keepstep.train.device import compute_dtype, device_name, known_peak_flops
 from keepstep.train.recovery.storage_wait import wait_for_room
@@ -37,23 +39,36 @@ class RunRecord:
         self.recorder = self._open_recorder()
 
     def _open_recorder(self) -> Recorder:
-        """Sinks for this process; the first one also has the progress line."""
         context, config, device = self._context, self._context.config, self._context.world.device
         tokens_per_step = config.global_batch * config.model.seq_len
         # Only the first process reports MFU.
         peak = known_peak_flops(device, compute_dtype(config.precision, device)) if context.is_first else None
         whole_peak = peak * context.world.ranks.world_size if peak else None
         rates = Rates.of(config.model, tokens_per_step, whole_peak, config.optimizer.lr, frozen=config.lora.rank > 0)
-        sinks = build_sinks(context.folder, config.observe, context.world.ranks, tracked(config))
-        progress = Progress(self._pace.steps(config.max_duration) or 0, tokens_per_step) if context.is_first else None
+        sinks, progress = self._open_outputs()
         return Recorder(config.observe, rates, sinks, progress, device, self._loaders.positions, self._callbacks)
+
+    def lead(self) -> None:
+        """This process writes for all from now on."""
+        context = self._context
+        leads = replace(context, world=replace(context.world, ranks=replace(context.world.ranks, leads=True)))
+        self._context = leads
+        sinks, progress = self._open_outputs()
+        self.recorder.lead(sinks, progress, read_last_step(context.folder.metrics))
+
+    def _open_outputs(self) -> tuple[MetricSinks | None, Progress | None]:
+        """Sinks for this process; the first one also has the progress line."""
+        context, config = self._context, self._context.config
+        sinks = build_sinks(context.folder, config.observe, context.world.ranks, tracked(config))
+        steps, tokens_per_step = self._pace.steps(config.max_duration) or 0, config.global_batch * config.model.seq_len
+        return sinks, Progress(steps, tokens_per_step) if context.is_first else None
 
     def announce(self) -> None:
         """Print what is about to run, and what looks like a mistake in its schedule."""
         config, world = self._context.config, self._context.world
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameter_count(config.model))} parameters on "
-            f"{world.ranks.world_size} × {device_name(world.device)}, "
+            f"{self._context.processes} × {device_name(world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
         steps, warmup = (self._pace.steps(item) for item in (config.max_duration, config.schedule.warmup))

@@ -46,7 +46,7 @@ function drawTimeline(run) {
     const at = x(event.time), spot = event.kind + Math.round(at / 2);
     if (drawn.has(spot)) continue;
     drawn.add(spot);
-    const tall = ["fault", "restart", "resize", "finish", "warning", "stop"].includes(event.kind);
+    const tall = ["fault", "restart", "resize", "left", "finish", "warning", "stop"].includes(event.kind);
     root.append(svg("line", { class: "tick " + event.kind, x1: at, x2: at, y1: tall ? 8 : 17, y2: 25 }, svg("title", { text: `${event.kind}${event.step != null ? " at step " + event.step : ""}, ${clock(event.time)}` })));
   }
   const label = (share) => svg("text", { x: share * width, y: 66, "text-anchor": share === 0 ? "start" : share === 1 ? "end" : "middle", text: seconds((last - first) * share) });

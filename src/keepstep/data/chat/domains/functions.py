@@ -1,0 +1,213 @@
+"""Functions of the domains set: written ones of 21 domains, and ones composed of quantities, lookups and code.
+
+Whoever knows only the written ones could memorise them; the composed ones have to be read from the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+from keepstep.data.chat.domains.parameters import Parameter, Slot, camel, draw_parameter, grammar, parse_slot
+from keepstep.data.chat.generate import Split, split_of
+from keepstep.data.chat.rows import Tool
+
+_WRITTEN, _COMPUTED, _LOOKED_UP, _CODE = "written", "computed", "looked up", "code"
+_FAMILIES, _WEIGHTS = (_WRITTEN, _COMPUTED, _LOOKED_UP, _CODE), (11, 5, 4, 3)
+_OPTIONAL_SHARE = 0.55
+_ARTICLES = {"a", "an", "the", "my", "me", "to", "of", "in", "is", "it", "for", "some", "this", "or"}
+_LOOKUP_EXTRAS = (
+    "?int 1 30 limit/max_results/top_n: at most {} results", "?year year: in {}", "?LANGUAGE language/lang: in {}",
+    "?choice json,text,table format/output_format: as {}", "?flag detailed/include_details: with details|briefly",
+    "?date date/as_of: on {}", "?choice metric,imperial units/unit_system: in {} units",
+    "?CITY region/area/location: near {}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a function is for: its words, how people ask for it, and its parameters."""
+
+    domain: str
+    name: str
+    does: str
+    asks: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    language: str = ""
+    """Of code: whose types the values have, written as text."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as one prompt shows it."""
+
+    action: Action
+    name: str
+    tool: Tool
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def required(self) -> list[Parameter]:
+        """Those that every call gives."""
+        return [item for item in self.parameters if item.slot.required]
+
+
+@cache
+def written_actions(split: Split) -> tuple[Action, ...]:
+    """The actions of the grammar that only this split uses."""
+    found = [
+        Action(domain, item["name"], item["does"], tuple(item["ask"].split("; ")), tuple(map(parse_slot, item["with"])))
+        for domain, items in grammar()["actions"].items()
+        for item in items
+    ]
+    return tuple(action for action in found if split_of(action.name) == split)
+
+
+def draw_action(draw: Random, split: Split) -> Action:
+    """Any action of a split."""
+    family = draw.choices(_FAMILIES, _WEIGHTS)[0]
+    if family == _WRITTEN:
+        return draw.choice(written_actions(split))
+    make = {_COMPUTED: _computed, _LOOKED_UP: _looked_up, _CODE: _code}[family]
+    while True:
+        action = make(draw)
+        if split_of(action.name) == split:
+            return action
+
+
+def _computed(draw: Random) -> Action:
+    """Something computed from one to four quantities."""
+    known = grammar()
+    subject, verb = draw.choice(known["subjects"]), draw.choice(known["verbs"])
+    if draw.random() < 0.4:
+        subject = f"{draw.choice(known['subjects']).split()[0]} {subject.split()[-1]}"
+    drawn = draw.sample(known["quantities"], draw.choice((1, 2, 2, 3, 3, 4)))
+    optional = draw.randint(1, len(drawn)) if len(drawn) > 1 and draw.random() < 0.5 else len(drawn)
+    slots = tuple(_quantity(text, place < optional, draw) for place, text in enumerate(drawn))
+    asks = (f"{verb} the {subject}", f"what is the {subject}?", f"{draw.choice(known['verbs'])} the {subject}")
+    does = f"{draw.choice(('calculates', 'computes', 'estimates', 'predicts'))} the {subject}"
+    return Action(
+        draw.choice(("physics", "tools", "calculator", "science", "math")), f"{verb} {subject}", does, asks, slots
+    )
+
+
+def _quantity(text: str, required: bool, draw: Random) -> Slot:
+    name, unit, low, high = re.fullmatch(r"(.+?) (\S+|per year|square meters) (-?\d+) (\d+)", text).groups()  # type: ignore[union-attr]
+    kind = f"int {low} {high}" if draw.random() < 0.6 else f"float {low} {high}"
+    said = (
+        f"with a {name} of {{}} {unit}",
+        f"given a {name} of {{}} {unit}",
+        f"with {name} {{}}",
+        f"and a {name} of {{}}",
+    )
+    names = (name.replace(" ", "_"), name.replace("number of ", "num_").replace(" ", "_"))
+    return Slot(kind, names, said, required, unit=unit)
+
+
+def _looked_up(draw: Random) -> Action:
+    """A property of something."""
+    attribute = draw.choice(list(grammar()["lookups"]))
+    pool = draw.choice(grammar()["lookups"][attribute])
+    thing = pool.lower().removesuffix("_known").removesuffix("_film")
+    entity = Slot(pool, (thing, f"{thing}_name", "name", "query"), ("of {}", "for {}", "of {}"))
+    extras = [parse_slot(text) for text in draw.sample(_LOOKUP_EXTRAS, draw.choice((0, 1, 1, 2)))]
+    asks = (f"get the {attribute}", f"what is the {attribute}?", f"look up the {attribute}", f"tell me the {attribute}",
+            f"find the {attribute}", f"I want to know the {attribute}")  # fmt: skip
+    does = f"{draw.choice(('returns', 'finds', 'fetches', 'looks up'))} the {attribute} of a {thing}"
+    return Action(thing, f"{thing} {attribute}", does, asks, (entity, *extras))
+
+
+def _code(draw: Random) -> Action:
+    """A method of a program; Java's and JavaScript's values are written as text."""
+    verb, nouns = draw.choice(grammar()["code_verbs"]), draw.sample(grammar()["code_nouns"], 5)
+    language = draw.choice(("Java", "JavaScript", "JavaScript", "Python"))
+    slots = []
+    for noun in nouns[2 : draw.randint(3, 5)]:
+        kind = draw.choice(("identifier", "identifier", "int 0 500", "flag", "word"))
+        said = {
+            "flag": (f"with the {noun} switched on", f"with the {noun} switched off"),
+            "word": (f"with the {noun} '{{}}'", f'and the {noun} "{{}}"'),
+        }.get(kind, (f"with the {noun} `{{}}`", f"using {{}} as the {noun}", f"for a {noun} named '{{}}'"))
+        if kind.startswith("int"):
+            said = (f"with a {noun} of {{}}", f"and {{}} as the {noun}")
+        names = (noun, f"{noun}_{draw.choice(('name', 'value', 'ref', 'size'))}", noun[:4])
+        slots.append(Slot(kind, names, said, unit=language))
+    subject = f"{nouns[0]} {nouns[1]}"
+    asks = (f"{verb} the {subject}", f"{verb} a {subject}", f"{verb} a {subject} of the program")
+    return Action(
+        f"{nouns[0]} {nouns[1]}", f"{verb} {nouns[1]}", f"{verb}s the {subject}", asks, tuple(slots), language
+    )
+
+
+# ── as a prompt shows them ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_function(action: Action, draw: Random) -> Function:
+    """A function for an action: a spelling of its name, its parameters and their order."""
+    named = camel if draw.random() < (0.8 if action.language.startswith("Java") else 0.2) else _snake
+    slots = [slot for slot in action.slots if slot.required or draw.random() < _OPTIONAL_SHARE]
+    names: dict[str, Slot] = {}
+    for slot in slots:
+        name = next((name for name in draw.sample(slot.names, len(slot.names)) if named(name) not in names), "")
+        if name:
+            names[named(name)] = slot
+    drawn = [draw_parameter(slot, name, action.name, draw, named) for name, slot in names.items()]
+    if action.language.startswith("Java"):
+        drawn = [_as_text(item, action.language) for item in drawn]
+    name = _function_name(action, draw, named)
+    parameters = {
+        "type": "object",
+        "properties": {item.name: item.schema for item in drawn},
+        "required": [item.name for item in drawn if item.slot.required],
+    }
+    tool = {"name": name, "description": _description(action, drawn, draw), "parameters": parameters}
+    return Function(action, name, {"type": "function", "function": tool}, tuple(drawn))
+
+
+def _snake(words: str) -> str:
+    return re.sub(r"[\s-]+", "_", words)
+
+
+def _function_name(action: Action, draw: Random, named: Callable[[str], str]) -> str:
+    imperative = draw.choice([ask for ask in action.asks if not ask.startswith("I ") and not ask.endswith("?")])
+    short = " ".join(word for word in re.findall(r"[A-Za-z]+", imperative) if word not in _ARTICLES).lower()
+    words = draw.choice((action.name, short)) if len(short.split()) > 1 else action.name
+    own, domain = named(words), named(action.domain)
+    if action.language:
+        return draw.choice((own, f"{domain[0].upper()}{domain[1:]}.{own}", f"{named(words.split()[-1])}.{own}"))
+    method = draw.choice(("get", "run", "find", "calculate"))
+    spelled = f"{domain}_{own}" if named is _snake else own
+    return draw.choice((own, own, own, f"{domain}.{own}", spelled, f"{own}.{method}"))
+
+
+def _description(action: Action, parameters: Sequence[Parameter], draw: Random) -> str:
+    verb, _, rest = action.does.partition(" ")
+    # Finds -> find, searches -> search.
+    plain = verb.removesuffix("es") if re.search(r"(ch|sh|ss)es$", verb) else verb.removesuffix("s")
+    does = draw.choice((f"{verb} {rest}", f"{plain} {rest}", f"{plain} {rest}"))
+    names = [item.words for item in parameters]
+    listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
+    endings = ["", "", ""] + ([f" based on {listed}", f" from the given {listed}", f" by {names[0]}"] if names else [])
+    text = does[0].upper() + does[1:] + draw.choice(endings) + "."
+    if action.language:
+        text += draw.choice((f" Written in {action.language}.", f" A {action.language} function.", ""))
+    return text
+
+
+def _as_text(parameter: Parameter, language: str) -> Parameter:
+    """A parameter of a typed language, whose value is given as text."""
+    kind = parameter.slot.kind.partition(" ")[0]
+    types = {"int": "int" if language == "Java" else "integer", "flag": "boolean", "identifier": "any"}
+    told = f"{parameter.schema['description']} {language} type {types.get(kind, 'String')}, in string representation."
+    return Parameter(parameter.slot, parameter.name, {"type": "string", "description": told}, "text")
+
+
+def argument(parameter: Parameter, value: Any) -> Any:
+    """A value as a call writes it."""
+    if parameter.form != "text":
+        return value
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,421 @@
+"""Parameters of generated functions: how the grammar describes them, their schemas, and values as called and as said.
+
+A kind is a list of the grammar in CAPITALS, or one of `_KINDS`. `choice a,b`, `int 1 9`, `float 1 9` and `list KIND`
+take arguments; `object NAME {PARAMETER; PARAMETER}` has parameters of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+_NAMES = {
+    "CITY",
+    "FIRST",
+    "LAST",
+    "COMPANY",
+    "TEAM",
+    "TITLE",
+    "SONG",
+    "PRODUCT",
+    "TOPIC",
+    "WORD",
+    "PERSON_KNOWN",
+    "ANIMAL",
+}
+_INVENTED_SHARE = 0.3
+_STARTS = (
+    "b",
+    "br",
+    "ch",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "qu",
+    "r",
+    "s",
+    "st",
+    "t",
+    "v",
+    "z",
+)
+_ENDS = ("", "", "l", "n", "r", "s", "th", "x", "ck", "nd", "rt", "m")
+NUMBER_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
+
+
+@cache
+def grammar() -> Mapping[str, Any]:
+    """What `domains.yaml` holds."""
+    loaded: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("domains.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter as the grammar describes it."""
+
+    kind: str
+    names: tuple[str, ...]
+    phrases: tuple[str, ...]
+    """How a request says it; {} is the value. Of a flag: the words for true and for false."""
+    required: bool = True
+    parts: tuple[Slot, ...] = ()
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of one drawn function."""
+
+    slot: Slot
+    name: str
+    schema: dict[str, Any]
+    form: str = ""
+    """How a value of several spellings is written in calls."""
+    parts: tuple[Parameter, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The name as people write it."""
+        return spaced(self.name)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A value in a call, and in a request."""
+
+    value: Any
+    text: str
+
+
+@cache
+def parse_slot(text: str) -> Slot:
+    """A slot from its line in the grammar."""
+    required, text = not text.startswith("?"), text.removeprefix("?")
+    if found := re.fullmatch(r"object (\S+) \{(.*)\}: ?", text):
+        parts = tuple(parse_slot(part) for part in found[2].split("; "))
+        return Slot("object", tuple(found[1].split("/")), ("{}",), required, parts)
+    head, _, phrases = text.partition(": ")
+    kind, _, names = head.rpartition(" ")
+    separator = "|" if kind == "flag" else "; "
+    return Slot(kind, tuple(names.split("/")), tuple(phrases.split(separator)), required)
+
+
+def spaced(name: str) -> str:
+    """Words of a name in snake or camel case."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.replace("_", " ").replace(".", " ")).lower()
+
+
+def camel(words: str) -> str:
+    """Words in camel case, the first one small."""
+    first, *rest = re.split(r"[\s_-]+", words)
+    return first + "".join(word.capitalize() for word in rest)
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_of(draw: Random, pool: str) -> str:
+    """A value of a list of the grammar; PERSON is a first and a last name."""
+    if pool == "PERSON":
+        return f"{one_of(draw, 'FIRST')} {one_of(draw, 'LAST')}"
+    if pool in _NAMES and draw.random() < _INVENTED_SHARE:
+        return invented(draw) if draw.random() < 0.7 else f"{invented(draw)} {invented(draw)}"
+    return str(draw.choice(grammar()["values"][pool]))
+
+
+def invented(draw: Random) -> str:
+    """A name that nobody has, from two or three syllables: it can only be copied."""
+    syllables = (
+        "".join((draw.choice(_STARTS), draw.choice("aeiou"), draw.choice(_ENDS))) for _ in range(draw.randint(1, 3))
+    )
+    return "".join(syllables).capitalize()
+
+
+def drawn_value(parameter: Parameter, draw: Random) -> Said:
+    """A value that fits a parameter."""
+    if parameter.slot.kind == "object":
+        said = [(part, drawn_value(part, draw)) for part in parameter.parts]
+        text = " ".join(phrase(part, each, draw) for part, each in said)
+        return Said({part.name: each.value for part, each in said}, text)
+    return _value(parameter.slot.kind, parameter.form, draw)
+
+
+def phrase(parameter: Parameter, said: Said, draw: Random) -> str:
+    """What a request says of a parameter."""
+    phrases = parameter.slot.phrases
+    if parameter.slot.kind == "flag":
+        return phrases[0 if said.value else -1]
+    return draw.choice(phrases).replace("{}", said.text)
+
+
+def _value(kind: str, form: str, draw: Random) -> Said:
+    name, _, rest = kind.partition(" ")
+    if name == "CURRENCY":
+        code, _, words = one_of(draw, name).partition("=")
+        return Said(code, draw.choice((code, words)))
+    if name == "PERSON" or name in grammar()["values"]:
+        return Said(*[one_of(draw, name)] * 2)
+    return _KINDS[name](rest, form, draw)
+
+
+def _choice(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    value = draw.choice(rest.split(","))
+    return Said(value, value.replace("_", " "))
+
+
+def _int(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    low, high = map(int, rest.split())
+    value = draw.randint(low, high)
+    if value > 200 and draw.random() < 0.6:
+        value = value // 50 * 50
+    if 0 <= value < len(NUMBER_WORDS) and draw.random() < 0.2:
+        return Said(value, NUMBER_WORDS[value])
+    return Said(value, f"{value:,}" if value > 999 and draw.random() < 0.4 else str(value))
+
+
+def _float(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    low, high = map(float, rest.split())
+    value = round(draw.uniform(low, high), draw.choice((1, 1, 2)))
+    if high > 5 and draw.random() < 0.4:
+        return Said(float(round(value)), str(round(value)))
+    return Said(value, str(value))
+
+
+def _percent(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    percent = draw.choice((draw.randint(1, 15), draw.randint(2, 30) / 2, draw.randint(1, 40) / 4))
+    text = f"{percent:g}"
+    said = draw.choice((f"{text}%", f"{text} percent", f"{text}%"))
+    return Said(percent if form == "percent" else round(percent / 100, 5), said)
+
+
+def _money(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    value = draw.choice((draw.randint(1, 99) * 1000, draw.randint(2, 99) * 100, draw.randint(20, 999)))
+    number = f"{value:,}" if draw.random() < 0.4 else str(value)
+    return Said(value, draw.choice((f"${number}", f"{number} dollars", number, f"{number} euros")))
+
+
+def _date(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    year, month, day = draw.randint(2019, 2027), draw.randint(1, 12), draw.randint(1, 28)
+    name = grammar()["values"]["MONTH"][month - 1]
+    iso, american = f"{year}-{month:02}-{day:02}", f"{month:02}/{day:02}/{year}"
+    value = {"YYYY-MM-DD": iso, "MM/DD/YYYY": american, "DD-MM-YYYY": f"{day:02}-{month:02}-{year}"}[form]
+    ending = "th" if 10 < day < 14 else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
+    spoken = (value, value, iso, f"{name} {day}, {year}", f"{day} {name} {year}", f"{name} {day}{ending}, {year}")
+    return Said(value, draw.choice(spoken))
+
+
+def _time(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    hour, minute = draw.randint(0, 23), draw.choice((0, 0, 15, 30, 45))
+    value = f"{hour:02}:{minute:02}"
+    half = f"{(hour - 1) % 12 + 1}{f':{minute:02}' if minute else ''} {'AM' if hour < 12 else 'PM'}"
+    return Said(value, draw.choice((value, value, half)))
+
+
+def _list(rest: str, form: str, draw: Random) -> Said:
+    said = [_value(rest, form, draw) for _ in range(draw.choice((2, 2, 3, 3, 4)))]
+    values = list({repr(each.value): each for each in said}.values())
+    texts = [each.text for each in values]
+    plain = f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
+    listed = ", ".join(texts)
+    spoken = draw.choice((plain, plain, listed, f"[{listed}]"))
+    return Said([each.value for each in values], spoken)
+
+
+def _quoted(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    pools = draw.choice(("TASK", "TITLE", "TOPIC", "WORD", "FOOD", "SONG", "TASK"))
+    text = one_of(draw, pools)
+    value = draw.choice(
+        (
+            text.capitalize() if pools == "TASK" else text,
+            f"{one_of(draw, 'WORD')} {one_of(draw, 'WORD')}".title(),
+            f"Please {one_of(draw, 'TASK')} before {one_of(draw, 'DAY')}",
+            f"Meeting about {one_of(draw, 'TOPIC')}",
+            f"{one_of(draw, 'FIRST')} wants to {one_of(draw, 'TASK')}",
+            f"{draw.randint(1, 99)} {one_of(draw, 'WORD').capitalize()} Street, {one_of(draw, 'CITY')}",
+        )
+    )
+    mark = draw.choice("'\"")
+    return Said(value, f"{mark}{value}{mark}")
+
+
+def _formula(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    a, b, power = draw.randint(2, 9), draw.randint(1, 20), draw.randint(2, 4)
+    value = draw.choice((f"{a}*x**{power} + {b}*x", f"x**{power} - {b}", f"{a}*x + {b}", f"{a}*x**{power}", "sin(x)"))
+    return Said(value, draw.choice((value, value.replace("**", "^").replace("*", ""))))
+
+
+def _items(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    items = [{"name": one_of(draw, "PRODUCT"), "price": draw.randint(5, 900)} for _ in range(draw.randint(1, 3))]
+    return Said(items, " and ".join(f"a {item['name']} at {item['price']} dollars" for item in items))
+
+
+def _same(make: Callable[[Random], Any]) -> Callable[[str, str, Random], Said]:
+    """A kind whose values are said as they are written."""
+
+    def drawn(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+        value = make(draw)
+        return Said(value, str(value))
+
+    return drawn
+
+
+def _id(draw: Random) -> str:
+    letters = "".join(draw.choices("ABCDEFGHKLMNPRSTUVWXYZ", k=3))
+    number = draw.randint(100, 999999)
+    return draw.choice((f"{letters}-{number}", f"{letters}{number}", str(number), f"{letters.lower()}_{number}"))
+
+
+def _email(draw: Random) -> str:
+    return f"{one_of(draw, 'FIRST')}.{one_of(draw, 'LAST')}@{_words(draw, 1, '')}.com".lower().replace(" ", "")
+
+
+def _words(draw: Random, count: int, joined: str) -> str:
+    return joined.join(one_of(draw, "WORD").lower().replace(" ", "-") for _ in range(count))
+
+
+_KINDS: Mapping[str, Callable[[str, str, Random], Said]] = {
+    "choice": _choice, "int": _int, "float": _float, "percent": _percent, "money": _money, "date": _date, "time": _time,
+    "list": _list, "quoted": _quoted, "formula": _formula, "items": _items,
+    "flag": _same(lambda draw: draw.random() < 0.7),
+    "count": _same(lambda draw: draw.randint(1, 9)),
+    "year": _same(lambda draw: draw.randint(1950, 2026)),
+    "fraction": _same(lambda draw: round(draw.uniform(0.01, 0.95), 2)),
+    "id": _same(_id),
+    "email": _same(_email),
+    "phone": _same(lambda draw: f"+{draw.randint(1, 98)}-{draw.randint(200, 999)}-{draw.randint(1000, 9999)}"),
+    "url": _same(lambda draw: f"https://{_words(draw, 1, '')}.example.com/{_words(draw, 2, '/')}"),
+    "path": _same(lambda draw: f"/{_words(draw, 2, '/')}{draw.choice(('', '.csv', '.txt', '.pdf', '.png'))}"),
+    "word": _same(lambda draw: f"{_words(draw, 1, '')}{draw.choice(('', '', str(draw.randint(1, 99))))}"),
+    "identifier": _same(lambda draw: camel(_code_words(draw))),
+    "dna": _same(lambda draw: "".join(draw.choices("ACGT", k=draw.randint(6, 14)))),
+    "point": _same(lambda draw: [draw.randint(-20, 40), draw.randint(-20, 40)]),
+    "matrix": _same(lambda draw: [[draw.randint(0, 9) for _ in range(2)] for _ in range(2)]),
+}  # fmt: skip
+
+
+def _code_words(draw: Random) -> str:
+    nouns = grammar()["code_nouns"]
+    return " ".join(draw.sample(nouns, 2)) if draw.random() < 0.7 else f"my {draw.choice(nouns)}"
+
+
+# ── schemas ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_TYPES = {
+    "int": "integer", "money": "integer", "year": "integer", "count": "integer", "float": "number", "percent": "number",
+    "fraction": "number", "flag": "boolean", "list": "array", "point": "array", "matrix": "array", "items": "array",
+    "object": "object",
+}  # fmt: skip
+_ITEMS: Mapping[str, dict[str, Any]] = {
+    "point": {"type": "number"},
+    "matrix": {"type": "array", "items": {"type": "integer"}},
+    "items": {"type": "object", "properties": {"name": {"type": "string"}, "price": {"type": "number"}}},
+}
+_TEXTS = ("The {w}.", "The {w} of the {o}.", "{W}.", "The {w} to use.", "{W} for the {o}.", "The {w} that is wanted.")
+_EXAMPLES = (". For example: {e}.", ", e.g. {e}.", ", such as {e}.", " (for example {e}).")
+
+
+def draw_parameter(slot: Slot, name: str, subject: str, draw: Random, named: Callable[[str], str]) -> Parameter:
+    """A slot with a name and a schema whose description fits it. `named` spells the names of an object's parts."""
+    kind = slot.kind.partition(" ")[0]
+    if kind == "object":
+        parts = tuple(
+            draw_parameter(replace(part, required=True), named(draw.choice(part.names)), subject, draw, named)
+            for part in slot.parts
+        )
+        properties = {part.name: part.schema for part in parts}
+        told = f"The {spaced(name)} of the {subject}."
+        return Parameter(slot, name, {"type": "object", "description": told, "properties": properties}, "", parts)
+    form = _form(slot.kind, draw)
+    schema = _typed(slot.kind, draw)
+    words = spaced(name)
+    text = draw.choice(_TEXTS).format(w=words, W=words.capitalize(), o=subject)
+    if kind == "flag":
+        text = draw.choice(("Whether to use {w}.", "If true, {w} is on.", "Whether {w} is wanted.")).format(w=words)
+    text = _with_hints(text, slot, form, schema, draw)
+    if not slot.required:
+        text += _optional(slot, form, schema, draw)
+    return Parameter(slot, name, {**schema, "description": text}, form)
+
+
+def _form(kind: str, draw: Random) -> str:
+    if kind.endswith("date"):
+        return draw.choice(("YYYY-MM-DD",) * 6 + ("MM/DD/YYYY", "DD-MM-YYYY"))
+    return draw.choice(("decimal",) * 4 + ("percent",)) if kind == "percent" else ""
+
+
+def _typed(kind: str, draw: Random) -> dict[str, Any]:
+    name, _, rest = kind.partition(" ")
+    schema: dict[str, Any] = {"type": _TYPES.get(name, "string")}
+    if name in _ITEMS:
+        schema["items"] = _ITEMS[name]
+    elif name == "list":
+        schema["items"] = _typed(rest, draw)
+    elif name == "choice" and draw.random() < 0.65:
+        schema["enum"] = rest.split(",")
+    return schema
+
+
+def _with_hints(text: str, slot: Slot, form: str, schema: Mapping[str, Any], draw: Random) -> str:
+    kind, _, rest = slot.kind.partition(" ")
+    if slot.unit and draw.random() < 0.8:
+        text = f"{text.removesuffix('.')} in {slot.unit}."
+    if kind == "choice" and "enum" not in schema and draw.random() < 0.7:
+        return f"{text} One of {', '.join(rest.split(','))}."
+    if kind == "percent" and (form == "percent" or draw.random() < 0.5):
+        return f"{text.removesuffix('.')} {'in percent' if form == 'percent' else 'as a decimal'}."
+    if slot.kind.endswith("date") and (form != "YYYY-MM-DD" or draw.random() < 0.7):
+        return f"{text.removesuffix('.')} in the format {form}."
+    if kind == "time" and draw.random() < 0.6:
+        return f"{text.removesuffix('.')} in the format HH:MM, with 24 hours."
+    if kind == "CURRENCY":
+        return f"{text} {draw.choice(('A code of three letters.', 'As an ISO 4217 code.', 'The code, e.g. ZAR.'))}"
+    if kind == "formula" or draw.random() < 0.3:
+        example = _value(slot.kind, form, draw).value
+        return text.removesuffix(".") + draw.choice(_EXAMPLES).format(e=example)
+    return text
+
+
+def _optional(slot: Slot, form: str, schema: dict[str, Any], draw: Random) -> str:
+    """How a description says that the parameter may be left out; a default may stand in the schema as well."""
+    if draw.random() < 0.35:
+        return draw.choice((" Optional.", " (optional)", " May be left out.", ""))
+    default = _value(slot.kind, form, draw).value
+    if draw.random() < 0.25:
+        schema["default"] = default
+    return draw.choice((" Default is {d}.", " Defaults to {d}.", " If not given, {d} is used.")).format(d=default)
+
+
+def phrases_of(parameters: Sequence[tuple[Parameter, Said]], draw: Random) -> list[str]:
+    """The parts of a request, one for each value."""
+    return [phrase(parameter, said, draw) for parameter, said in parameters]

@@ -1,0 +1,250 @@
+"""Conversations over the functions of the domains: one call, one of several functions, several calls, calls that need
+an earlier result, several turns, missing values, and requests that no function serves.
+
+Row i is a pure function of (seed, split, i). The splits share no action, so `test` asks for functions that `train`
+never shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from keepstep.data.chat.domains.functions import Function, argument, draw_action, show_function
+from keepstep.data.chat.domains.parameters import Parameter, Said, drawn_value, grammar, one_of, phrases_of
+from keepstep.data.chat.generate import Category, GeneratedRow, Split
+from keepstep.data.chat.rows import call, canonical
+
+_KINDS = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "missing", "turns", "dependent")
+_WEIGHTS = (24, 24, 12, 12, 17, 3, 5, 3)
+_CATEGORIES: dict[str, Category] = {
+    "multiple": "multiple", "parallel": "parallel", "parallel_multiple": "parallel", "irrelevance": "irrelevance",
+}  # fmt: skip
+_MENTIONED_SHARE = 0.4
+"""Optional parameters that a request gives a value."""
+_OPENERS = (
+    "",
+    "",
+    "",
+    "",
+    "Please ",
+    "Can you ",
+    "Could you ",
+    "I want to ",
+    "I'd like to ",
+    "Help me ",
+    "I need to ",
+    "Hi, ",
+)
+_JOINTS = (" Also, ", " Then ", " After that, ", " And ", " Next, ", " Finally, ")
+_REFUSALS = (
+    "None of the given functions can do this.", "I have no function for that.",
+    "The available functions do not fit this request.",
+    "This cannot be answered with the given functions.", "None of these tools can help with that.",
+)  # fmt: skip
+_UNLISTED = {"flag", "object", "list", "items", "matrix", "point"}
+"""Kinds whose values cannot be told apart in an enumeration."""
+Given = list[tuple[Parameter, Said]]
+
+
+def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
+    """One row."""
+    draw = Random(f"domains {seed} {split} {index}")
+    kind = draw.choices(_KINDS, _WEIGHTS)[0]
+    make = {"irrelevance": _irrelevant, "missing": _missing, "turns": _turns, "dependent": _dependent}.get(kind)
+    if make:
+        messages, shown = make(draw, split)
+    else:
+        most = 3 if kind.startswith("parallel") else 1
+        count = 1 if kind in ("simple", "multiple") else draw.choice((2, 2, 3, most, 4 if kind == "parallel" else 3))
+        different = draw.randint(2, min(3, count)) if kind == "parallel_multiple" else 1
+        shown = _functions(different, draw, split)
+        chosen = [*shown, *(draw.choice(shown) for _ in range(count - different))]
+        messages = _exchange(chosen, draw)
+        if kind in ("multiple", "parallel_multiple"):
+            shown = _with_others(shown, draw.choice((1, 1, 2, 2, 3, 4, 6, 9)), draw, split)
+    category = _CATEGORIES.get(kind, "simple")
+    return GeneratedRow(canonical(messages, [function.tool for function in shown]), category)
+
+
+def _functions(count: int, draw: Random, split: Split) -> list[Function]:
+    """Functions with names of their own, for actions of their own."""
+    while True:
+        found = [show_function(draw_action(draw, split), draw) for _ in range(count)]
+        if len({item.name for item in found}) == len({item.action.name for item in found}) == count:
+            return found
+
+
+def _with_others(needed: Sequence[Function], count: int, draw: Random, split: Split) -> list[Function]:
+    """The needed functions among others, in any order."""
+    actions, names = {item.action.name for item in needed}, {item.name for item in needed}
+    others = [
+        item for item in _functions(count, draw, split) if item.action.name not in actions and item.name not in names
+    ]
+    return draw.sample([*needed, *others], len(needed) + len(others))
+
+
+def _given(function: Function, draw: Random, without: Sequence[Parameter] = ()) -> Given:
+    """Values for the required and some of the optional parameters."""
+    chosen = [item for item in function.parameters if item.slot.required or draw.random() < _MENTIONED_SHARE]
+    return [(item, drawn_value(item, draw)) for item in chosen if item not in without]
+
+
+def _arguments(given: Given) -> dict[str, Any]:
+    return {parameter.name: argument(parameter, said.value) for parameter, said in given}
+
+
+def _request(function: Function, given: Given, draw: Random) -> str:
+    """A sentence that asks for one call."""
+    style = draw.random()
+    ask = draw.choice(function.action.asks)
+    if style < 0.12 and given:
+        pairs = [
+            f"{draw.choice((item.words, item.name))} {draw.choice(('', '= ', 'of '))}{said.text}"
+            for item, said in given
+        ]
+        listed = f"{', '.join(pairs[:-1])} and {pairs[-1]}" if len(pairs) > 1 else pairs[0]
+        return _sentence(f"{ask.rstrip('?')} with {listed}", ask, draw)
+    parts = phrases_of(given, draw)
+    if draw.random() < 0.3:
+        draw.shuffle(parts)
+    if len(parts) > 2 and draw.random() < 0.4:
+        told = f"{', '.join(parts[:-1])} and {parts[-1]}".replace("and and ", "and ")
+    else:
+        told = " ".join(parts)
+    return _sentence(f"{ask.rstrip('?')} {told}".strip(), ask, draw)
+
+
+def _sentence(text: str, ask: str, draw: Random) -> str:
+    if ask.endswith("?"):
+        return text[0].upper() + text[1:] + "?"
+    opener = "" if text.startswith("I ") else draw.choice(_OPENERS)
+    whole = opener + text
+    ending = "?" if opener.startswith(("Can", "Could")) else draw.choice((".", ".", ""))
+    return whole[0].upper() + whole[1:] + ending
+
+
+def _asked(functions: Sequence[Function], all_given: Sequence[Given], draw: Random) -> str:
+    """One text for several calls."""
+    texts = [_request(function, given, draw) for function, given in zip(functions, all_given, strict=True)]
+    whole = texts[0]
+    for text in texts[1:]:
+        if draw.random() < 0.6:
+            small = text if text.startswith(("I ", "I'")) else text[0].lower() + text[1:]
+            whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'}{draw.choice(_JOINTS)}{small}"
+        else:
+            whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'} {text}"
+    return whole
+
+
+def _calls(functions: Sequence[Function], all_given: Sequence[Given]) -> dict[str, Any]:
+    made = [call(function.name, _arguments(given)) for function, given in zip(functions, all_given, strict=True)]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any]]:
+    """A request and the calls that answer it."""
+    if len(functions) > 1 and len({item.name for item in functions}) == 1 and draw.random() < 0.6:
+        text, all_given = _repeated(functions[0], len(functions), draw)
+    else:
+        all_given = [_given(function, draw) for function in functions]
+        text = _asked(functions, all_given, draw)
+    return [{"role": "user", "content": text}, _calls(functions, all_given)]
+
+
+def _repeated(function: Function, count: int, draw: Random) -> tuple[str, list[Given]]:
+    """Calls of one function that share all values but those of one parameter, which the request lists."""
+    given = _given(function, draw)
+    places = [place for place, (item, _) in enumerate(given) if item.slot.kind.split()[0] not in _UNLISTED]
+    if not places:
+        return _request(function, given, draw), [given] * count
+    place = draw.choice(places)
+    item, first = given[place]
+    others = [drawn_value(item, draw) for _ in range(count - 1)]
+    texts = [first.text, *(said.text for said in others)]
+    listed = f"{', '.join(texts[:-1])}{draw.choice((' and ', ', and ', ' and then '))}{texts[-1]}"
+    together = [*given[:place], (item, Said(first.value, listed)), *given[place + 1 :]]
+    calls = [[*given[:place], (item, said), *given[place + 1 :]] for said in (first, *others)]
+    return _request(function, together, draw), calls
+
+
+def _irrelevant(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
+    """A request that no shown function serves: a question of general knowledge, or one for another function."""
+    asked, *shown = _functions(draw.choice((2, 2, 2, 3, 4)), draw, split)
+    request = _request(asked, _given(asked, draw), draw)
+    if draw.random() < 0.4:
+        request = re.sub(r"\{(\w+)\}", lambda found: _general_word(found[1], draw), draw.choice(grammar()["general"]))
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": draw.choice(_REFUSALS)}], shown
+
+
+def _general_word(name: str, draw: Random) -> str:
+    return str(draw.randint(10, 9999)) if name == "number" else one_of(draw, name)
+
+
+def _missing(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
+    """A request without a required value: the assistant asks for it, and calls once it is told."""
+    while True:
+        function, *others = _functions(draw.choice((1, 1, 2)), draw, split)
+        if len(function.required) > 1:
+            break
+    absent = draw.choice(function.required)
+    given = _given(function, draw, [absent])
+    said = drawn_value(absent, draw)
+    question = draw.choice(("Which {w} should I use?", "What is the {w}?", "Please tell me the {w}.")).format(
+        w=absent.words
+    )
+    answer = draw.choice(("{v}", "The {w} is {v}.", "Take {v}.")).format(v=said.text, w=absent.words)
+    messages = [
+        {"role": "user", "content": _request(function, given, draw)},
+        {"role": "assistant", "content": question},
+        {"role": "user", "content": answer},
+        _calls([function], [[*given, (absent, said)]]),
+    ]
+    return messages, draw.sample([function, *others], 1 + len(others))
+
+
+def _turns(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
+    """Several requests, each with the functions' results before the next."""
+    shown = _functions(draw.randint(2, 4), draw, split)
+    messages: list[dict[str, Any]] = []
+    for _ in range(draw.randint(2, 3)):
+        asked = draw.sample(shown, draw.choice((1, 1, 2)))
+        messages += _exchange(asked, draw)
+        messages += [
+            {"role": "tool", "name": function.name, "content": json.dumps(_result(draw))} for function in asked
+        ]
+        messages.append(
+            {"role": "assistant", "content": draw.choice(("Done.", "That is done.", "Here is the result."))}
+        )
+    return messages, shown
+
+
+def _dependent(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
+    """A call whose argument is in the result of another."""
+    while True:
+        first, second = _functions(2, draw, split)
+        if second.required and first.action.language == second.action.language == "":
+            break
+    passed = draw.choice(second.required)
+    said = drawn_value(passed, draw)
+    first_given, second_given = _given(first, draw), _given(second, draw, [passed])
+    request = _request(first, first_given, draw).rstrip(".?")
+    then = _request(second, second_given, Random(1)).rstrip(".?")
+    wish = f"{request}. Then {then[0].lower()}{then[1:]}, with the {passed.words} from that result."
+    messages = [
+        {"role": "user", "content": wish},
+        _calls([first], [first_given]),
+        {"role": "tool", "name": first.name, "content": json.dumps({passed.name: said.value, **_result(draw)})},
+        _calls([second], [[*second_given, (passed, said)]]),
+    ]
+    return messages, draw.sample([first, second], 2)
+
+
+def _result(draw: Random) -> dict[str, Any]:
+    return {
+        "status": draw.choice(("ok", "done", "success")),
+        draw.choice(("count", "value", "total")): draw.randint(1, 999),
+    }

@@ -1,0 +1,1 @@
+"""Survivors keep stepping: replicas that outlive the loss of another one. See docs/survivors.md."""

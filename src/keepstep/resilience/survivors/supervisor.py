@@ -1,0 +1,80 @@
+"""The agent's part: a replica that ends is replaced while the others continue, as long as one of them has the state."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from keepstep.core import proc
+from keepstep.core.ranks import COORDINATOR
+from keepstep.resilience.failure_cause import Cause, Kind
+from keepstep.resilience.restart_policy import RestartPolicy
+from keepstep.resilience.survivors.coordinator import Coordinator
+
+REPLACEABLE: frozenset[Kind] = frozenset({"crash", "hang", "peer"})
+"""What one process may suffer while the others are well. Anything else would meet its replacement too."""
+Verdict = Literal["replace", "leave out", "fault"]
+
+
+class Supervisor:
+    """Holds the coordinator of an attempt, and decides about processes that end."""
+
+    def __init__(self, scratch: Path, processes: int, max_restarts: int, on_event: Callable[..., None]) -> None:
+        self._path, self._processes, self._on_event = scratch / "membership", processes, on_event
+        self._policies = [RestartPolicy(max_restarts) for _ in range(processes)]
+        self._coordinator: Coordinator | None = None
+        self._causes: dict[int, str] = {}
+        """Why processes ended, until their membership has ended too."""
+        self.left_out: set[int] = set()
+        """Processes that ended and are not replaced."""
+
+    def begin_attempt(self) -> dict[str, str]:
+        """Start over with new replicas; returns their environment."""
+        self.close()
+        self.left_out.clear()
+        self._coordinator = Coordinator(self._path, self._processes)
+        return {COORDINATOR: str(self._path)}
+
+    def judge(self, cause: Cause, local_rank: int, step: int) -> Verdict:
+        """What follows from the end of a process. `step` is the newest that it has finished, or -1."""
+        assert self._coordinator is not None
+        self._causes[local_rank] = cause.message
+        if self._coordinator.over and self._coordinator.leader != local_rank:
+            return "leave out"
+        if cause.kind not in REPLACEABLE or not self._coordinator.can_replace:
+            return "fault"
+        decision = self._policies[local_rank].decide(cause, step)
+        return "replace" if decision.restart else "leave out"
+
+    def record_events(self) -> None:
+        """Report changes of membership since the last call."""
+        while self._coordinator is not None:
+            try:
+                event = self._coordinator.events.get_nowait()
+            except queue.Empty:
+                return
+            if event["kind"] == "left":
+                event["what"] = self._causes.pop(event["replica"], event["what"])
+            print(
+                f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
+                f"stalled for {event['stall_s']:.2f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._on_event(**event)
+
+    def close(self) -> None:
+        """End the attempt."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self.record_events()
+            self._coordinator = None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal holds the process: the kernel knows immediately, where a heartbeat needs seconds."""
+    status = proc.status(pid) if pid else None
+    return status is not None and status.state in ("T", "t")

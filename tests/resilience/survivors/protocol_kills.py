@@ -1,0 +1,201 @@
+"""The kill harness of the step protocol: replicas that train a vector of whole numbers are SIGKILLed again and again.
+
+    python -m tests.resilience.survivors.protocol_kills --kills 50 --json
+
+Every replica is a process that runs the real coordinator's protocol; only the model is a toy, so that a replacement
+takes milliseconds. Replicas are killed at each failpoint of the protocol, and at random. The weights of all replicas
+must be, bit for bit, those of one process that nobody killed, and every micro batch must be in each sum exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepstep.core import failpoints
+from keepstep.core.errors import KeepstepError
+from keepstep.resilience.survivors import state_copy
+from keepstep.resilience.survivors.coordinator import Coordinator
+from keepstep.resilience.survivors.replica import Joining, MembershipChangedError, Replica
+
+MICROBATCHES = 8
+SIZE = 4000
+WHEN_JOINING = ("view_received", "exchange_formed", "serving", "copying", "copied")
+"""Failpoints that a replica reaches more than once only if others join."""
+Weights = NDArray[np.int64]
+
+
+def gradient(step: int, microbatch: int, weights: Weights) -> Weights:
+    return np.random.default_rng(step * 1000 + microbatch).integers(-1000, 1000, SIZE) * (1 + (weights > 0))
+
+
+def undisturbed(steps: int) -> str:
+    weights = np.zeros(SIZE, np.int64)
+    for step in range(1, steps + 1):
+        weights += sum(gradient(step, microbatch, weights) for microbatch in range(MICROBATCHES))
+    return hashlib.sha256(weights.tobytes()).hexdigest()
+
+
+def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
+    """One replica."""
+    os.setpgid(0, 0)
+    weights, clock = np.zeros(SIZE, np.int64), np.zeros(1, np.int64)
+    buffers = [weights.view(np.uint8).data, clock.view(np.uint8).data]
+
+    def serve(joining: list[Joining], part: int, parts: int, epoch: int) -> None:
+        for each in joining:
+            state_copy.send(each.address, part, parts, epoch, buffers, {"from": number} if part == 0 else {})
+
+    replica = Replica(coordinator, number)
+    if replica.leads:
+        replica.enter()
+    else:
+        replica.copy_from_members(buffers)
+    while clock[0] < steps:
+        replica.at_boundary(serve)
+        step = int(clock[0]) + 1
+        total = _summed(replica, step, weights, pause_s)
+        weights += total
+        clock[0] = step
+        failpoints.reach("applied")
+    replica.finish()
+    result = coordinator.with_name(f"weights-{number}-{os.getpid()}")
+    result.write_text(hashlib.sha256(weights.tobytes()).hexdigest())
+    replica.close()
+
+
+def _summed(replica: Replica, step: int, weights: Weights, pause_s: float) -> Weights:
+    while True:
+        try:
+            total = np.zeros(SIZE + MICROBATCHES, np.int64)
+            for microbatch in range(replica.rank, MICROBATCHES, replica.ranks):
+                total[:SIZE] += gradient(step, microbatch, weights)
+                total[SIZE + microbatch] += 1
+                time.sleep(pause_s)
+            replica.sum_(total)
+            assert (total[SIZE:] == 1).all(), f"micro batches in the sum: {total[SIZE:]}"
+            replica.commit(step, hashlib.sha256(total.tobytes()).hexdigest())
+            return total[:SIZE]
+        except MembershipChangedError:
+            replica.rejoin()
+
+
+def _in_process(*arguments: Any) -> None:
+    try:
+        train(*arguments)
+    except KeepstepError as error:
+        sys.exit(error.exit_code)
+
+
+@dataclass
+class Job:
+    """Replicas and their coordinator, as an agent would hold them."""
+
+    folder: Path
+    replicas: int
+    steps: int
+    pause_s: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
+    environment_of_replacements: dict[str, str] = field(default_factory=dict)
+    kills: int = 0
+    processes: dict[int, BaseProcess] = field(default_factory=dict)
+
+    def run(self, random_kills: int = 0, seed: int = 0) -> set[str]:
+        """Hashes of the weights of all replicas that finished. Raises if nobody is left to continue."""
+        coordinator = Coordinator(self.folder / "membership", self.replicas)
+        dice, next_kill = random.Random(seed), time.monotonic() + 0.3
+        try:
+            os.environ.update(self.environment)
+            for number in range(self.replicas):
+                self._start(coordinator, number)
+            os.environ.update(self.environment_of_replacements)
+            while any(process.exitcode is None for process in self.processes.values()):
+                time.sleep(0.002)
+                # Never the last one that has the state.
+                complete = len(coordinator.members) == self.replicas and coordinator.can_replace
+                if self.kills < random_kills and time.monotonic() > next_kill and complete:
+                    self._kill(dice)
+                    next_kill = time.monotonic() + dice.random() * 0.1
+                self._replace(coordinator)
+        finally:
+            for name in {**self.environment, **self.environment_of_replacements}:
+                os.environ.pop(name)
+            for process in self.processes.values():
+                process.kill()
+                process.join()
+            coordinator.close()
+        return {path.read_text() for path in self.folder.glob("weights-*")}
+
+    def _start(self, coordinator: Coordinator, number: int) -> None:
+        context = multiprocessing.get_context("fork")
+        arguments = (coordinator.path, number, self.steps, self.pause_s)
+        self.processes[number] = context.Process(target=_in_process, args=arguments)
+        self.processes[number].start()
+
+    def _kill(self, dice: random.Random) -> None:
+        victim = dice.choice(list(self.processes.values()))
+        if victim.pid and victim.exitcode is None:
+            os.kill(victim.pid, signal.SIGKILL)
+            self.kills += 1
+
+    def _replace(self, coordinator: Coordinator) -> None:
+        for number, process in list(self.processes.items()):
+            if process.exitcode in (None, 0):
+                continue
+            if coordinator.can_replace:
+                self._start(coordinator, number)
+            elif coordinator.over:
+                del self.processes[number]
+            else:
+                raise AssertionError(f"replica {number} ended with {process.exitcode}, and nobody is left")
+
+
+def kill_at(point: str, folder: Path, occurrence: int) -> bool:
+    """Kill the first replica that reaches a failpoint for the nth time; whether all weights are right afterwards."""
+    mark = folder / "mark"
+    environment = {failpoints.VARIABLE: f"{point}:{occurrence}", failpoints.MARK_VARIABLE: str(mark)}
+    if point in WHEN_JOINING:
+        # At the start only one replica has a state; later ones join because others are killed at random.
+        environment[failpoints.VARIABLE] = f"{point}:1"
+        job = Job(folder, replicas=3, steps=60, pause_s=0.004, environment_of_replacements=environment)
+        weights = job.run(random_kills=6, seed=occurrence)
+    else:
+        job = Job(folder, replicas=3, steps=12, environment=environment)
+        weights = job.run()
+    assert mark.exists(), f"nobody reached {point}"
+    return weights == {undisturbed(job.steps)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50, help="at each failpoint")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    kills, mismatches = 0, 0
+    for point in failpoints.STEP_FAILPOINTS:
+        for number in range(args.kills):
+            with tempfile.TemporaryDirectory() as folder:
+                kills += 1
+                mismatches += not kill_at(point, Path(folder), occurrence=1 + number % 10)
+        print(f"{point}: {args.kills} kills, {mismatches} mismatches so far", file=sys.stderr)
+    result = {"protocol_kills": kills, "protocol_mismatches": mismatches}
+    print(json.dumps(result) if args.json else result)
+
+
+if __name__ == "__main__":
+    main()

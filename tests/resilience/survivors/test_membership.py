@@ -1,0 +1,125 @@
+"""The authority over membership and commits, without processes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from keepstep.resilience.survivors.membership import Membership
+
+
+class Recorded:
+    """A membership of three, and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.notes: list[dict[str, Any]] = []
+        self.membership = Membership(3, lambda number, message: self.sent[number].append(message), self._note)
+        for number in range(3):
+            self.join(number)
+        for number in (1, 2):
+            self.membership.receive(number, {"kind": "copied", "epoch": self.last(number)["epoch"]})
+
+    def _note(self, **facts: Any) -> None:
+        self.notes.append(facts)
+
+    def join(self, number: int) -> None:
+        self.membership.hello(number, f"address {number}")
+        self.membership.receive(number, {"kind": "ready", "epoch": 0})
+
+    def last(self, number: int) -> dict[str, Any]:
+        return self.sent[number][-1]
+
+    def prepare(self, number: int, step: int = 1, checksum: str = "a") -> None:
+        epoch = next(message["epoch"] for message in reversed(self.sent[number]) if message["kind"] == "view")
+        self.membership.receive(number, {"kind": "prepared", "epoch": epoch, "step": step, "checksum": checksum})
+
+
+@pytest.fixture
+def three() -> Recorded:
+    return Recorded()
+
+
+def test_first_replica_leads_and_others_copy(three: Recorded) -> None:
+    assert three.sent[0][0] == {"kind": "welcome", "leads": True}
+    assert three.sent[1][0] == {"kind": "welcome", "leads": False}
+    assert three.membership.members == (0, 1, 2)
+
+
+def test_step_is_committed_when_all_have_prepared(three: Recorded) -> None:
+    three.prepare(0)
+    three.prepare(1)
+    assert [three.last(number)["kind"] for number in range(3)] == ["view"] * 3
+    three.prepare(2)
+    assert [three.last(number)["kind"] for number in range(3)] == ["commit"] * 3
+
+
+def test_loss_before_the_commit_makes_survivors_redo_the_step(three: Recorded) -> None:
+    three.prepare(0)
+    three.membership.lost(2)
+    three.prepare(1)
+    assert [three.last(number)["kind"] for number in (0, 1)] == ["view"] * 2
+    three.prepare(0)
+    assert [three.last(number)["kind"] for number in (0, 1)] == ["commit"] * 2
+    assert [(note["kind"], note["replica"], note["ranks"]) for note in three.notes] == [("left", 2, 2)]
+
+
+def test_report_of_an_earlier_epoch_evicts_nobody(three: Recorded) -> None:
+    three.membership.lost(2)
+    three.membership.receive(1, {"kind": "broken", "epoch": three.last(0)["epoch"] - 1, "peer": 0})
+    assert three.membership.members == (0, 1)
+
+
+def test_longest_serving_member_leads_after_the_leader(three: Recorded) -> None:
+    three.membership.lost(0)
+    three.join(0)
+    three.prepare(1)
+    three.prepare(2)
+    assert three.last(1)["joining"] == [[0, "address 0"]]
+    three.membership.receive(0, {"kind": "copied", "epoch": three.last(0)["epoch"]})
+    assert three.membership.members == (1, 2, 0)
+
+
+def test_source_lost_during_a_copy_lets_it_start_again(three: Recorded) -> None:
+    three.membership.lost(0)
+    three.join(0)
+    three.prepare(1)
+    three.prepare(2)
+    three.membership.lost(2)
+    assert three.last(0)["kind"] == "retry"
+    assert three.membership.members == (1,)
+    three.prepare(1, step=2)
+    assert three.last(0)["kind"] == "copy"
+
+
+def test_replica_with_other_sums_is_evicted(three: Recorded) -> None:
+    three.prepare(0)
+    three.prepare(1, checksum="b")
+    three.prepare(2)
+    assert three.last(1)["kind"] == "evicted"
+    assert three.membership.members == (0, 2)
+    assert three.last(0)["kind"] == "view"
+
+
+def test_replica_out_of_step_with_the_leader_is_evicted(three: Recorded) -> None:
+    three.prepare(0, step=5)
+    three.prepare(1, step=7)
+    three.membership.lost(2)
+    three.prepare(0, step=5)
+    three.prepare(1, step=7)
+    assert three.membership.members == (0,)
+
+
+def test_nobody_left_ends_the_membership(three: Recorded) -> None:
+    for number in range(3):
+        three.membership.lost(number)
+    assert three.membership.all_lost
+
+
+def test_replica_that_comes_after_the_end_is_sent_away(three: Recorded) -> None:
+    three.membership.lost(2)
+    three.membership.receive(0, {"kind": "finished"})
+    three.membership.hello(2, "address 2")
+    assert three.last(2) == {"kind": "over"}

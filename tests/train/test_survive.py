@@ -1,0 +1,77 @@
+"""A lost replica costs the others one step: they keep their processes, and the losses do not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.config.load import load_config
+from keepstep.core import proc
+from keepstep.core.errors import ConfigError
+from tests.train.tiny_runs import BackgroundRun, committed_steps, losses, run_here
+
+STEPS = 60
+WORDS = ["reproducible=elastic", "microbatch=1", f"max_duration={STEPS}ba", "checkpoint.interval=1000ba"]
+SURVIVE = [*WORDS, "resilience.survive=true", "resilience.snapshot_interval=0"]
+
+
+def workers(run: BackgroundRun) -> dict[int, int]:
+    """Process id of each replica."""
+    found = {}
+    for process in proc.processes():
+        if process.group == process.pid and _belongs(process.pid, run.process.pid):
+            name = re.match(r"keepstep r(\d+)", Path(f"/proc/{process.pid}/comm").read_text())
+            found.update({int(name[1]): process.pid} if name else {})
+    return found
+
+
+def _belongs(pid: int, agent: int) -> bool:
+    while pid > 1 and pid != agent:
+        status = proc.status(pid)
+        pid = status.parent if status is not None else 0
+    return pid == agent
+
+
+def events(root: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (root / "run" / "events.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path) -> None:
+    run = BackgroundRun(tmp_path / "survive", 3, *SURVIVE, output=tmp_path / "output")
+    run.wait_for("step 1/")
+    before = workers(run)
+    leader = next(int(event["rank"]) for event in events(tmp_path / "survive", "start"))
+    # The one that writes for all, and one that only stops.
+    os.kill(before[leader], signal.SIGKILL)
+    run.wait_for(f"replica {leader} joined")
+    stopped = next(number for number in before if number != leader)
+    os.kill(before[stopped], signal.SIGSTOP)
+    run.wait_for(f"replica {stopped} joined")
+    kept = next(number for number in before if number not in (leader, stopped))
+    assert workers(run)[kept] == before[kept]
+    assert run.end() == 0, run.output
+    run_here(tmp_path / "alone", *WORDS)
+    assert losses(tmp_path / "survive") == losses(tmp_path / "alone")
+    assert committed_steps(tmp_path / "survive") == [STEPS]
+    assert not events(tmp_path / "survive", "restart")
+    assert [event["replica"] for event in events(tmp_path / "survive", "left")] == [leader, stopped]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["resilience.survive=true"], "reproducible=elastic"),
+        (["resilience.survive=true", "reproducible=elastic", "model.experts.count=4"], "resilience.survive=false"),
+    ],
+)
+def test_survive_refuses_what_it_cannot_keep(words: list[str], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, words)
+    assert hint in "\n".join(caught.value.lines())

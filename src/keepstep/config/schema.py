@@ -492,6 +492,9 @@ class ParallelConfig:
     """Pipeline parallel degree: each process holds some of the blocks."""
     context: PositiveInt = 1
     """Context parallel degree: splits each row of tokens, with ring attention."""
+    expert: PositiveInt = 1
+    """Expert parallel degree: each of so many neighbours in the shard axis holds a part of every layer's experts, and
+    tokens travel to them. Must divide `shard` × `context` and the number of experts."""
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline schedule. interleaved gives each process several stages; zero_bubble fills the bubbles with weight
     gradients."""

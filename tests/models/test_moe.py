@@ -137,10 +137,10 @@ def test_recomputation_changes_no_bit_and_counts_tokens_once(mode: str) -> None:
         for block in model.blocks.values():
             assert isinstance(block, Block)
             apply_recompute(block, each)  # type: ignore[arg-type]
-        for router in routers(model):
+        for _, router in routers(model):
             router.loss_weight = torch.tensor(40.0)
         model(tokens_bt, tokens_bt).backward()
-        tokens = [router.take_tokens() for router in routers(model)]
+        tokens = [router.take_tokens() for _, router in routers(model)]
         assert [int(each.sum()) for each in tokens] == [80, 80]
         results.append([*tokens, *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(ours, expected) for ours, expected in zip(*results, strict=True))
@@ -151,7 +151,7 @@ def test_evaluation_counts_nothing() -> None:
     with torch.no_grad():
         model(random_tokens(model.config, 1, 9))
     model.eval()(random_tokens(model.config, 1, 9)).sum().backward()
-    assert all(router.tokens_e is None for router in routers(model))
+    assert all(router.tokens_e is None for _, router in routers(model))
 
 
 def test_router_health_of_even_and_uneven_loads() -> None:

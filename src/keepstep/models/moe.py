@@ -12,11 +12,12 @@ Their biases, where there are some, are `experts.gate_up_bias` [e, 2·f] and `ex
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,6 +39,10 @@ class Router(nn.Module):
     hold."""
     loss_weight: Tensor | None = None
     """Weight of the balancing losses of the next forward pass; None computes none. Set by the training step."""
+
+    rows_group: dist.ProcessGroup | None = None
+    """Processes that share the tokens of a micro batch; None where this one has them all. Each weighs its mean by its
+    share in `loss_weight`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,6 +104,9 @@ class Router(nn.Module):
 
         The auxiliary loss is 1 where tokens and probabilities are spread evenly.
         """
+        if self.rows_group is not None:
+            # Of the whole micro batch, of which this process has a part.
+            dist.all_reduce(tokens_e := tokens_e.clone(), group=self.rows_group)
         share_e = tokens_e / tokens_e.sum()
         probability_e = (scores_ne / scores_ne.sum(-1, keepdim=True)).mean(0)
         even = self.experts.count * (share_e * probability_e).sum()
@@ -159,6 +167,8 @@ class MoE(nn.Module):
         shared = config.experts.shared_ffn_hidden
         self.shared = GatedMLP(replace(config, ffn_hidden=shared)) if shared else None
         self.shared_gate = nn.Linear(config.hidden, 1, bias=False) if config.experts.shared_gate else None
+        self.dispatch: Callable[..., Tensor] | None = None
+        """Where expert parallelism puts its form of calling the experts."""
 
     # A compiled block calls it as it is: how many rows an expert gets changes with every call, and its operators are
     # fused already.
@@ -169,7 +179,11 @@ class MoE(nn.Module):
         x_nd = x_btd.flatten(0, 1)
         weights_nk, chosen_nk = self.router(x_nd)
         routes = sort_by_expert(chosen_nk, count_tokens(chosen_nk, self.count))
-        out_nd: Tensor = self.experts(x_nd, weights_nk, routes)
+        out_nd: Tensor = (
+            self.experts(x_nd, weights_nk, routes)
+            if self.dispatch is None
+            else self.dispatch(self.experts, x_nd, weights_nk, routes)
+        )
         return (out_nd if self.shared is None else out_nd + self._shared(x_nd)).view_as(x_btd)
 
     def _shared(self, x_nd: Tensor) -> Tensor:
@@ -188,9 +202,10 @@ class MoE(nn.Module):
         return False
 
 
-def routers(model: nn.Module) -> Iterator[Router]:
-    """Every router of a model, in the order of its layers."""
-    return (module for module in model.modules() if isinstance(module, Router))
+def routers(model: nn.Module) -> Iterator[tuple[int, Router]]:
+    """Every router of a model or of a stage of one, with the number of its layer."""
+    named = ((name.split(".")[1], module) for name, module in model.named_modules() if isinstance(module, Router))
+    return ((int(layer), router) for layer, router in named)
 
 
 def router_health(tokens_le: Tensor, biases: Iterable[Tensor]) -> Tensor:

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from keepstep.models.attention import Attention
 from keepstep.models.latent_attention import LatentAttention
-from keepstep.models.mlp import GatedMLP, PlainMLP
+from keepstep.models.mlp import GatedMLP
+from keepstep.models.moe import MoE
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.parts import COLUMNS, ROWS, gather_parts, local_part, place_module, place_parameter, scatter_sums
 from keepstep.parallel.vocabulary import VocabularySlice, vocabulary_output
@@ -36,10 +37,12 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
     for block in model.blocks.values():
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
-        assert isinstance(mlp, GatedMLP | PlainMLP), "the config's rules refuse experts"
         assert isinstance(attention, Attention), "the config's rules refuse latent attention"
         _split_matmuls(attention, attention.qkv, attention.out, mesh)
-        _split_matmuls(mlp, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, mlp.down, mesh)
+        # Experts compute the tokens that this process keeps between matmuls: only the shared one is split.
+        dense = mlp.shared if isinstance(mlp, MoE) else mlp
+        if dense is not None:
+            _split_matmuls(dense, dense.gate_up if isinstance(dense, GatedMLP) else dense.up, dense.down, mesh)
         own = (block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm)
         for norm in (attention.query_norm, attention.key_norm, *own):
             if norm is not None:

@@ -184,13 +184,16 @@ def survivors_hold_whole_states(config: RunConfig) -> Found:
     return None
 
 
-@rule("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision")
+@rule(
+    "reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.offload",
+    "precision",
+)  # fmt: skip
 def elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
     """A result that does not depend on the number of processes needs whole weights on each."""
     if config.reproducible != "elastic":
         return None
     parallel = config.parallel
-    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1]
+    split = [axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(parallel, axis) > 1]
     if split:
         axes = " and ".join(f"parallel.{axis}" for axis in split)
         hint = ", ".join(f"parallel.{axis}=1" for axis in split)

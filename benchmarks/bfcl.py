@@ -38,7 +38,7 @@ def start(*words: str) -> subprocess.Popen[bytes]:
 
 
 def run_all(commands: Sequence[Sequence[str]], together: bool, accepted: Sequence[int] = (0,)) -> None:
-    """Run commands one after the other, or all at once; exit if one fails."""
+    """Run commands one after the other, or together; exit if one fails."""
     started = time.monotonic()
     waiting = list(commands)
     while waiting:
@@ -110,13 +110,13 @@ class Stages:
             for name in todo:
                 out = ("--out", str(self.report(name))) if report else ()
                 commands.append(("eval", "bfcl", str(self.folder / name), *data, *limit, "--categories", categories,
-                                 "--batch", str(batch), "--max-new-tokens", "256", "--answers",
-                                 str(self.folder / f"{name}.answers.jsonl"), *out))  # fmt: skip
+                                 "--batch", str(batch), "--max-new-tokens", "256", "--dtype", self.args.dtype,
+                                 "--answers", str(self.folder / f"{name}.answers.jsonl"), *out))  # fmt: skip
             run_all(commands, self.args.together)
 
         if not self.args.single_turn:
-            ask(LONG, self.args.batch // 8, report=False)
-        ask(asked, self.args.batch, report=True)
+            ask(SHORT, self.args.batch, report=False)
+        ask(asked, self.args.batch // (1 if self.args.single_turn else 8), report=True)
 
     def report(self, name: str) -> Path:
         return self.folder / f"{name}.bfcl.json"
@@ -155,22 +155,25 @@ def main() -> None:
     parser.add_argument("--sft", default="", help="further settings of fine-tuning")
     parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
     parser.add_argument("--batch", type=int, default=256, help="questions answered together")
+    parser.add_argument("--dtype", default="bf16", help="of the questions' answers")
     parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
     parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
-    parser.add_argument("--together", action="store_true", help="all seeds at once")
+    parser.add_argument("--together", action="store_true", help="all seeds at the same time")
     parser.add_argument("--stages", default="before,sft,grpo")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     stages, seeds = Stages(args), args.seeds
     stages.import_model()
     wanted = args.stages.split(",")
-    if "before" in wanted:
-        stages.evaluate(["base"])
+    # With all together, the model before training is asked next to the fine-tuned ones.
+    first = ["base"] if "before" in wanted else []
+    if not ("sft" in wanted and args.together):
+        stages.evaluate(first)
     if "sft" in wanted:
         stages.rows("sft", args.rows, 100)
         sft = ("global_batch=64", "microbatch=16", "optimizer.lr=1e-3", "schedule.warmup=20ba", "max_duration=1ep")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
-        stages.evaluate([f"sft-{seed}" for seed in seeds])
+        stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "grpo" in wanted:
         stages.rows("grpo", args.prompts, 900)
         grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=128",

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/rl_kills.py [--kills 100] [--output FILE]
 
-SIGKILL comes at random moments: to the worker, which the agent restarts, or to all processes at once, after which the
+SIGKILL comes at random moments: to the worker, which the agent restarts, or to all processes together, after which the
 same command is started again. Losses and rewards of every step must be bitwise equal, also of steps that were done
 again (`rl_mismatches`). Every prompt is in the data once, and the run is shorter than one epoch: an answer that the
 undisturbed run has not got means that a prompt was asked at another place (`prompts_doubled`), one that is missing

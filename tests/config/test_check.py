@@ -38,6 +38,10 @@ def test_rules_name_fields_that_exist() -> None:
     assert {name for rule in RULES for name in rule.fields} <= set(all_fields())
 
 
+DYNAMIC = "{rope_type: dynamic, factor: 2, original_max_position_embeddings: 8192}"
+LATENT = ["model=deepseek-v3", "model.experts.count=0"]
+
+
 @pytest.mark.parametrize("path", [path for path, field in all_fields().items() if field.range == Range(above=0)])
 def test_zero_is_refused_where_something_must_be(path: str) -> None:
     zero = "0ba" if all_fields()[path].type is Duration else "0"
@@ -61,12 +65,24 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         ([*MIXTURE, "model.activation=gelu"], "it needs model.activation swiglu, and it is gelu"),
         ([*MIXTURE, "model.bias=true"], "without biases, and model.bias is true"),
         ([*MIXTURE, "model.linear=bitnet"], "it needs model.linear dense, and it is bitnet"),
-        ([*MIXTURE, "parallel.tensor=2"], "not supported with parallel.tensor above 1: experts are trained by data"),
-        ([*MIXTURE, "parallel.pipeline=2"], "not supported with parallel.pipeline above 1"),
-        ([*MIXTURE, "parallel.context=2"], "not supported with parallel.context above 1"),
+        ([*MIXTURE, "parallel.expert=3"], "it must divide model.experts.count (8)\n hint: parallel.expert=2 or 4"),
+        (["parallel.expert=2"], "parallel.expert is 2, but it needs a model with experts"),
+        (
+            [*MIXTURE, "parallel.expert=2", "compute.recompute=selective"],
+            "compute.recompute is 'selective', but it does not support parallel.expert above 1",
+        ),
+        ([*MIXTURE, "parallel.expert=2", "reproducible=elastic"], "parallelism only, and parallel.expert is not 1"),
+        (
+            [*MIXTURE, "parallel.pipeline=2", "parallel.schedule=zero_bubble"],
+            "it splits the backward pass, which experts cannot",
+        ),
+        (
+            [*MIXTURE, "parallel.pipeline=2", "model.experts.aux_loss=1", "compute.recompute=full"],
+            "it must be none with parallel.pipeline above 1 and losses of routers",
+        ),
         ([*MIXTURE, "precision=fp8"], "not supported with precision fp8: grouped matmuls run in bf16 or fp32"),
-        ([*MIXTURE, "lora.rank=8"], "not supported with lora.rank above 0: experts take no adapters"),
-        (["parallel.expert=2"], "unknown key parallel.expert\n hint: expert parallelism is not supported"),
+        ([*MIXTURE, "lora.rank=8"], "has gate, and experts take no such adapter"),
+        (["model=deepseek-v3", "lora.rank=8", "lora.targets=[q, k, o]"], "has k, and latent attention takes no such"),
         (["lora.rank=8", "precision=fp8"], "lora.rank is 8, but it needs matmuls in bf16, and precision is fp8"),
         (["lora.rank=8", "model.linear=bitnet"], "lora.rank is 8, but it needs model.linear dense, and it is bitnet"),
         (["model.dropout=1"], "model.dropout is 1.0, but it must be at least 0 and below 1"),
@@ -96,6 +112,22 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         ),
         (["model.final_logit_softcapping=30", "parallel.tensor=2"], "must be 1 with model.final_logit_softcapping"),
         (["model.attn_logit_softcapping=50", "parallel.context=2"], "which ring attention does not compute"),
+        (["model.attention_sinks=true", "parallel.context=2"], "must be 1 with model.attention_sinks, which ring"),
+        (["model.attention_sinks=true", "parallel.tensor=2"], "which are not split by heads"),
+        ([*LATENT, "parallel.tensor=2"], "must be 1 with model.kv_lora_rank: latent attention"),
+        (
+            ["model=llama-1b", f"model.rotary_scaling={DYNAMIC}", "parallel.context=2"],
+            "must be 1 with model.rotary_scaling dynamic or longrope",
+        ),
+        ([*LATENT, "parallel.context=2"], "must be 1 with model.kv_lora_rank, which ring"),
+        (["model=deepseek-v3", "model.kv_lora_rank=0"], "model.kv_lora_rank is 0, but it is needed by model.q_lora"),
+        (["model=deepseek-v3", "model.qk_rope_head_dim=192"], "needs an even model.qk_rope_head_dim between 0 and"),
+        (["model=deepseek-v3", "model.v_head_dim=256"], "needs model.v_head_dim of at most"),
+        (["model=deepseek-v3", "model.qk_norm=true"], "does not support model.qk_norm"),
+        (
+            ["model.attention_sinks=true", "compute.attention=flash", "reproducible=off", "precision=bf16"],
+            "computes no model.attention_sinks",
+        ),
         (
             ["model.final_logit_softcapping=30", "parallel.pipeline=2", "parallel.schedule=zero_bubble"],
             "does not support model.final_logit_softcapping",
@@ -220,8 +252,8 @@ def test_every_whole_number_has_an_upper_bound() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.rotary_scaling={factor: 8}", "has no rope_type: it must be default, linear, llama3 or yarn"),
-        ("model.rotary_scaling={rope_type: longrope}", "has the rope_type 'longrope', which is not supported"),
+        ("model.rotary_scaling={factor: 8}", "has no rope_type: it must be default, linear, llama3, yarn, dynamic or"),
+        ("model.rotary_scaling={rope_type: axial}", "has the rope_type 'axial', which is not supported"),
         (
             "model.rotary_scaling={rope_type: yarn, factor: 8}",
             "needs original_max_position_embeddings for rope_type yarn",

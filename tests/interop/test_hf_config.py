@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.config.check import check_shape
 from keepstep.config.hf_config import hf_config_of, model_config_from_hf
 from keepstep.config.presets import PRESETS
-from keepstep.config.schema import ModelConfig
+from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.core.errors import CheckpointError, ConfigError
 from keepstep.interop.hf_names import export_parameters, import_parameters
 from keepstep.models.size import parameter_count
@@ -62,6 +63,39 @@ OLMO2_7B: dict[str, Any] = {
     "rope_theta": 500000, "rms_norm_eps": 1e-06,
 }  # fmt: skip
 
+FALCON3_7B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 3072, "intermediate_size": 23040, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 131072, "rope_theta": 1000042,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
+    "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1, "topk_method": "greedy",
+    "v_head_dim": 128, "vocab_size": 102400,
+}  # fmt: skip
+
 
 def test_old_llama_config_gives_preset_and_scaling() -> None:
     config = ModelConfig(**model_config_from_hf(LLAMA_1B))
@@ -80,8 +114,9 @@ def test_old_llama_config_gives_preset_and_scaling() -> None:
         (PHI_4, 14_659_507_200),
         (GEMMA3_1B, 999_885_952),
         (OLMO2_7B, 7_298_617_344),
+        (FALCON3_7B, 7_455_550_464),
     ],
-    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b", "phi-4", "gemma-3-1b", "olmo-2-7b"],
+    ids=["mpt-7b", "qwen3-0.6b", "qwen2-0.5b", "phi-4", "gemma-3-1b", "olmo-2-7b", "falcon3-7b"],
 )
 def test_released_models_have_their_known_number_of_parameters(described: dict[str, Any], count: int) -> None:
     assert parameter_count(ModelConfig(**model_config_from_hf(described))) == count
@@ -138,6 +173,59 @@ def test_export_refuses_what_the_family_does_not_compute() -> None:
             hf_config_of(config, "float32")
 
 
+def test_published_deepseek_configs_are_the_presets() -> None:
+    for name, published in (("deepseek-v3", DEEPSEEK_V3), ("deepseek-v2-lite", DEEPSEEK_V2_LITE)):
+        preset = ModelConfig(**PRESETS[name])
+        preset = replace(preset, experts=replace(preset.experts, aux_loss=0.0))
+        read = ModelConfig(**model_config_from_hf(published))
+        assert read.rotary_scaling == {**(preset.rotary_scaling or {}), "type": "yarn"}
+        for described in (published, hf_config_of(preset, "bfloat16"), hf_config_of(read, "bfloat16")):
+            read = ModelConfig(**model_config_from_hf(described))
+            assert replace(read, seq_len=4096, rotary_scaling=preset.rotary_scaling) == preset
+    for change, named in (
+        ({"shared_ffn_hidden": 100}, "shared_ffn_hidden is 100"),
+        ({"balance_bias": True}, "balance_bias is True.*deepseek_v2"),
+        ({"normalize": True}, "normalize"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            hf_config_of(replace(preset, experts=replace(preset.experts, **change)), "float32")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_lora_rank is 512"):
+        hf_config_of(replace(preset, experts=ExpertsConfig()), "float32")
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_published_phi3_with_long_texts_has_its_factors(kind: str) -> None:
+    factors = {"type": kind, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    phi3 = {**PHI_4, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    config = ModelConfig(**model_config_from_hf({**phi3, "rope_scaling": factors}))
+    kept = {key: value for key, value in factors.items() if key != "type"}
+    sizes = {"original_max_position_embeddings": 4096, "factor": 32.0}
+    assert config.rotary_scaling == {"rope_type": "longrope", **kept, **sizes}
+    check_shape(config)
+    described = hf_config_of(config, "float32")
+    assert (described["original_max_position_embeddings"], described["max_position_embeddings"]) == (4096, 131072)
+    assert replace(ModelConfig(**model_config_from_hf(described)), head_dim=0) == config
+    with pytest.raises(ConfigError, match="needs long_factor for rope_type longrope, 64 numbers"):
+        check_shape(replace(config, rotary_scaling={**(config.rotary_scaling or {}), "long_factor": [1.0] * 63}))
+
+
+def test_export_of_experts_with_sinks_is_gpt_oss_or_refused() -> None:
+    preset = ModelConfig(**PRESETS["gpt-oss-20b"])
+    described = hf_config_of(preset, "bfloat16")
+    assert ModelConfig(**model_config_from_hf(described)) == replace(
+        preset, experts=replace(preset.experts, aux_loss=0.0)
+    )
+    for config, named in (
+        (replace(preset, out_bias=False), "out_bias"),
+        (replace(preset, attention_sinks=False), "experts.bias is True.*mixtral"),
+        (replace(preset, experts=replace(preset.experts, swiglu_limit=0.0)), "swiglu_limit"),
+        (replace(preset, experts=replace(preset.experts, bias=False)), "experts.bias"),
+        (replace(preset, experts=replace(preset.experts, count=0), out_bias=False), "attention_sinks"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            hf_config_of(config, "float32")
+
+
 def test_vocabulary_below_the_weights_is_refused() -> None:
     config = VARIANTS["grouped rotary"]
     tensors = dict(export_parameters(build(config).state_dict(), config, "llama"))
@@ -148,18 +236,22 @@ def test_vocabulary_below_the_weights_is_refused() -> None:
 @pytest.mark.parametrize(
     ("described", "named"),
     [
-        ({**LLAMA_1B, "model_type": "deepseek_v3"}, "deepseek_v3.*this decoder has no multi-head latent attention"),
-        ({**LLAMA_1B, "model_type": "gpt_oss"}, "gpt_oss.*this decoder has no attention sinks, clipped SwiGLU"),
+        ({**LLAMA_1B, "model_type": "deepseek_v3"}, "num_key_value_heads = 8"),
+        ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave = False"),
+        ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({**DEEPSEEK_V3, "attention_bias": True, "mlp_bias": True}, "attention_bias = True"),
+        ({**DEEPSEEK_V3, "model_type": "deepseek_v2"}, "scoring_func = 'sigmoid'"),
+        ({**LLAMA_1B, "model_type": "deepseek_v32"}, "this decoder has no sparse attention"),
+        ({**LLAMA_1B, "model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
         ({**LLAMA_1B, "model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ({**LLAMA_1B, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ({**LLAMA_1B, "model_type": "qwen3_moe", "mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]"),
         ({**LLAMA_1B, "model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window = True"),
         ({**LLAMA_1B, "hidden_act": "gelu"}, "hidden_act"),
         ({**LLAMA_1B, "attention_bias": True}, "attention_bias"),
-        ({**LLAMA_1B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({**LLAMA_1B, "rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "rope_type 'axial'"),
         ({**LLAMA_1B, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "longrope"}}, r"'longrope' \(LongRoPE\)"),
-        ({**LLAMA_1B, "model_type": "phi3", "rope_scaling": {"type": "yarn"}}, r"'yarn' \(LongRoPE\)"),
+        ({**LLAMA_1B, "model_type": "phi3"}, "rope_type 'llama3'"),
         ({**LLAMA_1B, "model_type": "gemma3"}, "this decoder has no images"),
         ({**LLAMA_1B, "model_type": "phi"}, "this decoder has no parallel attention"),
         ({**LLAMA_1B, "model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
@@ -197,6 +289,9 @@ def test_hf_config_refuses_what_our_decoder_does_not_compute(described: dict[str
         {"tie_word_embeddings": "perhaps"},
         {"sliding_window": "wide", "model_type": "mistral"},
         {"layer_types": 5, "model_type": "mistral"},
+        {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 0}},
+        {"qk_rope_head_dim": "wide", "num_key_value_heads": 32, "model_type": "deepseek_v3"},
+        {"swiglu_limit": [7], "model_type": "gpt_oss"},
     ],
     ids=str,
 )

@@ -59,6 +59,25 @@ VARIANTS: dict[str, ModelConfig] = {
             groups=4, top_groups=2, first_dense_layers=1, balance_bias=True,
         ),
     ),
+    "sinks and clipped experts": ModelConfig(
+        **LLAMA, sliding_window=5, layer_types=("sliding_attention", "full_attention"), attention_sinks=True,
+        qkv_bias=True, out_bias=True, head_dim=12,
+        experts=ExpertsConfig(count=4, top_k=2, ffn_hidden=16, bias=True, swiglu_limit=7.0),
+    ),
+    "latent attention": ModelConfig(
+        **{**LLAMA, "kv_heads": 0}, kv_lora_rank=16, q_lora_rank=12, head_dim=14, qk_rope_head_dim=6, v_head_dim=10,
+        rotary_scaling={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+    ),
+    "rope by length": ModelConfig(
+        **LLAMA,
+        rotary_scaling={
+            "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 4.0, 8.0],
+        },
+    ),
     "padded vocabulary": ModelConfig(**LLAMA, vocab_multiple=64, clip_qkv=0.05),
 }  # fmt: skip
 

@@ -113,6 +113,10 @@ def test_compiled_adapters_compute_the_same() -> None:
         ("smollm3", ("q", "k")),
         ("gemma2", ("q", "k", "v", "o", "gate", "up", "down")),
         ("gemma3", ("q", "k", "gate")),
+        ("qwen3 moe", ("q", "k", "v", "o")),
+        ("gpt-oss clipped without biases", ("q", "v")),
+        ("deepseek v2 lite", ("q",)),
+        ("deepseek v3", ("q", "o")),
     ],
 )
 def test_peft_loads_our_files_and_computes_the_same(tmp_path: Path, name: str, targets: tuple[str, ...]) -> None:

@@ -137,10 +137,10 @@ def test_recomputation_changes_no_bit_and_counts_tokens_once(mode: str) -> None:
         for block in model.blocks.values():
             assert isinstance(block, Block)
             apply_recompute(block, each)  # type: ignore[arg-type]
-        for router in routers(model):
+        for _, router in routers(model):
             router.loss_weight = torch.tensor(40.0)
         model(tokens_bt, tokens_bt).backward()
-        tokens = [router.take_tokens() for router in routers(model)]
+        tokens = [router.take_tokens() for _, router in routers(model)]
         assert [int(each.sum()) for each in tokens] == [80, 80]
         results.append([*tokens, *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(ours, expected) for ours, expected in zip(*results, strict=True))
@@ -151,7 +151,7 @@ def test_evaluation_counts_nothing() -> None:
     with torch.no_grad():
         model(random_tokens(model.config, 1, 9))
     model.eval()(random_tokens(model.config, 1, 9)).sum().backward()
-    assert all(router.tokens_e is None for router in routers(model))
+    assert all(router.tokens_e is None for _, router in routers(model))
 
 
 def test_router_health_of_even_and_uneven_loads() -> None:
@@ -176,7 +176,12 @@ def test_bias_grows_for_experts_with_few_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("olmoe-1b-7b", 6.9, 1.3), ("qwen3-30b-a3b", 30.5, 3.3), ("mixtral-8x7b", 46.7, 12.9)],
+    [
+        ("olmoe-1b-7b", 6.9, 1.3),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("gpt-oss-20b", 20.9, 3.6 + 0.58),  # published without the input embedding
+    ],
 )
 def test_presets_have_their_published_sizes(name: str, total: float, active: float) -> None:
     model = ModelConfig(preset=name, **preset_fields(name))

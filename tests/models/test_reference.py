@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from keepstep.config.hf_config import hf_family, model_config_from_hf
 from keepstep.config.schema import ModelConfig
 from keepstep.interop.hf_names import export_parameters, import_parameters
+from keepstep.models.moe import router_biases
 from keepstep.models.transformer import Transformer
 from tests.models.model_variants import random_tokens
 
@@ -41,6 +42,18 @@ GEMMA2 = {**GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 12, "attn_logit
 MPT = {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 32, "vocab_size": 61}
 
 MIXTURE = {**PHI3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 8}
+DEEPSEEK = {
+    **PHI3, "num_key_value_heads": None, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8, "v_head_dim": 18, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "rope_parameters": {**YARN_SCALING, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+LONGROPE = {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.75}
+LONG_FACTORS = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.2, 1.5],
+    "long_factor": [1.5, 4.0, 9.0],
+}  # fmt: skip
 
 REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "vocab_size": 61}),
@@ -109,6 +122,32 @@ REFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe normalized": ("Olmoe", {**PHI3, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen2 moe": ("Qwen2Moe", {**MIXTURE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
     "qwen3 moe": ("Qwen3Moe", {**MIXTURE, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "gpt-oss with mxfp4 sizes": ("GptOss", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}),
+    "gpt-oss clipped without biases": (
+        "GptOss",
+        {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "rope_parameters": YARN_SCALING},
+    ),
+    # The texts of these tests, of 20 tokens, are longer than 16.
+    "phi3 with longrope": ("Phi3", {**PHI3, **LONGROPE, "rope_parameters": LONG_FACTORS}),
+    "phi3 with longrope and short texts": (
+        "Phi3",
+        {**PHI3, "original_max_position_embeddings": 24, "rope_parameters": {**LONG_FACTORS, "factor": 4.0}},
+    ),
+    "llama with dynamic scaling": (
+        "Llama",
+        {**SHAPE, "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 3.0}},
+    ),
+    "falcon3": ("Llama", {**SHAPE, "head_dim": 16, "rope_theta": 1000042.0}),
+    "deepseek v2 lite": ("DeepseekV2", {**DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3}),
+    "deepseek v2": (
+        "DeepseekV2",
+        {**DEEPSEEK, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    ),
+    "deepseek v3": ("DeepseekV3", {**DEEPSEEK, "num_experts_per_tok": 3}),
+    "deepseek v3 without yarn": (
+        "DeepseekV3",
+        {**DEEPSEEK, "num_experts_per_tok": 2, "rope_parameters": None, "v_head_dim": 12, "norm_topk_prob": False},
+    ),
 }
 
 
@@ -125,7 +164,14 @@ def reference(name: str) -> Any:
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
         parameter.data.copy_(noise if parameter.dim() > 1 else noise + 0.7)
+    for bias in balance_biases(model).values():
+        bias.copy_(torch.randn(bias.shape, generator=generator) * 0.1)
     return model.eval()
+
+
+def balance_biases(model: Any) -> dict[str, torch.Tensor]:
+    """The biases of DeepSeek-V3's routers, which are no parameters there either."""
+    return {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]:
@@ -139,6 +185,8 @@ def imported(model: Any, **changes: Any) -> tuple[Transformer, ModelConfig, Any]
 
 def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
     """Their tensors as their files have them: transformers stacks those of all experts when it reads a file."""
+    if family == "gpt_oss":
+        return dict(tensors)
     separate: dict[str, torch.Tensor] = {}
     w = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {}
     for name, tensor in tensors.items():
@@ -168,8 +216,10 @@ def test_logits_and_gradients_equal_the_reference(name: str) -> None:
     torch.testing.assert_close(our_loss, loss, atol=1e-4, rtol=1e-6)
     (loss / 40).backward()
     (our_loss / 40).backward()
-    gradients = dict(export_parameters({key: value.grad for key, value in ours.named_parameters()}, config, family))
-    expected = by_expert({key: value.grad for key, value in theirs.named_parameters()}, family)
+    own = {**{key: value.grad for key, value in ours.named_parameters()}, **router_biases(ours)}
+    gradients = dict(export_parameters(own, config, family))
+    their_gradients = {key: value.grad for key, value in theirs.named_parameters()}
+    expected = by_expert({**their_gradients, **balance_biases(theirs)}, family)
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         scale = expected[key].abs().max().item()
@@ -181,7 +231,7 @@ def test_weights_survive_import_and_export_bit_by_bit(name: str) -> None:
     theirs = reference(name)
     ours, config, family = imported(theirs, vocab_multiple=16)
     exported = dict(export_parameters(ours.state_dict(), config, family))
-    expected = by_expert(dict(theirs.named_parameters()), family)
+    expected = by_expert({**dict(theirs.named_parameters()), **balance_biases(theirs)}, family)
     assert exported.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in exported.items())
 

@@ -74,6 +74,16 @@ MODELS: dict[str, list[str]] = {
         "model.experts.z_loss=0.01",
     ],
     "expert muon": ["model=llama-1b", "model.experts.count=4", "model.experts.aux_loss=0.1", "optimizer=muon"],
+    "shared": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.experts.count=4",
+        "model.experts.ffn_hidden=16",
+        "model.experts.balance_bias=true",
+        "model.experts.bias_update_rate=0.05",
+        "model.experts.shared_ffn_hidden=8",
+        "model.experts.shared_gate=true",
+    ],
     "deep mpt": ["model=mpt-125m", "model.layers=4"],
     "deepest mpt": ["model=mpt-125m", "model.layers=8"],
     "deep llama": ["model=llama-1b", "model.layers=5", "model.kv_heads=2", "model.tied=false"],
@@ -114,6 +124,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         # The routers' losses are means over a micro batch, so these have the same micro batches as one process.
         "dp2 experts": ("shard=2", ("experts", "balanced", "expert muon")),
         "dp2 experts recomputed": ("shard=2 compute.recompute=full", ("experts", "balanced")),
+        "ep2": ("shard=2 expert=2", ("balanced", "expert muon")),
+        "ep2 recomputed": ("shard=2 expert=2 compute.recompute=full", ("shared",)),
+        "cp2 ep2": ("context=2 expert=2", ("balanced",)),
+        "tp2 experts": ("tensor=2", ("balanced",)),
+        "pp2 experts": ("pipeline=2", ("balanced",)),
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),
         "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama", "deep lora")),
@@ -125,6 +140,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "pp2 tp2": ("pipeline=2 tensor=2", (*EVERY_MODEL, "muon")),
         "hsdp 2x2": ("replicate=2 shard=2 microbatch=1", (*EVERY_MODEL, "experts")),
         "dp4 experts": ("shard=4 microbatch=1", ("experts",)),
+        "ep4": ("shard=4 expert=4 microbatch=1", ("shared",)),
+        "hsdp 2x2 ep2": ("replicate=2 shard=2 expert=2 microbatch=1", ("shared",)),
+        "ep2 tp2": ("shard=2 expert=2 tensor=2", ("balanced",)),
         "cp2 tp2": ("context=2 tensor=2", ("alibi+packed",)),
         "hsdp 2x1 cp2": ("replicate=2 shard=1 context=2", ("llama",)),
         "pp2 cp2 interleaved": ("pipeline=2 context=2 schedule=interleaved", ("deep mpt",)),
@@ -204,6 +222,7 @@ def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tm
         ("gpt", ("pipeline=2 tensor=2", "pipeline=2 schedule=zero_bubble")),
         # Three experts on four processes: one of them holds none.
         ("experts", ("shard=4 microbatch=1", "shard=2")),
+        ("shared", ("shard=4 expert=2 microbatch=1", "shard=2 expert=2")),
     ],
 )
 def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(

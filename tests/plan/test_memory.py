@@ -24,6 +24,11 @@ GEMMA2 = (
 )
 EXPERTS = "model.experts.count=16 model.experts.top_k=4 model.experts.ffn_hidden=512"
 SHARED = "model.experts.shared_ffn_hidden=1024 model.experts.first_dense_layers=1"
+LATENT = (
+    "model.kv_heads=0 model.kv_lora_rank=128 model.q_lora_rank=192 model.head_dim=96 model.qk_rope_head_dim=32 "
+    "model.v_head_dim=64"
+)
+GPT_OSS = "model.attention_sinks=true model.experts.bias=true model.experts.swiglu_limit=7 model.out_bias=true"
 OLMO2 = "model.norm_placement=after model.qk_norm=true model.head_qk_norm=false"
 
 
@@ -50,6 +55,8 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=16 compute.recompute=selective", 2),
         (f"{LLAMA} {EXPERTS} {SHARED} microbatch=4 global_batch=16", 2),
         (f"{LLAMA} {EXPERTS} microbatch=4 global_batch=20 reproducible=elastic", 3),
+        (f"{LLAMA} {EXPERTS} {GPT_OSS} microbatch=4 global_batch=4", 1),
+        (f"{LLAMA} {EXPERTS} {SHARED} {LATENT} microbatch=4 global_batch=16", 2),
     ],
 )
 def test_memory_formula_agrees_with_trace(words: str, processes: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from keepstep.serve.json_grammar import SchemaError, advance, any_json, compile_schema, may_end, must_end, start
+from keepstep.serve.json_grammar import Free, SchemaError, advance, any_json, compile_schema, may_end, must_end, start
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -60,6 +60,29 @@ def test_fitting_text_is_accepted(text: str) -> None:
 )
 def test_other_text_is_refused(text: str) -> None:
     assert not fits(SCHEMA, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted", "may_stop"),
+    [
+        ("any text, also {", True, True),
+        ("a <ca<call>", True, False),
+        ('a <ca<call>{"count": 1}', True, False),
+        ('a <call>{"count": 1}; b <call>{"count": 2};', True, True),
+        ('a <call>{"count": "x', False, False),
+        ('a <call>{"count": 1}; b <call> ', False, False),
+    ],
+)
+def test_free_text_is_bound_from_an_opening_on(text: str, accepted: bool, may_stop: bool) -> None:
+    states = advance(start(Free("<call>", start(compile_schema(SCHEMA), ";"))), text)
+    assert (bool(states), bool(states) and may_end(states)) == (accepted, may_stop)
+
+
+def test_opening_counts_at_the_beginning_alone_if_it_must() -> None:
+    first = start(Free("{", start('"a"}'), only_first=True))
+    assert may_end(advance(first, ' \n{"a"} and {b'))
+    assert not advance(first, ' {"b')
+    assert may_end(advance(first, "so {b"))
 
 
 def test_no_accepted_beginning_is_a_dead_end() -> None:

@@ -13,7 +13,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from keepstep.cli.main import main
 from keepstep.data.chat.template import BUILT_IN
+from keepstep.evaluate.ast_check import parse_calls
+from keepstep.evaluate.chat_model import Prompt, Sampling
+from keepstep.evaluate.generate import chooser
+from keepstep.evaluate.remote_model import RemoteModel
 from keepstep.observe.access import Access
 from keepstep.serve import server as server_module
 from keepstep.serve.server import ChatServer
@@ -82,6 +87,70 @@ def test_forced_call_fits_its_schema(client: Any, stream: bool, choice: Any) -> 
         assert answer.choices[0].message.content is None
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_function_fits_its_schema_once_the_model_calls(
+    client: Any, served: ChatServer, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning of a call is dictated, and the weights are random: whatever fits comes from the grammar."""
+    opening = served.model.tokenizer.encode("Well, <tool_call>", add_special_tokens=False).ids
+
+    def dictated(*settings: Any) -> Any:
+        rest, choose = list(opening), chooser(*settings)
+        return lambda logits_v: rest.pop(0) if rest else choose(logits_v)
+
+    monkeypatch.setattr(server_module, "chooser", dictated)
+    tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": strict}}]
+    message = ask(client, tools=tools, temperature=1.5, max_completion_tokens=120).choices[0].message
+    assert bool(message.tool_calls) == strict
+    if strict:
+        assert message.content == "Well,"
+        jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), SCHEMA)
+
+
+def test_chat_and_eval_use_a_server_by_its_url(
+    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_UI_TOKEN", TOKEN)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]}
+    before = [*ASKED, {**call, "weight": 0}, {"role": "tool", "content": "rain"}, {"role": "user", "content": "Now?"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*before, call], "tools": [WEATHER]}))
+    (tmp_path / "lines.txt").write_text("hello\n")
+    words = [
+        "eval",
+        "tools",
+        served.base_url,
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--max-new-tokens",
+        "9",
+        "--json",
+    ]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == served.base_url
+    few = ["--file", str(tmp_path / "lines.txt"), "--max-new-tokens", "9"]
+    assert main(["chat", served.base_url.removesuffix("/v1"), *few]) == 0
+    said = json.loads(capsys.readouterr().out)["answer"]
+    prompt, sampling = Prompt([{"role": "user", "content": "hello"}]), Sampling(max_new_tokens=9)
+    assert said == served.model.answers([prompt], sampling, 1)[0]
+    monkeypatch.setenv("KEEPSTEP_UI_TOKEN", "wrong")
+    assert main(["chat", served.base_url, *few]) == 1
+    assert "refused: a token is needed" in capsys.readouterr().err
+    assert main(["chat", "http://127.0.0.1:9", *few]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    assert main(["chat", served.base_url, *few, "--device", "cpu"]) == 2
+
+
+def test_remote_model_writes_calls_as_text(served: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_UI_TOKEN", TOKEN)
+    model, prompt = RemoteModel(served.base_url), Prompt(ASKED, [WEATHER])
+    sampling, body = Sampling(temperature=1.0, max_new_tokens=100), model._body
+    monkeypatch.setattr(model, "_body", lambda *given: body(*given) | {"tool_choice": "required"})
+    for text in (model.answers([prompt], sampling, 1)[0], "".join(model.stream(prompt, sampling))):
+        ((name, arguments),) = parse_calls(text)
+        assert name == "get_weather"
+        jsonschema.validate(arguments, SCHEMA)
 
 
 def test_conversation_with_the_result_of_a_call(client: Any) -> None:

@@ -96,9 +96,10 @@ def test_second_interrupt_lets_a_save_finish(tmp_path: Path) -> None:
     assert f"resumed at step {saved}" in run_processes(tmp_path, 2, f"max_duration={saved + 1}ba").stderr
 
 
-@pytest.mark.parametrize("words", [[], ["--procs", "2"], ["model=gpt3-125m"], ["data.prefetch=1"]])
+@pytest.mark.parametrize("words", [[], ["--procs", "2"], ["model=gpt3-125m"], ["data.prefetch=1"], ["rl.method=grop"]])
 def test_train_without_config_and_data_is_refused(words: list[str]) -> None:
     refused = subprocess.run([sys.executable, "-m", "keepstep", "train", *words], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "no config file and no data" in refused.stderr
+    assert ("did you mean grpo?" in refused.stderr) == (words == ["rl.method=grop"])
     assert "keepstep new" in refused.stderr

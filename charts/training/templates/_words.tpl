@@ -28,7 +28,7 @@
 
 {{/* Fails for a model that is neither a recipe of this chart nor a preset. The list has the presets without a recipe. */}}
 {{- define "training.checkModel" -}}
-{{- $known := list "gpt3-1.3b" "gpt3-125m" "gpt3-13b" "gpt3-175b" "gpt3-30b" "gpt3-375m" "gpt3-857m" "llama-405b" "mixtral-8x7b" "mpt-small-cpu" "mpt-tiny" "olmoe-1b-7b" "qwen3-30b-a3b" -}}
+{{- $known := list "deepseek-v2-lite" "deepseek-v3" "gpt-oss-20b" "gpt3-1.3b" "gpt3-125m" "gpt3-13b" "gpt3-175b" "gpt3-30b" "gpt3-375m" "gpt3-857m" "llama-405b" "mixtral-8x7b" "mpt-small-cpu" "mpt-tiny" "olmoe-1b-7b" "qwen3-30b-a3b" -}}
 {{- range $path, $_ := .Files.Glob "recipes/*.yaml" }}{{ $known = append $known (trimSuffix ".yaml" (base $path)) }}{{ end -}}
 {{- if and .Values.model.config (not (has .Values.model.config $known)) -}}
 {{- fail (printf "model.config is %s, which is neither a preset nor a recipe; known are %s" .Values.model.config (join ", " (sortAlpha $known))) -}}

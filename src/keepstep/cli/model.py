@@ -15,6 +15,8 @@ from keepstep.core.files import write_atomic
 from keepstep.core.plugins import load_plugin
 from keepstep.core.verbosity import progress
 
+_MODEL = "the folder of a run or of a Hugging Face model"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The actions and their options."""
@@ -26,11 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ppl.add_argument("--length", type=int, default=0, help="tokens in a window (default: the model's seq_len)")
     ppl.add_argument("--field", default="text", help="the JSON field or column that holds the text (default: text)")
     tools = add_action(actions, "tools", _tools, "accuracy of tool calls by category, with BFCL's error names")
-    _add_common(tools)
+    _add_common(tools, or_url=True)
     tools.add_argument("--data", default="", help="conversations (default: generated ones)")
     tools.add_argument("--rows", type=positive, default=400, help="questions to ask (default: 400)")
     tools.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer (default: 256)")
     tools.add_argument("--answers", type=writable, metavar="FILE", help="write every answer as a JSON line")
+    _add_dtype(tools)
     tools.add_argument("--reward", metavar="NAME", help="also score answers with this plug-in (keepstep.rewards)")
     bfcl = add_action(actions, "bfcl", _bfcl, "the Berkeley Function Calling Leaderboard (questions: pip's bfcl-eval)")
     _add_common(bfcl)
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bfcl.add_argument("--mode", choices=("auto", "prompt", "native"), default="auto", help=how)
     bfcl.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: 512)")
     to = "append answers here and continue from it (default: MODEL/bfcl/…)"
+    _add_dtype(bfcl)
     bfcl.add_argument("--answers", type=writable, metavar="FILE", help=to)
     lm = add_action(actions, "lm", _lm, "tasks of lm-evaluation-harness (pip install 'keepstep[lm-eval]')")
     _add_common(lm)
@@ -48,8 +52,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lm.add_argument("--limit", type=int, default=0, help="questions of each task (default: all)")
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, help="the folder of a run or of a Hugging Face model")
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    how = "of weights and answers; bf16 is several times as fast on a GPU (default: fp32)"
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help=how)
+
+
+def _folder_or_url(text: str) -> Path | str:
+    return text if text.startswith(("http://", "https://")) else Path(text)
+
+
+def _open_model(args: argparse.Namespace) -> Any:
+    """The model of a folder, or the one behind a URL."""
+    start, dtype = getattr(args, "start", False), getattr(args, "dtype", "fp32")
+    if isinstance(args.model, Path):
+        import torch
+
+        from keepstep.evaluate.chat_model import open_chat_model
+
+        chosen = torch.bfloat16 if dtype == "bf16" else torch.float32
+        return open_chat_model(args.model, args.device, args.tokenizer, start=start, dtype=chosen)
+    if start or args.tokenizer or args.device != "auto" or dtype != "fp32":
+        given = "--start, --tokenizer, --device and --dtype are for folders"
+        raise UsageError(f"{given}, and {args.model} is a server", "give them to keepstep serve")
+    from keepstep.evaluate.remote_model import RemoteModel
+
+    return RemoteModel(args.model)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, or_url: bool = False) -> None:
+    if or_url:
+        parser.add_argument("model", type=_folder_or_url, help=f"{_MODEL}, or the URL of keepstep serve")
+    else:
+        parser.add_argument("model", type=Path, help=_MODEL)
     parser.add_argument("--batch", type=positive, default=32, help="rows per batch (default: 32)")
     parser.add_argument("--start", action="store_true", help="the weights that the run started from, not the newest")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, if the model's folder has none")
@@ -61,7 +95,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Arguments of `keepstep chat`."""
     add = parser.add_argument
-    add("model", type=Path, help="the folder of a run or of a Hugging Face model")
+    add("model", type=_folder_or_url, help=f"{_MODEL}, or the URL of keepstep serve")
     add("--system", default="", help="a system message")
     add("--tools", type=Path, metavar="FILE", help="tools as a JSON list of OpenAI function schemas")
     add("--file", type=Path, help="answer each line of this file (plain text, or JSON with messages)")
@@ -78,11 +112,11 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 def _tools(args: argparse.Namespace) -> int:
     from keepstep.data.chat.generated import SMALL
     from keepstep.evaluate.ast_check import table
-    from keepstep.evaluate.chat_model import Sampling, open_chat_model
+    from keepstep.evaluate.chat_model import Sampling
     from keepstep.evaluate.tool_calls import ask, load_questions, write_answers
 
     reward = load_plugin("rewards", args.reward, {}, "--reward") if args.reward else None
-    model = open_chat_model(args.model, args.device, args.tokenizer, start=args.start)
+    model = _open_model(args)
     questions = load_questions(args.data or SMALL, args.rows)
 
     def show_count(done: int) -> None:
@@ -91,7 +125,7 @@ def _tools(args: argparse.Namespace) -> int:
     answered = ask(model, questions, Sampling(max_new_tokens=args.max_new_tokens), args.batch, show_count, reward)
     if args.answers:
         write_answers(answered.lines, args.answers)
-    facts = {"model": str(args.model), "step": model.step, **answered.report.as_json()}
+    facts = {"model": str(args.model), "step": getattr(model, "step", None), **answered.report.as_json()}
     text = table(answered.report)
     if answered.mean_reward is not None:
         facts["reward"] = answered.mean_reward
@@ -103,11 +137,10 @@ def _bfcl(args: argparse.Namespace) -> int:
     from keepstep.evaluate.bfcl.benchmark import chosen_categories, open_benchmark
     from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
     from keepstep.evaluate.bfcl.scores import as_json, score, table
-    from keepstep.evaluate.chat_model import open_chat_model
 
     benchmark = open_benchmark(args.data)
     questions = benchmark.questions(chosen_categories(args.categories), args.limit)
-    model = open_chat_model(args.model, args.device, args.tokenizer, start=args.start)
+    model = _open_model(args)
     mode = choose_mode(model) if args.mode == "auto" else args.mode
     answers = args.answers or args.model / "bfcl" / f"{'start' if args.start else f'step-{model.step}'}-{mode}.jsonl"
     progress(f"{len(questions):,} questions, mode {mode}, answers in {answers}")
@@ -160,18 +193,19 @@ def _report(args: argparse.Namespace, facts: Mapping[str, Any], text: str) -> in
 
 def _chat(args: argparse.Namespace) -> int:
     """Answer the lines of the file, or the user at the terminal."""
-    from keepstep.evaluate.chat_model import Prompt, Sampling, open_chat_model
+    from keepstep.evaluate.chat_model import Prompt, Sampling
 
     tools = _read_tools(args.tools)
     first = [{"role": "system", "content": args.system}] if args.system else []
     prompts = _read_prompts(args.file, first, tools) if args.file else []
     sampling = Sampling(args.temperature, args.top_p, args.seed, args.max_new_tokens)
-    model = open_chat_model(args.model, args.device, args.tokenizer)
+    model = _open_model(args)
     if args.file:
         for prompt in prompts:
             print(json.dumps({"answer": "".join(model.stream(prompt, sampling))}, ensure_ascii=False), flush=True)
         return 0
-    progress(f"{model.config.name}, step {model.step}. An empty line or Ctrl-D ends the chat.")
+    shown = f"{model.config.name}, step {model.step}" if isinstance(args.model, Path) else model.name
+    progress(f"{shown}. An empty line or Ctrl-D ends the chat.")
     messages = list(first)
     while True:
         try:

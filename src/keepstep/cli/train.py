@@ -64,10 +64,7 @@ def _train(args: argparse.Namespace) -> int:
     ranks = from_environment()
     keys = {override.partition("=")[0] for override in overrides}
     if path is None and args.on == "local" and not keys & {"data", "data.path", "data.blend"}:
-        raise UsageError(
-            "there is no config file and no data to train on",
-            "run keepstep new NAME and then keepstep train NAME/run.yaml, or name the data: data=PATH or data=demo",
-        )
+        raise _without_data(overrides)
     config = load_run(path, overrides, for_pods=args.on.startswith(("k8s", "sky")) and not ranks.launched)
     if ranks.launched:
         return _train_as_worker(ranks, config)
@@ -99,6 +96,19 @@ def _train(args: argparse.Namespace) -> int:
     if code == 0:
         print(f"done: {config.runs_dir}/{config.name}")
     return code
+
+
+def _without_data(overrides: list[str]) -> KeepstepError:
+    """That there is no data, next to all that is wrong with what was given."""
+    missing = UsageError(
+        "there is no config file and no data to train on",
+        "run keepstep new NAME and then keepstep train NAME/run.yaml, or name the data: data=PATH or data=demo",
+    )
+    try:
+        load_config(None, overrides)
+    except ConfigError as error:
+        return ConfigError([*error.problems, missing])
+    return missing
 
 
 def _refuse_local_flags(args: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """Hugging Face `config.json` ↔ `ModelConfig`, in both directions. Never imports transformers.
 
-What one side does not compute (latent attention, LongRoPE, parallel attention ...) is an error: a model that loads
+What one side does not compute (images, parallel attention ...) is an error: a model that loads
 and computes something else is worse than one that does not load.
 """
 
@@ -37,6 +37,7 @@ _CLASSES: Mapping[Family, str] = {
     "granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM", "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _GPT2_FIELDS = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
 _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
@@ -44,8 +45,7 @@ _MPT_FIELDS = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
 _MPT_BIAS_MAX = 8
 """The only value that transformers computes, whatever config.json says."""
 _NOT_COMPUTED: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "multi-head latent attention"),
-    "gpt_oss": "attention sinks, clipped SwiGLU and experts with biases",
+    "deepseek_v32": "sparse attention with an indexer",
     "gemma3": "images (export its text model, gemma3_text)",
     "phi": "parallel attention and feed-forward",
     **dict.fromkeys(("falcon", "gpt_neox", "cohere", "cohere2"), "parallel attention and feed-forward"),
@@ -114,7 +114,7 @@ def model_config_from_hf(config: HfConfig) -> dict[str, Any]:
         given = fields.pop("experts", {})
     except KeyError as missing:
         raise ConfigError(f"config.json does not say {missing}", "download the file again, or add it") from None
-    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"config.json holds a value of a wrong kind: {error}", "download the file again") from None
     experts = {name: checked_field(f"experts.{name}", value, "config.json") for name, value in given.items()}
     checked = {name: checked_field(name, value, "config.json") for name, value in fields.items()}

@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from keepstep.config.hf_experts import EXPERT_DEFAULTS, check_experts, experts_family, from_experts, to_experts
+from keepstep.config.hf_experts import (
+    DEEPSEEK,
+    EXPERT_DEFAULTS,
+    check_experts,
+    experts_family,
+    from_experts,
+    to_experts,
+)
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.messages import listed
 
 Family = Literal[
     "gpt2", "mpt", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "olmo3", "granite", "smollm3", "gemma",
-    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "gemma2", "gemma3_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2",
+    "deepseek_v3",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -37,9 +45,11 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **EXPERT_DEFAULTS,
 }
 """What a file without the key means, where the family differs from Llama."""
+ROPE_SCALINGS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+"""Types of scaled rotary positions that our decoder computes."""
 _LOCAL_BASES: Mapping[str, float] = {"gemma3_text": 10000.0, "olmo3": 500000.0}
 """Families whose sliding layers have a RoPE of their own, and its base if the file does not say."""
-_FULL_EVERY: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
+_FULL_EVERY: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "gpt_oss": 2}
 """Families in which every n-th layer attends to all tokens if the file does not say, and the others slide."""
 _PRE_ATTN = "query_pre_attn_scalar"
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -47,17 +57,20 @@ _BIASED: tuple[Family, ...] = ("llama", "granite", "smollm3")
 """Families that may have biases in all their linears."""
 _GEMMAS: tuple[Family, ...] = ("gemma", "gemma2", "gemma3_text")
 _OLMOS: tuple[Family, ...] = ("olmo2", "olmo3")
-_EXPERTS: tuple[Family, ...] = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-_MIXED: tuple[Family, ...] = ("qwen2", "qwen3", "olmo3", "smollm3", "gemma2", "gemma3_text")
+_EXPERTS: tuple[Family, ...] = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", *DEEPSEEK)
+_MIXED: tuple[Family, ...] = ("qwen2", "qwen3", "olmo3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
 _ONLY: Mapping[str, tuple[Family, ...]] = {
-    "qkv_bias": ("gpt2", "qwen2", "qwen2_moe", *_BIASED),
+    "qkv_bias": ("gpt2", "qwen2", "qwen2_moe", "gpt_oss", *_BIASED),
+    "out_bias": ("gpt_oss",),
+    "attention_sinks": ("gpt_oss",),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim"), DEEPSEEK),
     "qk_norm": ("qwen3", "gemma3_text", "olmoe", "qwen3_moe", *_OLMOS),
     "head_qk_norm": ("olmoe", *_OLMOS),
     "norm_placement": ("gemma2", "gemma3_text", *_OLMOS),
     "sliding_window": ("mistral", "phi3", "mixtral", *_MIXED),
     "layer_types": _MIXED,
     "rotary_local_base": ("gemma3_text", "olmo3"),
-    "rotary_scaling": ("llama", "mistral", "granite", *_MIXED, "olmo2", "gemma", *_EXPERTS),
+    "rotary_scaling": ("llama", "phi3", "mistral", "granite", *_MIXED, "olmo2", "gemma", *_EXPERTS),
     "partial_rotary_factor": ("phi3",),
     "no_rope_layer_interval": ("smollm3",),
     "embedding_multiplier": ("granite", *_GEMMAS),
@@ -131,6 +144,10 @@ def _fixed(config: ModelConfig, family: Family) -> dict[str, Any]:
         fixed.update(qkv_bias=True)
     if family == "olmoe":
         fixed.update(head_qk_norm=False)
+    if family == "phi3" and (_rope_scaling(config) or {}).get("rope_type") != "longrope":
+        fixed.update(rotary_scaling=None)
+    if family == "gpt_oss":
+        fixed.update(attention_sinks=True, out_bias=config.qkv_bias)
     if family in _LOCAL_BASES and config.sliding_window and not config.rotary_local_base:
         # Their sliding layers are never scaled.
         fixed.update(rotary_scaling=None)
@@ -176,7 +193,7 @@ def from_rotary(config: HfConfig, family: Family) -> dict[str, Any]:
         "norm": "rmsnorm_1p" if gemma else "rmsnorm",
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "activation": "geglu_tanh" if gemma else "swiglu",
-        "bias": _has_biases(config),
+        "bias": family != "gpt_oss" and _has_biases(config),
         "qkv_bias": family == "qwen2",
         "qk_norm": family in _ONLY["qk_norm"],
         "tied": config.get("tie_word_embeddings", False),
@@ -242,7 +259,7 @@ def to_rotary(config: ModelConfig, family: Family) -> dict[str, Any]:
         "intermediate_size": config.ffn_size,
         "num_key_value_heads": config.key_value_heads,
         "head_dim": config.head_size,
-        "max_position_embeddings": max(config.max_positions, config.seq_len),
+        "max_position_embeddings": _longest(config),
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "gelu_pytorch_tanh" if family in _GEMMAS else "silu",
         "initializer_range": config.init_std,
@@ -263,6 +280,14 @@ def to_rotary(config: ModelConfig, family: Family) -> dict[str, Any]:
     return {**fields, **_own_keys(config, family), **to_experts(config, family)}
 
 
+def _longest(config: ModelConfig) -> int:
+    """The longest text; transformers scales dynamic rotary positions from there on."""
+    scaling = config.rotary_scaling or {}
+    if scaling.get("rope_type", scaling.get("type")) == "dynamic":
+        return int(scaling["original_max_position_embeddings"])
+    return max(config.max_positions, config.seq_len)
+
+
 def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     kinds = ["sliding_attention" if config.is_sliding(layer) else "full_attention" for layer in range(config.layers)]
     window = config.sliding_window
@@ -272,9 +297,10 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
             return {"sliding_window": window or None}
         case "phi3":
             partial = {"partial_rotary_factor": config.partial_rotary_factor}
-            rope = {"rope_type": "default", "rope_theta": config.rotary_base, **partial}
-            longest = max(config.max_positions, config.seq_len)
-            keys = {"sliding_window": window or None, "original_max_position_embeddings": longest}
+            scaling = _rope_scaling(config)
+            rope = {"rope_type": "default", **(scaling or {}), "rope_theta": config.rotary_base, **partial}
+            context = (scaling or {}).get("original_max_position_embeddings", _longest(config))
+            keys = {"sliding_window": window or None, "original_max_position_embeddings": context}
             return {**keys, **partial, "rope_parameters": rope}
         case "qwen2" | "qwen3" | "smollm3":
             used = {"sliding_window": window, "max_window_layers": kinds.index("sliding_attention")} if window else {}
@@ -283,7 +309,7 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
                 return keys
             ropes = [int(config.has_rope(layer)) for layer in range(config.layers)]
             return {**keys, "no_rope_layers": ropes, "no_rope_layer_interval": config.no_rope_layer_interval}
-        case "olmo3":
+        case "olmo3" | "gpt_oss":
             return {"sliding_window": window or 4096, "layer_types": kinds}
         case "granite":
             scale = config.attention_multiplier or config.head_size**-0.5
@@ -322,19 +348,21 @@ def _rope_parameters(config: HfConfig, family: Family) -> dict[str, Any]:
         raise ConfigError(f"config.json has partial_rotary_factor = {partial!r}", f"{family} rotates whole heads here")
     kind = values.get("rope_type", values.get("type", "default"))
     # Phi-3 files name the same scaling su, yarn or longrope.
-    if kind == "longrope" or (family == "phi3" and kind != "default"):
+    kind = "longrope" if family == "phi3" and kind in ("su", "yarn") else kind
+    known = ("default", "longrope") if family == "phi3" else ("default", *ROPE_SCALINGS)
+    if kind not in known:
         raise ConfigError(
-            f"config.json scales rotary positions by {kind!r} (LongRoPE), whose frequencies change with the length of "
-            "each text: this decoder computes a position alike in short and long texts",
-            "use a model without it, for example phi-4 or Phi-3-mini-4k",
+            f"config.json has rope_type {kind!r}, which keepstep does not support", f"supported: {', '.join(known)}"
         )
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ConfigError(
-            f"config.json has rope_type {kind!r}, which keepstep does not support",
-            "supported: default, linear, llama3, yarn",
-        )
-    if kind == "yarn":
-        values.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    longest = config["max_position_embeddings"]
+    if kind == "dynamic":
+        values["original_max_position_embeddings"] = longest
+    elif kind in ("yarn", "longrope"):
+        values.setdefault("original_max_position_embeddings", longest)
+    if kind == "longrope":
+        values.pop("type", None)
+        context = config.get("original_max_position_embeddings") or values["original_max_position_embeddings"]
+        values |= {"original_max_position_embeddings": context, "factor": values.get("factor") or longest / context}
     scaling = None if kind == "default" else {**values, "rope_type": kind}
     return {"rotary_base": base, "rotary_scaling": scaling, "partial_rotary_factor": float(partial)}
 

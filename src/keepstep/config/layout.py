@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 from keepstep.config.rules import around, divisors, multiples_around
@@ -24,6 +24,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    """Neighbours among `weight_shards` that divide the experts among them: no axis of its own."""
 
     @property
     def data_ranks(self) -> int:
@@ -51,12 +53,15 @@ class Layout:
 
     def text(self) -> str:
         """The axes that are used, for people."""
-        return " × ".join(f"{axis} {getattr(self, axis)}" for axis in self.used_axes) or "one process"
+        axes = " × ".join(f"{axis} {getattr(self, axis)}" for axis in self.used_axes) or "one process"
+        return f"{axes} with expert {self.expert}" if self.expert > 1 else axes
 
     def overrides(self) -> Iterator[str]:
         """The layout as overrides of a run."""
         for axis in reversed(AXES):
             yield f"parallel.{axis}={getattr(self, axis)}"
+        if self.expert > 1:
+            yield f"parallel.expert={self.expert}"
 
 
 def check_layout(config: RunConfig, world_size: int) -> Layout:
@@ -65,8 +70,21 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     if config.reproducible == "elastic":
         # Processes take micro batches one by one: any number works, and each holds whole weights.
         return Layout(replicate=layout.data_ranks, shard=1)
+    _check_experts(config, layout)
     check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
     return layout
+
+
+def _check_experts(config: RunConfig, layout: Layout) -> None:
+    """Raise where processes that hold the same experts can shard them neither by expert nor inside each."""
+    model, copies = config.model, layout.weight_shards // layout.expert
+    if layout.expert == 1 or model.experts.count // layout.expert % copies == 0:
+        return
+    if model.hidden % copies or 2 * model.expert_size % copies:
+        rule = f"leaves {copies} processes with the same experts, which cannot shard {model.experts.count} evenly"
+        choices = [each for each in divisors(layout.weight_shards) if model.experts.count % each == 0]
+        hint = f"parallel.expert={listed(around(choices, layout.expert))}, or raise parallel.replicate"
+        raise ConfigError(invalid_value("parallel.expert", layout.expert, rule), hint)
 
 
 def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> int:
@@ -87,7 +105,7 @@ def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> i
 
 def resolve_layout(config: ParallelConfig, world_size: int) -> Layout:
     """Fill in the one `-1` and check that the degrees multiply to the number of processes."""
-    degrees: dict[str, int] = {axis.name: getattr(config, axis.name) for axis in fields(Layout)}
+    degrees: dict[str, int] = {axis: getattr(config, axis) for axis in reversed(AXES)}
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         both = " and ".join(f"parallel.{axis}" for axis in open_axes)
@@ -107,7 +125,12 @@ def resolve_layout(config: ParallelConfig, world_size: int) -> Layout:
             if open_axes
             else f"start {fixed} processes, or set parallel.shard=-1 to use all processes",
         )
-    return Layout(**degrees)
+    layout = Layout(**degrees, expert=config.expert)
+    if layout.weight_shards % config.expert:
+        choices = around(divisors(layout.weight_shards), config.expert)
+        rule = f"must divide parallel.shard × parallel.context ({layout.weight_shards})"
+        raise ConfigError(invalid_value("parallel.expert", config.expert, rule), f"parallel.expert={listed(choices)}")
+    return layout
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:

@@ -144,7 +144,8 @@ def _collect_section(path: str, node: Node, given: dict[str, Node], problems: Pr
 
 
 def _merged(first: Node, second: Node) -> Node:
-    if not isinstance(first.value, Mapping) or not isinstance(second.value, Mapping):
+    # {} clears what an earlier layer gave: it could not mean anything else.
+    if not isinstance(first.value, Mapping) or not isinstance(second.value, Mapping) or not second.value:
         return second
     merged: dict[str, Node] = dict(first.value)
     for key, node in second.value.items():

@@ -46,6 +46,16 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn_hidden: int,
     return {**_LLAMA, **shape, **more}
 
 
+def _deepseek(layers: int, hidden: int, heads: int, ffn_hidden: int, mscale: float, **more: Any) -> Fields:
+    scaling = {
+        "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale,
+        "mscale_all_dim": mscale, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    latent = {"kv_lora_rank": 512, "head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    own = {"rotary_base": 10000.0, "rotary_scaling": scaling, "norm_eps": 1e-6, "seq_len": 4096}
+    return _llama(layers, hidden, heads, 0, ffn_hidden, **latent, **own, **more)
+
+
 PRESETS: Mapping[str, Fields] = {
     "mpt-tiny": _mpt(4, 16, 4),
     "mpt-125m": _mpt(12, 768, 12),
@@ -82,6 +92,31 @@ PRESETS: Mapping[str, Fields] = {
         32, 4096, 32, 8, 14336, vocab=32000, seq_len=4096, rotary_base=1000000.0,
         experts=ExpertsConfig(count=8, top_k=2, ffn_hidden=14336, aux_loss=0.02),
     ),
+    "gpt-oss-20b": _llama(
+        24, 2880, 64, 8, 2880, head_dim=64, vocab=201088, seq_len=4096, rotary_base=150000.0, qkv_bias=True,
+        out_bias=True, attention_sinks=True, sliding_window=128, layer_types=("sliding_attention", "full_attention"),
+        rotary_scaling={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        experts=ExpertsConfig(
+            count=32, top_k=4, ffn_hidden=2880, bias=True, swiglu_limit=7.0, aux_loss=0.001,
+        ),
+    ),
+    "deepseek-v2-lite": _deepseek(
+        27, 2048, 16, 10944, 0.707, vocab=102400,
+        experts=ExpertsConfig(
+            count=64, top_k=6, ffn_hidden=1408, normalize=False, shared_ffn_hidden=2816, first_dense_layers=1,
+            aux_loss=0.001,
+        ),
+    ),
+    "deepseek-v3": _deepseek(
+        61, 7168, 128, 18432, 1.0, vocab=129280, q_lora_rank=1536,
+        experts=ExpertsConfig(
+            count=256, top_k=8, ffn_hidden=2048, scores="sigmoid", scale=2.5, shared_ffn_hidden=2048, groups=8,
+            top_groups=4, first_dense_layers=3, balance_bias=True,
+        ),
+    ),
 }  # fmt: skip
 
 ALIASES: Mapping[str, str] = {"mpt-small-cpu": "mpt-tiny"}
@@ -98,6 +133,10 @@ def preset_fields(name: str, given: Callable[[str, Any], Any] = lambda _, defaul
     if name == "custom":
         return {}
     fields = read_model_file(Path(name)) if is_model_file(name) else dict(PRESETS[ALIASES.get(name, name)])
+    experts, layers = fields.get("experts") or ExpertsConfig(), given("layers", fields["layers"])
+    if isinstance(layers, int) and 0 < layers <= experts.first_dense_layers:
+        # A short model has experts too.
+        experts = fields["experts"] = replace(experts, first_dense_layers=layers - 1)
     hidden, heads = fields["hidden"], fields["heads"]
     width = given("hidden", hidden)
     if not isinstance(width, int) or width < 1 or width == hidden:
@@ -109,7 +148,6 @@ def preset_fields(name: str, given: Callable[[str, Any], Any] = lambda _, defaul
         fields["kv_heads"] = gcd(now, max(1, now * fields["kv_heads"] // heads))
     if fields.get("ffn_hidden"):
         fields["ffn_hidden"] = max(1, width * fields["ffn_hidden"] // hidden)
-    experts = fields.get("experts") or ExpertsConfig()
     widths = {name: getattr(experts, name) for name in ("ffn_hidden", "shared_ffn_hidden")}
     scaled = {name: max(1, width * value // hidden) for name, value in widths.items() if value}
     return fields | ({"experts": replace(experts, **scaled)} if experts.count else {})

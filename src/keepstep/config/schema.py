@@ -6,6 +6,7 @@ JSON Schema for editors are made from these. Each part gets its own section; the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -62,6 +63,11 @@ class ExpertsConfig:
     0 disables it. It is not part of the loss that is reported."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the router z-loss, which keeps the router's logits small; 0 disables it."""
+    bias: bool = False
+    """Biases in the router and in the experts."""
+    swiglu_limit: NonNegativeFloat = 0.0
+    """Clipped SwiGLU, as in gpt-oss: gates are at most this, what they multiply is within ± this, and experts compute
+    (up + 1) × gate × sigmoid(1.702 × gate). 0 means plain SwiGLU."""
     balance_bias: bool = False
     """Balance without a loss: a bias per expert takes part in the choice of experts, but not in their scores."""
     bias_update_rate: NonNegativeFloat = 0.001
@@ -101,7 +107,7 @@ class ModelConfig:
     """RoPE base (theta)."""
     rotary_scaling: Mapping[str, Any] | None = None
     """RoPE scaling in Hugging Face's format, for example `{rope_type: yarn, factor: 4.0, ...}`;
-    linear, llama3 and yarn are supported."""
+    linear, dynamic, llama3, yarn and longrope are supported."""
     rotary_local_base: NonNegativeFloat = 0.0
     """RoPE base of the sliding layers in `layer_types`, without scaling; 0 means the same RoPE as in the others."""
     partial_rotary_factor: Annotated[float, Range(above=0, max=1)] = 1.0
@@ -121,10 +127,25 @@ class ModelConfig:
     """Biases in linear layers and in LayerNorm."""
     qkv_bias: bool = False
     """A bias on the query, key and value projections even if `bias` is false."""
+    out_bias: bool = False
+    """A bias on the output projection of attention even if `bias` is false."""
+    attention_sinks: bool = False
+    """Each head has a learned logit in the softmax of its scores, so that a token may attend to almost nothing. There
+    is no fused kernel for it."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
     head_qk_norm: bool = True
     """With qk_norm: normalize each head; false normalizes all query heads, and all key heads, as one vector."""
+    kv_lora_rank: ModelSizeOrZero = 0
+    """Multi-head latent attention, as in DeepSeek: keys and values of all heads come from one vector of this size; 0
+    means ordinary attention."""
+    q_lora_rank: ModelSizeOrZero = 0
+    """With kv_lora_rank: queries come from a vector of this size too; 0 means from the hidden state itself."""
+    qk_rope_head_dim: ModelSizeOrZero = 0
+    """With kv_lora_rank: channels of each head that RoPE rotates, the last of its `head_dim`. Their key is shared by
+    all heads."""
+    v_head_dim: ModelSizeOrZero = 0
+    """With kv_lora_rank: width of the values of one head; 0 means head_dim."""
     tied: bool = True
     """The output head shares the embedding's weights."""
     alibi_bias_max: PositiveFloat = 8.0
@@ -181,12 +202,39 @@ class ModelConfig:
     @property
     def rotary_size(self) -> int:
         """Channels of a head that RoPE rotates."""
-        return int(self.head_size * self.partial_rotary_factor)
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * self.partial_rotary_factor)
 
     @property
     def plain_rope(self) -> bool:
         """Whether queries and keys are at most rotated, as whole heads: what the fused kernels compute."""
-        return not self.qk_norm and self.rotary_size == self.head_size
+        return not self.qk_norm and not self.kv_lora_rank and self.rotary_size == self.head_size
+
+    @property
+    def scales_rope_by_length(self) -> bool:
+        """Whether RoPE depends on the length of a text, not on positions alone."""
+        scaling = self.rotary_scaling or {}
+        return scaling.get("rope_type", scaling.get("type")) in ("dynamic", "longrope")
+
+    @property
+    def value_size(self) -> int:
+        """Width of the values of one head."""
+        return self.v_head_dim or self.head_size
+
+    @property
+    def score_scale(self) -> float | None:
+        """What attention scores are multiplied by; None means 1 / √(head size)."""
+        scaling = self.rotary_scaling or {}
+        sharpness = scaling.get("mscale_all_dim") if self.kv_lora_rank and not self.attention_multiplier else None
+        if not sharpness or scaling.get("rope_type", scaling.get("type", "default")) == "default":
+            return self.attention_multiplier or None
+        # DeepSeek sharpens its scores with YaRN's factor, and not by the tables of cosines and sines.
+        growth = 0.1 * sharpness * math.log(max(scaling.get("factor", 1.0), 1.0)) + 1.0
+        return float(self.head_size**-0.5 * growth * growth)
+
+    @property
+    def kernel_scores(self) -> bool:
+        """Whether attention kernels compute the scores: neither soft-capped nor with sinks."""
+        return not (self.attn_logit_softcapping or self.attention_sinks)
 
     @property
     def ffn_size(self) -> int:
@@ -243,9 +291,10 @@ class DataConfig:
     path: str = "demo"
     """Training data: a folder or prefix written by `keepstep data build`; raw .jsonl, .parquet or .txt files, tokenized
     at first use; or conversations in .jsonl, .json or .parquet, rendered at first use. All of these can be local or
-    remote (s3://, az://, gs://, https://). `toolcalls` generates conversations with tool calls, `demo` is the source of
-    this machine's Python standard library, `synthetic` is random tokens for benchmarks. A plug-in is an entry point of
-    the group keepstep.data, or `package.module:function`; write `./NAME` for a folder of the same name."""
+    remote (s3://, az://, gs://, https://). `toolcalls` and `toolcalls-domains` generate conversations with tool calls,
+    `demo` is the source of this machine's Python standard library, `synthetic` is random tokens for benchmarks. A
+    plug-in is an entry point of the group keepstep.data, or `package.module:function`; write `./NAME` for a folder of
+    the same name."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of a plug-in that `path` names."""
     blend: Mapping[str, float] = field(default_factory=dict)
@@ -307,7 +356,7 @@ class ChatConfig:
     packing: bool = True
     """Pack several conversations into one row; attention does not cross from one to another."""
     generated_rows: PositiveInt = 12000
-    """With `data.path: toolcalls`: number of conversations to generate."""
+    """With `data.path: toolcalls` or `toolcalls-domains`: number of conversations to generate."""
 
 
 @dataclass(frozen=True)
@@ -359,8 +408,14 @@ class RLConfig:
     """Most tokens of an answer."""
     rollout_batch: PositiveInt = 256
     """Most answers that a process writes at a time. When one ends, the next prompt takes its place."""
-    beta: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the frozen start; 0 needs no reference."""
+    beta: Annotated[float, Range(min=-1)] = -1.0
+    """Weight of the KL divergence from the frozen start; 0 needs no reference. -1 chooses as TRL does: 0.05 for rloo, 0
+    for the others."""
+
+    @property
+    def kl_weight(self) -> float:
+        """`beta`, or what it chooses."""
+        return self.beta if self.beta >= 0 else 0.05 if self.method == "rloo" else 0.0
 
 
 @dataclass(frozen=True)
@@ -437,6 +492,9 @@ class ParallelConfig:
     """Pipeline parallel degree: each process holds some of the blocks."""
     context: PositiveInt = 1
     """Context parallel degree: splits each row of tokens, with ring attention."""
+    expert: PositiveInt = 1
+    """Expert parallel degree: each of so many neighbours in the shard axis holds a part of every layer's experts, and
+    tokens travel to them. Must divide `shard` × `context` and the number of experts."""
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline schedule. interleaved gives each process several stages; zero_bubble fills the bubbles with weight
     gradients."""
@@ -686,7 +744,7 @@ class RunConfig:
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with the weights that it started from."""
-        return self.preference.method != "none" or (self.rl.method != "none" and self.rl.beta > 0)
+        return self.preference.method != "none" or (self.rl.method != "none" and self.rl.kl_weight > 0)
 
 
 RENAMED: Mapping[str, str] = {"compute.joined_products": "compute.fused_matmuls"}

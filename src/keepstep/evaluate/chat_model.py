@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from keepstep.config.schema import RunConfig
@@ -169,7 +170,13 @@ def cached_forward(model: Transformer, capacity: int) -> Forward:
 
 
 def open_chat_model(
-    where: Path, device: str = "auto", tokenizer: Path | None = None, *, start: bool = False, only: str = ""
+    where: Path,
+    device: str = "auto",
+    tokenizer: Path | None = None,
+    *,
+    start: bool = False,
+    only: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> ChatModel:
     """Load a run's folder or a Hugging Face folder; with `start`, the weights that the run started from.
 
@@ -183,7 +190,7 @@ def open_chat_model(
     loaded = tokenization.load(path)
     template = find_template(path, find_chat_template(where, config))
     return ChatModel(
-        model=model.to(chosen),
+        model=model.to(device=chosen, dtype=dtype),
         config=config,
         step=step,
         tokenizer=loaded,

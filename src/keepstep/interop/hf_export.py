@@ -29,6 +29,7 @@ from keepstep.interop.full_model import load_full_model
 from keepstep.interop.hf_folder import load_hf, read_hf_shape, save_hf
 from keepstep.interop.peft import save_adapter
 from keepstep.interop.run_source import find_chat_template, find_tokenizer, read_run_config, read_run_facts
+from keepstep.models.moe import router_biases
 from keepstep.models.size import parameter_count
 from keepstep.models.transformer import Transformer
 
@@ -65,7 +66,8 @@ def export_model(where: Path, out: Path, dtype: str = "auto") -> Exported:
     template = find_template(tokenizer, find_chat_template(where, config)) if tokenizer else None
     described = hf_config_of(config.model, str(precision).removeprefix("torch."), _token_ids(tokenizer, template))
     with finished_in(out) as unfinished:
-        size = save_hf(dict(model.named_parameters()), config.model, described, unfinished, precision)
+        state = {**dict(model.named_parameters()), **router_biases(model)}
+        size = save_hf(state, config.model, described, unfinished, precision)
         _write_tokenizer(tokenizer, template, config, described, unfinished)
         difference, difference_theirs = check_export(model, unfinished, precision)
         exported = Exported(
@@ -128,7 +130,8 @@ def _rounded(model: Transformer, dtype: torch.dtype) -> Transformer:
     if dtype == torch.float32:
         return model
     copy = Transformer(model.config)
-    copy.load_state_dict({name: item.detach().to(dtype).float() for name, item in model.state_dict().items()})
+    rounded = {name: item.detach().to(dtype).float() for name, item in model.named_parameters()}
+    copy.load_state_dict({**rounded, **router_biases(model)})
     return copy.eval()
 
 

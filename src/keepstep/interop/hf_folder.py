@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from keepstep.core.files import write_json
 from keepstep.data.remote.hub import fetch_model, is_model_name
 from keepstep.data.tokenization import FILES
 from keepstep.interop.gguf.model import open_gguf_model, read_gguf_tokenizer
-from keepstep.interop.hf_names import export_parameters, import_parameters
+from keepstep.interop.hf_names import BALANCE_BIAS, export_parameters, import_parameters
+from keepstep.interop.quantized import dequantized
 from keepstep.interop.safetensors_files import open_hf_tensors, write_shards
 from keepstep.models.init import keep_shard
+from keepstep.models.moe import router_biases
 from keepstep.models.transformer import Transformer
 
 
@@ -56,11 +59,19 @@ def read_hf_shape(source: Path) -> ModelConfig:
 
 def open_source(source: Path) -> tuple[Mapping[str, Any], Tensors]:
     """config.json and the tensors of a folder or a GGUF file, with Hugging Face's names and layouts."""
-    return (
-        open_gguf_model(source)
-        if is_gguf(source)
-        else (read_hf_config(source / "config.json"), open_hf_tensors(source))
-    )
+    return open_gguf_model(source) if is_gguf(source) else _open_folder(source)
+
+
+def _open_folder(folder: Path) -> tuple[Mapping[str, Any], Tensors]:
+    """The same of a folder. Layers that predict later tokens (DeepSeek-V3) are left out, as transformers does."""
+    described, tensors = read_hf_config(folder / "config.json"), dequantized(open_hf_tensors(folder))
+    layers, more = described.get("num_hidden_layers"), described.get("num_nextn_predict_layers")
+    if described.get("model_type") != "deepseek_v3" or not isinstance(layers, int) or not isinstance(more, int):
+        return described, tensors
+    named = {name: re.match(r"model\.layers\.(\d{1,6})\.", name) for name in tensors}
+    predictors = {name for name, found in named.items() if found and int(found[1]) in range(layers, layers + more)}
+    kinds = {name: kind for name, kind in tensors.kinds.items() if name not in predictors}
+    return described, Tensors(kinds, tensors.__getitem__)
 
 
 @torch.no_grad()
@@ -70,7 +81,9 @@ def load_hf(model: Transformer, folder: Path) -> None:
     Each process reads one parameter at a time and keeps its shard of it.
     """
     described, tensors = open_source(folder)
-    parameters = dict(model.named_parameters())
+    for buffer in model.buffers():
+        buffer.zero_()
+    parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **router_biases(model)}
     for name, full in import_parameters(tensors, model.config, hf_family(described), only=parameters):
         parameter = parameters[name]
         if full.shape != parameter.shape:
@@ -79,8 +92,6 @@ def load_hf(model: Transformer, folder: Path) -> None:
                 "leave the model's shape to config.json: set no model.* fields that change it",
             )
         keep_shard(parameter, full.to(device=parameter.device, dtype=parameter.dtype))
-    for buffer in model.buffers():
-        buffer.zero_()
 
 
 def save_hf(
@@ -89,8 +100,9 @@ def save_hf(
     """Write config.json and the weights of a whole model; returns the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     exported = export_parameters(state, config, hf_family(described))
+    kinds = ((name, tensor, torch.float32 if name.endswith(BALANCE_BIAS) else dtype) for name, tensor in exported)
     total = write_shards(
-        ((name, tensor.detach().to(device="cpu", dtype=dtype).contiguous()) for name, tensor in exported), folder
+        ((name, tensor.detach().to(device="cpu", dtype=kind).contiguous()) for name, tensor, kind in kinds), folder
     )
     write_json(folder / "config.json", dict(described))
     return total

@@ -12,11 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keepstep.config.hf_experts import DEEPSEEK
 from keepstep.config.hf_rotary import Family
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, malformed_as
 from keepstep.models.attention import pack_qkv, unpack_qkv
 from keepstep.models.mlp import gate_blocks, pack_gate_up, unpack_gate_up
+
+BALANCE_BIAS = "gate.e_score_correction_bias"
+"""Always fp32 in their files: rounded, it would choose other experts."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +116,24 @@ def _rotary(config: ModelConfig, family: Family) -> Iterator[Rule]:
         ours, theirs = f"blocks.{layer}.", f"model.layers.{layer}."
         for name, their_name in _NORMS[config.norm_placement].items():
             yield same(f"{ours}{name}.weight", f"{theirs}{their_name}.weight")
-        for kind in _kinds(config.bias or config.qkv_bias):
+        if config.kv_lora_rank:
+            yield from _latent_attention(ours + "attention.", theirs + "self_attn.", config)
+        for kind in () if config.kv_lora_rank else _kinds(config.bias or config.qkv_bias):
             qkv = ours + f"attention.qkv.{kind}"
             if family == "phi3":
                 yield _fused_qkv(qkv, theirs + f"self_attn.qkv_proj.{kind}", config, transposed=False)
             else:
                 yield _separate_qkv(qkv, theirs + "self_attn.", kind, config)
-        for kind in _kinds(config.bias):
+        for kind in _kinds(config.bias or config.out_bias):
             yield same(ours + f"attention.out.{kind}", theirs + f"self_attn.o_proj.{kind}")
+        if config.attention_sinks:
+            yield same(ours + "attention.sinks", theirs + "self_attn.sinks")
         if config.qk_norm:
             yield same(ours + "attention.query_norm.weight", theirs + "self_attn.q_norm.weight")
             yield same(ours + "attention.key_norm.weight", theirs + "self_attn.k_norm.weight")
         if config.has_experts(layer):
-            yield from _experts(ours + "mlp.", theirs, config, family)
+            experts = _stacked_experts if family == "gpt_oss" else _experts
+            yield from experts(ours + "mlp.", theirs, config, family)
             continue
         for kind in _kinds(config.bias):
             gate_up = _fused_gate_up if family == "phi3" else _gate_up
@@ -141,6 +150,8 @@ def _experts(ours: str, layer: str, config: ModelConfig, family: Family) -> Iter
     gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     count = config.experts.count
     yield same(ours + "router.weight", theirs + "gate.weight")
+    if config.experts.balance_bias:
+        yield same(ours + "router.balance_bias", theirs + BALANCE_BIAS)
     each = [f"{theirs}experts.{number}." for number in range(count)]
     yield Rule(
         ours + "experts.gate_up",
@@ -156,10 +167,56 @@ def _experts(ours: str, layer: str, config: ModelConfig, family: Family) -> Iter
     )
     if config.experts.shared_ffn_hidden:
         shared = replace(config, ffn_hidden=config.experts.shared_ffn_hidden)
-        yield _gate_up(ours + "shared.gate_up.weight", theirs + "shared_expert.", "weight", shared)
-        yield same(ours + "shared.down.weight", theirs + "shared_expert.down_proj.weight")
+        name = "shared_experts." if family in DEEPSEEK else "shared_expert."
+        yield _gate_up(ours + "shared.gate_up.weight", theirs + name, "weight", shared)
+        yield same(ours + "shared.down.weight", theirs + name + "down_proj.weight")
     if config.experts.shared_gate:
         yield same(ours + "shared_gate.weight", theirs + "shared_expert_gate.weight")
+
+
+def _latent_attention(ours: str, theirs: str, config: ModelConfig) -> Iterator[Rule]:
+    rotated, head_size, rank = config.qk_rope_head_dim, config.head_size, config.kv_lora_rank
+    query = "q_proj.weight"
+    if config.q_lora_rank:
+        query = "q_b_proj.weight"
+        yield same(ours + "query_down.weight", theirs + "q_a_proj.weight")
+        yield same(ours + "query_norm.weight", theirs + "q_a_layernorm.weight")
+    yield _rotated_rows(ours + "query_up.weight", theirs + query, head_size, rotated)
+    yield _rotated_rows(ours + "key_value_down.weight", theirs + "kv_a_proj_with_mqa.weight", rank + rotated, rotated)
+    yield same(ours + "key_value_norm.weight", theirs + "kv_a_layernorm.weight")
+    yield same(ours + "key_value_up.weight", theirs + "kv_b_proj.weight")
+
+
+def _rotated_rows(ours: str, theirs: str, size: int, rotated: int) -> Rule:
+    """Groups of `size` rows, whose last ones RoPE rotates: theirs in neighbouring pairs, ours row i with i + half."""
+    kept = size - rotated
+    order = torch.tensor([*range(kept), *range(kept, size, 2), *range(kept + 1, size, 2)])
+
+    def moved(rows: Tensor, order: Tensor) -> Tensor:
+        return rows.reshape(-1, size, *rows.shape[1:])[:, order].flatten(0, 1)
+
+    return Rule(ours, (theirs,), lambda rows: moved(rows, order), lambda rows: (moved(rows, order.argsort()),))
+
+
+def _stacked_experts(ours: str, layer: str, _config: ModelConfig, _family: Family) -> Iterator[Rule]:
+    """Theirs are stacked too, [e, inputs, outputs], and gate and up outputs alternate."""
+    theirs = layer + "mlp."
+    for kind in ("weight", "bias"):
+        yield same(f"{ours}router.{kind}", f"{theirs}router.{kind}")
+    for end in ("", "_bias"):
+        yield Rule(
+            f"{ours}experts.gate_up{end}",
+            (f"{theirs}experts.gate_up_proj{end}",),
+            lambda fused: torch.cat((fused[..., ::2], fused[..., 1::2]), dim=-1).movedim(-1, 1).contiguous(),
+            lambda packed: (torch.stack(packed.chunk(2, dim=1), dim=2).flatten(1, 2).movedim(1, -1).contiguous(),),
+        )
+    yield Rule(
+        f"{ours}experts.down",
+        (f"{theirs}experts.down_proj",),
+        lambda tensor: tensor.mT.contiguous(),
+        lambda tensor: (tensor.mT.contiguous(),),
+    )
+    yield same(f"{ours}experts.down_bias", f"{theirs}experts.down_proj_bias")
 
 
 def _mpt(config: ModelConfig) -> Iterator[Rule]:

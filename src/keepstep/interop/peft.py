@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepstep.config.hf_experts import DEEPSEEK
 from keepstep.config.hf_rotary import Family
 from keepstep.config.schema import LoraConfig
 from keepstep.core.files import write_json
@@ -61,16 +62,18 @@ def save_adapter(model: Transformer, lora: LoraConfig, family: Family, base: str
 
 def _their_factors(model: Transformer, lora: LoraConfig, family: Family) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Their module names with the factors A [r, i] and B [o, r] of each."""
-    weights = {rule.ours: rule.theirs for rule in rules(model.config, family)}
+    weights = {rule.ours: rule for rule in rules(model.config, family)}
     for name, linear in lora_modules(model):
-        theirs = [item.removesuffix(".weight") for item in weights[f"{name}.weight"]]
+        rule = weights[f"{name}.weight"]
+        theirs = [item.removesuffix(".weight") for item in rule.theirs]
         factors = projection_factors(name, linear, lora.targets)
         if len(theirs) > 1:
             for short, (factor_a, factor_b) in factors.items():
                 yield next(item for item in theirs if f"{short}_proj" in item), factor_a, factor_b
         elif len(linear.shape.slots) == 1:
             ((factor_a, factor_b),) = factors.values()
-            yield theirs[0], factor_a, factor_b
+            # Rows that latent attention rotates are in another order.
+            yield theirs[0], factor_a, rule.unpack(factor_b)[0] if family in DEEPSEEK else factor_b
         else:
             names = ("gate", "up") if name.endswith("gate_up") else ("q", "k", "v")
             yield theirs[0], linear.lora_a, _fused_rows(linear, factors, names)

@@ -44,7 +44,9 @@ class Attention(nn.Module):
         self.plan = BlockPlan()
         rows = (config.heads + 2 * config.key_value_heads) * config.head_size
         self.qkv = make_linear(config, "qkv", config.hidden, rows, config.bias or config.qkv_bias)
-        self.out = make_linear(config, "out", config.heads * config.head_size, config.hidden, config.bias)
+        out_bias = config.bias or config.out_bias
+        self.out = make_linear(config, "out", config.heads * config.head_size, config.hidden, out_bias)
+        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.attention_sinks else None
         self.query_norm = _qk_norm(config, config.heads)
         self.key_norm = _qk_norm(config, config.key_value_heads)
 
@@ -65,6 +67,8 @@ class Attention(nn.Module):
         query_btne, key_btge, value_btge = self._project(x_btd, self._rotary(context))
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
+        if self.sinks is not None:
+            return attend(query_btne, key_btge, value_btge, 0, context, self.sinks).flatten(2)
         run = self.plan.attend or attend
         return run(query_btne, key_btge, value_btge, self.plan.first_head, context).flatten(2)
 
@@ -113,7 +117,7 @@ class Attention(nn.Module):
 
     def can_fuse_attention(self) -> bool:
         """Whether nothing stands between the projection and attention, and attention is the plain one."""
-        return self.plain_rope
+        return self.plain_rope and self.sinks is None
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""
@@ -128,16 +132,26 @@ def _qk_norm(config: ModelConfig, heads: int) -> RMSNorm | None:
     return make_rms_norm(config, size) if config.qk_norm else None
 
 
-def attend(query_btne: Tensor, key_bsge: Tensor, value_bsge: Tensor, first_head: int, context: Context) -> Tensor:
-    """Scaled dot-product attention, [b, t, n, e]; the queries are the heads from `first_head` on."""
+def attend(
+    query_btne: Tensor,
+    key_bsge: Tensor,
+    value_bsge: Tensor,
+    first_head: int,
+    context: Context,
+    sinks_n: Tensor | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, [b, t, n, e]; the queries are the heads from `first_head` on.
+
+    `sinks_n` are logits of keys whose values are zero, one a head.
+    """
     if context.spans is not None:
         return varlen_attention(query_btne, key_bsge, value_bsge, context.spans, context.window, context.scale)
     heads = query_btne.shape[2]
     mask = context.mask
     if mask is not None and mask.shape[1] not in (1, heads):
         mask = mask.narrow(1, first_head, heads)
-    if context.softcap:
-        return _attend_capped(query_btne, key_bsge, value_bsge, mask, context)
+    if context.softcap or sinks_n is not None:
+        return _attend_by_matmuls(query_btne, key_bsge, value_bsge, mask, context, sinks_n)
     groups = key_bsge.shape[2]
     if query_btne.shape[1] == 1 and groups < heads and not context.causal:
         return _attend_once(query_btne, key_bsge, value_bsge, mask, context.scale)
@@ -164,19 +178,27 @@ def _attend_once(query_b1ne: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     return attn_out_bgre.flatten(1, 2)[:, None]
 
 
-def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context) -> Tensor:
-    """The same with scores within ± the soft cap, by plain matmuls: torch's kernels do not cap scores."""
+def _attend_by_matmuls(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context, sinks_n: Tensor | None
+) -> Tensor:
+    """The same with capped scores or sinks, by plain matmuls: torch's kernels have neither."""
     repeats = query.shape[2] // key.shape[2]
     key_bnse, value_bnse = (part.transpose(1, 2).repeat_interleave(repeats, dim=1) for part in (key, value))
     scores_bnts = query.transpose(1, 2) @ key_bnse.transpose(2, 3)
     scale = context.scale or query.shape[-1] ** -0.5
-    scores_bnts = context.softcap * torch.tanh(scores_bnts * (scale / context.softcap))
+    if context.softcap:
+        scores_bnts = context.softcap * torch.tanh(scores_bnts * (scale / context.softcap))
+    else:
+        scores_bnts = scores_bnts * scale
     if mask is None and context.causal:
         mask = torch.ones(scores_bnts.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores_bnts = scores_bnts.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_bnts + mask
+    if sinks_n is not None:
+        sinks_bnt1 = sinks_n.float()[:, None, None].expand(*scores_bnts.shape[:3], 1)
+        scores_bnts = torch.cat((scores_bnts, sinks_bnt1), dim=-1)
     probability_bnts = scores_bnts.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return (probability_bnts @ value_bnse).transpose(1, 2)
+    return (probability_bnts[..., : value_bnse.shape[2]] @ value_bnse).transpose(1, 2)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, head_size: int) -> Tensor:

@@ -223,12 +223,13 @@ def _one_context(
     spans: VarlenSpans | None,
 ) -> Context:
     tokens = positions_bt.shape[1]
-    rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
-    scale, softcap = config.attention_multiplier or None, config.attn_logit_softcapping
+    rotary = rope_tables(config, positions_bt, cache.capacity if cache else 0) if config.positions == "rotary" else None
+    scale, softcap = config.score_scale, config.attn_logit_softcapping
     if spans is not None:
         # Variable-length attention supports none of these: they would be ignored silently.
         refused = {"ALiBi positions": config.positions == "alibi", "a key-value cache": cache is not None}
-        for other in [name for name, given in {**refused, "soft-capped scores": softcap > 0}.items() if given]:
+        refused |= {"soft-capped scores": softcap > 0, "attention sinks": config.attention_sinks}
+        for other in [name for name, given in refused.items() if given]:
             raise UsageError(f"spans of packed documents and {other} cannot be combined", "give documents_bt alone")
         return Context(None, True, rotary, None, spans, config.sliding_window, scale)
     if isinstance(cache, SlotCache) and cache.window:

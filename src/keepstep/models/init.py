@@ -46,7 +46,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 def _whole_tensor(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int) -> Tensor:
     whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 or name.endswith("_bias"):
         return whole.fill_(1.0 if name.endswith("weight") and config.norm != "rmsnorm_1p" else 0.0)
     generator = torch.Generator(device=parameter.device).manual_seed(parameter_seed(seed, name))
     return whole.normal_(0.0, init_std(name, parameter.shape, config), generator=generator)

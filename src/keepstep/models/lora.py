@@ -30,6 +30,7 @@ from keepstep.models.transformer import Transformer
 ADAPTER_NAMES = ("lora_a", "lora_b")
 _FUSED = {
     "attention.qkv": ("q", "k", "v"),
+    "attention.query_up": ("q",),
     "attention.out": ("o",),
     "mlp.gate_up": ("gate", "up"),
     "mlp.up": ("up",),
@@ -164,6 +165,8 @@ def _slots(place: str, config: ModelConfig, targets: tuple[str, ...]) -> tuple[t
             return (*[query] * (config.heads // config.key_value_heads), key, value), config.head_size
         case "mlp.gate_up":
             return tuple(numbers), config.ffn_size // gate_blocks(config)
+        case "attention.query_up":
+            return (0,), config.heads * config.head_size
         case "mlp.up":
             return (0,), config.ffn_size
         case _:

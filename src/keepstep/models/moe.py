@@ -6,22 +6,25 @@ permutation or a sum in a fixed order: the same input gives the same bits.
 Shape legend: b rows, t tokens, n = b·t, d hidden, e experts, k experts of a token, m = n·k, f width of an expert.
 
 Layout: `experts.gate_up` [e, 2·f, d], in an expert first its gate rows and then its up rows; `experts.down` [e, d, f].
+Their biases, where there are some, are `experts.gate_up_bias` [e, 2·f] and `experts.down_bias` [e, d].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.mlp import GatedMLP, PlainMLP, make_mlp
+from keepstep.models.ops.biased_experts import ExpertWeights, biased_experts
 from keepstep.models.ops.routed_experts import Routes, fp32_linear, routed_experts, sort_by_expert
 
 ROUTER_METRICS = ("expert_load_max", "expert_load_entropy", "expert_bias_max")
@@ -37,11 +40,16 @@ class Router(nn.Module):
     loss_weight: Tensor | None = None
     """Weight of the balancing losses of the next forward pass; None computes none. Set by the training step."""
 
+    rows_group: dist.ProcessGroup | None = None
+    """Processes that share the tokens of a micro batch; None where this one has them all. Each weighs its mean by its
+    share in `loss_weight`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.experts = config.experts
         self.weight = nn.Parameter(torch.empty(config.experts.count, config.hidden))
         nn.init.normal_(self.weight, std=config.init_std)
+        self.bias = nn.Parameter(torch.zeros(config.experts.count)) if config.experts.bias else None
         if config.experts.balance_bias:
             self.register_buffer("balance_bias", torch.zeros(config.experts.count, dtype=torch.float32))
         self.tokens_e: Tensor | None = None
@@ -61,8 +69,10 @@ class Router(nn.Module):
 
     def _logits(self, x_nd: Tensor) -> Tensor:
         if x_nd.dtype == self.weight.dtype == torch.bfloat16:
-            return fp32_linear(x_nd, self.weight)
-        return F.linear(x_nd.float(), self.weight.float())
+            logits_ne = fp32_linear(x_nd, self.weight)
+        else:
+            logits_ne = F.linear(x_nd.float(), self.weight.float())
+        return logits_ne if self.bias is None else logits_ne + self.bias.float()
 
     def _choose(self, scores_ne: Tensor) -> Tensor:
         experts = self.experts
@@ -94,6 +104,9 @@ class Router(nn.Module):
 
         The auxiliary loss is 1 where tokens and probabilities are spread evenly.
         """
+        if self.rows_group is not None:
+            # Of the whole micro batch, of which this process has a part.
+            dist.all_reduce(tokens_e := tokens_e.clone(), group=self.rows_group)
         share_e = tokens_e / tokens_e.sum()
         probability_e = (scores_ne / scores_ne.sum(-1, keepdim=True)).mean(0)
         even = self.experts.count * (share_e * probability_e).sum()
@@ -113,7 +126,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def update_bias(self, tokens_e: Tensor, counts: Tensor) -> None:
         """Move each expert's bias towards an even load; `counts` is 1 for a step that updates weights, else 0."""
-        if self.experts.balance_bias:
+        # The bias of a frozen router is one of the weights that adapters were trained on.
+        if self.experts.balance_bias and self.weight.requires_grad:
             mean = tokens_e.sum() / self.experts.count
             self.balance_bias.add_(torch.sign(mean - tokens_e) * (self.experts.bias_update_rate * counts))
 
@@ -128,10 +142,17 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, config.hidden, width))
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=config.init_std)
+        self.swiglu_limit, biased = config.experts.swiglu_limit, config.experts.bias
+        self.is_plain = not (self.swiglu_limit or biased)
+        self.gate_up_bias = nn.Parameter(torch.zeros(count, 2 * width)) if biased else None
+        self.down_bias = nn.Parameter(torch.zeros(count, config.hidden)) if biased else None
 
     def forward(self, x_nd: Tensor, weights_nk: Tensor, routes: Routes) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
-        return routed_experts(x_nd, weights_nk, self.gate_up.to(x_nd.dtype), self.down.to(x_nd.dtype), routes)
+        if self.is_plain:
+            return routed_experts(x_nd, weights_nk, self.gate_up.to(x_nd.dtype), self.down.to(x_nd.dtype), routes)
+        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return biased_experts(x_nd, weights_nk, weights, self.swiglu_limit, routes)
 
 
 class MoE(nn.Module):
@@ -146,6 +167,8 @@ class MoE(nn.Module):
         shared = config.experts.shared_ffn_hidden
         self.shared = GatedMLP(replace(config, ffn_hidden=shared)) if shared else None
         self.shared_gate = nn.Linear(config.hidden, 1, bias=False) if config.experts.shared_gate else None
+        self.dispatch: Callable[..., Tensor] | None = None
+        """Where expert parallelism puts its form of calling the experts."""
 
     # A compiled block calls it as it is: how many rows an expert gets changes with every call, and its operators are
     # fused already.
@@ -156,7 +179,11 @@ class MoE(nn.Module):
         x_nd = x_btd.flatten(0, 1)
         weights_nk, chosen_nk = self.router(x_nd)
         routes = sort_by_expert(chosen_nk, count_tokens(chosen_nk, self.count))
-        out_nd: Tensor = self.experts(x_nd, weights_nk, routes)
+        out_nd: Tensor = (
+            self.experts(x_nd, weights_nk, routes)
+            if self.dispatch is None
+            else self.dispatch(self.experts, x_nd, weights_nk, routes)
+        )
         return (out_nd if self.shared is None else out_nd + self._shared(x_nd)).view_as(x_btd)
 
     def _shared(self, x_nd: Tensor) -> Tensor:
@@ -175,9 +202,10 @@ class MoE(nn.Module):
         return False
 
 
-def routers(model: nn.Module) -> Iterator[Router]:
-    """Every router of a model, in the order of its layers."""
-    return (module for module in model.modules() if isinstance(module, Router))
+def routers(model: nn.Module) -> Iterator[tuple[int, Router]]:
+    """Every router of a model or of a stage of one, with the number of its layer."""
+    named = ((name.split(".")[1], module) for name, module in model.named_modules() if isinstance(module, Router))
+    return ((int(layer), router) for layer, router in named)
 
 
 def router_health(tokens_le: Tensor, biases: Iterable[Tensor]) -> Tensor:

@@ -25,8 +25,19 @@ def document_positions(documents_bt: Tensor) -> Tensor:
     return index_t - starts_bt.cummax(dim=1).values
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Radians a token for each pair of a head's channels, in fp32, with `rotary_scaling` applied.
+def text_lengths(positions_bt: Tensor) -> Tensor:
+    """The length of the text that each token is in, as its last position says; positions start again with a text."""
+    index_t = torch.arange(positions_bt.shape[1], device=positions_bt.device)
+    follows_bt = positions_bt.roll(-1, dims=1) > positions_bt
+    last_bt = (
+        torch.where(follows_bt & (index_t < index_t[-1]), index_t[-1], index_t).flip(1).cummin(dim=1).values.flip(1)
+    )
+    return positions_bt.gather(1, last_bt) + 1
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device, lengths_bt: Tensor | None = None) -> Tensor:
+    """Radians a token for each pair of a head's channels, in fp32, with `rotary_scaling` applied: [f], or [b, t, f] for
+    scalings that depend on the length of each token's text.
 
     Computed when needed instead of kept in a buffer: `model.to(bfloat16)` or a meta-device build cannot spoil it.
     """
@@ -45,9 +56,17 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
             return _llama3_frequencies(frequency_f, scaling)
         case "yarn":
             return _yarn_frequencies(frequency_f, scaling, size, config.rotary_base)
+        case "longrope":
+            short_f, long_f = (torch.tensor(scaling[key], device=device) for key in ("short_factor", "long_factor"))
+            return frequency_f / (
+                short_f if lengths_bt is None else torch.where(_is_long(scaling, lengths_bt), long_f, short_f)
+            )
+        case "dynamic":
+            return frequency_f if lengths_bt is None else _dynamic_frequencies(frequency_f, scaling, lengths_bt)
         case other:
             raise ConfigError(
-                f"model.rotary_scaling has rope_type {other!r}", "known types: default, linear, llama3, yarn"
+                f"model.rotary_scaling has rope_type {other!r}",
+                "known types: default, linear, dynamic, llama3, yarn, longrope",
             )
 
 
@@ -79,10 +98,29 @@ def _yarn_frequencies(frequency_f: Tensor, scaling: Mapping[str, Any], head_size
     return frequency_f / factor * stretched_f + frequency_f * (1 - stretched_f)
 
 
-def _yarn_amplitude(scaling: Mapping[str, Any]) -> float:
-    """What cosine and sine are multiplied by: YaRN makes attention a little sharper the longer the context."""
+def _is_long(scaling: Mapping[str, Any], lengths_bt: Tensor) -> Tensor:
+    return lengths_bt[..., None] > _scaling_value(scaling, "original_max_position_embeddings")
+
+
+def _dynamic_frequencies(frequency_f: Tensor, scaling: Mapping[str, Any], lengths_bt: Tensor) -> Tensor:
+    """Longer texts than the model was trained with have a larger base (dynamic NTK)."""
+    factor, context = (_scaling_value(scaling, key) for key in ("factor", "original_max_position_embeddings"))
+    growth_bt1 = factor * lengths_bt[..., None].clamp(min=context) / context - (factor - 1)
+    count = frequency_f.numel()
+    exponent_f = torch.arange(count, dtype=torch.float32, device=frequency_f.device) / max(count - 1, 1)
+    return frequency_f / growth_bt1**exponent_f
+
+
+def _amplitude(scaling: Mapping[str, Any]) -> float:
+    """What cosine and sine are multiplied by: attention is a little sharper the longer the context of the model."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     if scaling.get("attention_factor"):
         return float(scaling["attention_factor"])
+    if kind == "longrope":
+        factor, context = (_scaling_value(scaling, key) for key in ("factor", "original_max_position_embeddings"))
+        return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(context))
     growth = math.log(max(_scaling_value(scaling, "factor"), 1.0))
     sharp, smooth = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if sharp and smooth:
@@ -96,13 +134,19 @@ def _scaling_value(scaling: Mapping[str, Any], key: str) -> float:
     return float(scaling[key])
 
 
-def rope_tables(config: ModelConfig, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, fp32 [b, t, f]; made once a forward and shared by all blocks."""
-    angle_btf = positions_bt.float()[..., None] * rope_frequencies(config, positions_bt.device)
-    scaling = config.rotary_scaling or {}
-    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+def rope_tables(config: ModelConfig, positions_bt: Tensor, capacity: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, fp32 [b, t, f]; made once a forward and shared by all blocks.
+
+    `capacity` is that of a key-value cache. Scalings that depend on the length of a text use it in place of the length:
+    keys in the cache cannot change when the text grows.
+    """
+    lengths_bt = None
+    if config.scales_rope_by_length:
+        lengths_bt = torch.full_like(positions_bt, capacity) if capacity else text_lengths(positions_bt)
+    angle_btf = positions_bt.float()[..., None] * rope_frequencies(config, positions_bt.device, lengths_bt)
+    amplitude = _amplitude(config.rotary_scaling or {})
+    if amplitude == 1.0:
         return angle_btf.cos(), angle_btf.sin()
-    amplitude = _yarn_amplitude(scaling)
     return angle_btf.cos() * amplitude, angle_btf.sin() * amplitude
 
 

@@ -18,7 +18,8 @@ def parameter_count(config: ModelConfig) -> int:
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that one token uses: all but those of the experts that its router does not choose."""
     experts = config.experts
-    unused = config.expert_layers * (experts.count - experts.top_k) * 3 * config.hidden * config.expert_size
+    expert = 3 * config.hidden * config.expert_size + (_expert_biases(config) if experts.bias else 0)
+    unused = config.expert_layers * (experts.count - experts.top_k) * expert
     return parameter_count(config) - unused
 
 
@@ -30,7 +31,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     """
     ordinary = config.layers - config.expert_layers
     feed_forward = ordinary * _mlp_matrices(config) + config.expert_layers * expert_matrices(config, active=True)
-    return config.layers * _attention_matrices(config) + feed_forward + config.padded_vocab * config.hidden
+    return config.layers * sum(attention_matrices(config)) + feed_forward + config.padded_vocab * config.hidden
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, frozen: bool = False) -> int:
@@ -40,7 +41,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, frozen: bool = False) 
     counted as if nothing were masked, as is usual. Of experts those that a token uses count. `frozen` weights
     need no gradients: four each.
     """
-    attention = 12 * config.layers * config.heads * config.head_size * seq_len
+    attention = 6 * config.layers * config.heads * (config.head_size + config.value_size) * seq_len
     return (4 if frozen else 6) * matmul_parameters(config) + attention
 
 
@@ -55,10 +56,16 @@ def mfu_llm_foundry(tokens_per_s: float, config: ModelConfig, seq_len: int, peak
     return tokens_per_s / seq_len * flops_per_row / peak_flops
 
 
-def _attention_matrices(config: ModelConfig) -> int:
-    attention_width = config.heads * config.head_size
-    qkv = config.hidden * (attention_width + 2 * config.key_value_heads * config.head_size)
-    return qkv + attention_width * config.hidden
+def attention_matrices(config: ModelConfig) -> tuple[int, ...]:
+    """Parameters of each matrix of one block's attention, the output projection last."""
+    hidden, query = config.hidden, config.heads * config.head_size
+    out = config.heads * config.value_size * hidden
+    if not config.kv_lora_rank:
+        return hidden * (query + 2 * config.key_value_heads * config.head_size), out
+    rank, rotated = config.q_lora_rank, config.qk_rope_head_dim
+    queries = (hidden * rank, rank * query) if rank else (hidden * query,)
+    expanded = config.heads * (config.head_size - rotated + config.value_size)
+    return *queries, hidden * (config.kv_lora_rank + rotated), config.kv_lora_rank * expanded, out
 
 
 def _mlp_matrices(config: ModelConfig) -> int:
@@ -70,6 +77,10 @@ def expert_matrices(config: ModelConfig, *, active: bool) -> int:
     experts = config.experts
     width = (experts.top_k if active else experts.count) * config.expert_size + experts.shared_ffn_hidden
     return config.hidden * (experts.count + int(experts.shared_gate) + 3 * width)
+
+
+def _expert_biases(config: ModelConfig) -> int:
+    return 2 * config.expert_size + config.hidden
 
 
 def active_width(config: ModelConfig) -> int:
@@ -88,6 +99,8 @@ def all_block_parameters(config: ModelConfig) -> int:
     """Parameters of all blocks."""
     experts = config.expert_layers
     difference = expert_matrices(config, active=False) - _mlp_matrices(config) if experts else 0
+    if config.experts.bias:
+        difference += config.experts.count * (1 + _expert_biases(config))
     return config.layers * _ordinary_block(config) + experts * difference
 
 
@@ -99,17 +112,19 @@ def block_parameters(config: ModelConfig) -> int:
 def _ordinary_block(config: ModelConfig) -> int:
     qkv_rows = (config.heads + 2 * config.key_value_heads) * config.head_size
     biases = qkv_rows if config.bias or config.qkv_bias else 0
+    biases += config.hidden if config.bias or config.out_bias else 0
     if config.bias:
-        up_rows = (2 if config.gated else 1) * config.ffn_size
-        biases += config.hidden + up_rows + config.hidden
-    return _attention_matrices(config) + _mlp_matrices(config) + biases + block_norm_parameters(config)
+        biases += (2 if config.gated else 1) * config.ffn_size + config.hidden
+    biases += config.heads if config.attention_sinks else 0
+    return sum(attention_matrices(config)) + _mlp_matrices(config) + biases + block_norm_parameters(config)
 
 
 def block_norm_parameters(config: ModelConfig) -> int:
-    """Parameters of one block's norms, those of queries and keys included."""
+    """Parameters of one block's norms, those of queries, keys and latents included."""
     heads = 2 if config.head_qk_norm else config.heads + config.key_value_heads
     qk_norms = heads * config.head_size if config.qk_norm else 0
-    return qk_norms + (4 if config.norm_placement == "both" else 2) * norm_parameters(config)
+    latents = config.kv_lora_rank + config.q_lora_rank
+    return qk_norms + latents + (4 if config.norm_placement == "both" else 2) * norm_parameters(config)
 
 
 def norm_parameters(config: ModelConfig) -> int:

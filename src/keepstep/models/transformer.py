@@ -22,6 +22,7 @@ from keepstep.models.attention import Attention
 from keepstep.models.attention_context import Context, KeyValueCache, make_context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.head import Head, capped_output, head_output, token_losses
+from keepstep.models.latent_attention import LatentAttention
 from keepstep.models.moe import MoE, make_feed_forward
 from keepstep.models.norm import add_norm, make_norm
 from keepstep.models.ops.backend import backend
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.residual_multiplier = config.residual_multiplier
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         self.attention_norm = make_norm(config) if before else None
-        self.attention = Attention(config, layer)
+        self.attention = (LatentAttention if config.kv_lora_rank else Attention)(config, layer)
         self.attention_post_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
         self.mlp = make_feed_forward(config, layer)

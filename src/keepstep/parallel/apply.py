@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from keepstep.config.schema import ComputeConfig, ParallelConfig
 from keepstep.models.block_plan import BlockPlan, RecomputeMode
+from keepstep.models.moe import MoE
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.context import split_rows
+from keepstep.parallel.expert import split_experts
 from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import split_stages
 from keepstep.parallel.tensor import first_local_head, split_tensors
@@ -58,6 +60,7 @@ def apply_parallel(
     for stage in stages:
         if split:
             split_tensors(stage, mesh.device_mesh["tensor"], parallel.async_tensor)
+        split_experts(stage, mesh)
         if piped and parallel.schedule == "zero_bubble":
             repeat_output(stage, is_split=split)
         attend = split_rows(stage, mesh.context_group) if mesh.context_group is not None else None
@@ -77,12 +80,14 @@ def apply_parallel(
                 )
             )
             # What is saved serves one backward pass, and zero bubble makes two; a ring would save every step's output.
-            save_attention = attend is None and not (piped and parallel.schedule == "zero_bubble")
+            # Saving needs the same operators in both passes, and FSDP gathers divided experts with other ones.
+            divided = mesh.layout.expert > 1 and isinstance(block.mlp, MoE)
+            save_attention = not divided and attend is None and not (piped and parallel.schedule == "zero_bubble")
             apply_recompute(block, mode, save_attention=save_attention)
             if compute.compile:
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if shard_dtype is not None:
-            _shard_model(stage, mesh.weights_mesh, shard_dtype, keep_gathered, parallel.offload)
+            _shard_model(stage, mesh, shard_dtype, keep_gathered, parallel.offload)
     return stages
 
 
@@ -103,7 +108,13 @@ def apply_recompute(block: nn.Module, mode: RecomputeMode, *, save_attention: bo
     saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
     if saved:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_save, saved))
-    block.forward = partial(checkpoint, block.forward, **options)
+    plain, recomputed = block.forward, partial(checkpoint, block.forward, **options)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Without gradients nothing is kept. A CUDA graph of decoding could not save the random generator's state.
+        return recomputed(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    block.forward = forward
 
 
 def _save(names: tuple[str, ...], _context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -112,9 +123,10 @@ def _save(names: tuple[str, ...], _context: Any, operation: Any, *_args: Any, **
 
 
 def _shard_model(
-    model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype, keep_gathered: bool, offload: bool
+    model: Transformer, mesh: ParallelMesh, compute_dtype: torch.dtype, keep_gathered: bool, offload: bool
 ) -> None:
-    """FSDP2, in place: each block is one unit, what is left belongs to the root.
+    """FSDP2, in place: each block is one unit, and so are its experts if processes divide them; what is left belongs
+    to the root.
 
     Weights compute in `compute_dtype`; masters, gradients sums and reductions stay fp32. A (replicate, shard) mesh
     shards inside a group and copies across groups; a mesh of one process shards nothing and still runs the same code.
@@ -125,8 +137,24 @@ def _shard_model(
         # Inputs are token ids and integer positions: casting them would be wrong.
         cast_forward_inputs=False,
     )
-    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=where)
+    weights_mesh, layout = mesh.weights_mesh, mesh.layout
+    where = CPUOffloadPolicy(pin_memory=weights_mesh.device_type == "cuda") if offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=weights_mesh, mp_policy=precision, offload_policy=where)
     for block in model.blocks.values():
+        if layout.expert > 1 and isinstance(block.mlp, MoE):
+            copies = layout.weight_shards // layout.expert
+            # By expert where each process gets as many, else inside every expert.
+            dim = int(model.config.experts.count // layout.expert % copies != 0)
+            sharded = shard(
+                block.mlp.experts,
+                mesh=mesh.expert_weights_mesh,
+                reshard_after_forward=not keep_gathered,
+                shard_placement_fn=lambda _parameter, dim=dim: Shard(dim),
+            )
+            # Tokens of all processes have added to these gradients, so they are divided as those of other weights are.
+            sharded.set_gradient_divide_factor(layout.replicate * layout.weight_shards)
+            # Gloo cannot divide on the way. Where nothing is reduced, torch would divide twice.
+            by_gloo = weights_mesh.device_type == "cpu" and copies > 1
+            sharded.set_force_sum_reduction_for_comms(by_gloo)
         shard(block, reshard_after_forward=not keep_gathered)
     shard(model, reshard_after_forward=False)

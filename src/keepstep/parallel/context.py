@@ -37,7 +37,7 @@ class RingContext(Context):
     __slots__ = ("documents_rbt",)
 
     def __init__(self, config: ModelConfig, positions_bt: Tensor, documents_rbt: Tensor | None) -> None:
-        assert not config.attn_logit_softcapping, "config.rules.parallel refuses it"
+        assert config.kernel_scores, "config.rules.parallel refuses it"
         rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
         super().__init__(None, True, rotary, None, None, config.sliding_window, config.attention_multiplier or None)
         self.documents_rbt = documents_rbt

@@ -1,4 +1,9 @@
-"""One device mesh whose axes carry the names of the configuration."""
+"""One device mesh whose axes carry the names of the configuration.
+
+From the processes that talk least to those that talk most: pipeline, replicate, shard, tensor. A row split over context
+ranks is data like any other to the weights, so context ranks are neighbours inside the shard axis, and so are those
+that divide the experts.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from keepstep.config.layout import Layout
 
-AXES = ("pipeline", "replicate", "shard", "tensor")
-"""From the processes that talk least to those that talk most. A row split over context ranks is data like any other to
-the weights, so context ranks are neighbours inside the shard axis."""
+_COPIES = "expert_shard"
+"""With experts divided among processes the shard axis is two, this one and `expert`: processes along this one hold the
+same experts and shard their weights."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,26 @@ class ParallelMesh:
     layout: Layout
     context_group: dist.ProcessGroup | None
     """Processes that share this process's rows; None where rows are not split."""
+    rows_group: dist.ProcessGroup | None = None
+    """The same, and those along the tensor axis too, which hold other tokens between matmuls."""
 
     @property
     def weights_mesh(self) -> DeviceMesh:
         """Processes that hold the same weights: sharded along the last axis, copied along the one before."""
         return self.device_mesh["replicate", "shard"] if self.layout.replicate > 1 else self.device_mesh["shard"]
+
+    @property
+    def experts_mesh(self) -> DeviceMesh | None:
+        """Processes among which one copy of the experts is divided, along the first axis; None where they are whole."""
+        axes = [axis for axis in ("expert", "tensor") if getattr(self.layout, axis) > 1]
+        return self.device_mesh[tuple(axes)] if axes else None
+
+    @property
+    def expert_weights_mesh(self) -> DeviceMesh:
+        """`weights_mesh` of the experts: processes that hold the same part of them."""
+        if self.layout.expert == 1:
+            return self.weights_mesh
+        return self.device_mesh["replicate", _COPIES] if self.layout.replicate > 1 else self.device_mesh[_COPIES]
 
     @property
     def data_rank(self) -> int:
@@ -39,6 +59,11 @@ class ParallelMesh:
     def context_rank(self) -> int:
         """Which part of each row is this process's."""
         return self._shard_rank % self.layout.context
+
+    @property
+    def row_parts(self) -> int:
+        """Processes that hold the tokens of a row between them."""
+        return self.layout.context * self.layout.tensor
 
     @property
     def pipeline_rank(self) -> int:
@@ -57,18 +82,27 @@ class ParallelMesh:
 
     @property
     def _shard_rank(self) -> int:
-        return self.device_mesh.get_local_rank("shard")
+        return self.device_mesh["shard"].get_local_rank()
 
 
 def build_mesh(layout: Layout, device_type: str) -> ParallelMesh:
     """Join this process to its neighbours along every axis. Collective."""
-    degrees = (layout.pipeline, layout.replicate, layout.weight_shards, layout.tensor)
-    mesh = init_device_mesh(device_type, degrees, mesh_dim_names=AXES)
-    return ParallelMesh(mesh, layout, _context_group(mesh, layout.context) if layout.context > 1 else None)
+    degrees = {"pipeline": layout.pipeline, "replicate": layout.replicate, "shard": layout.weight_shards}
+    if layout.expert > 1:
+        del degrees["shard"]
+        degrees |= {_COPIES: layout.weight_shards // layout.expert, "expert": layout.expert}
+    degrees["tensor"] = layout.tensor
+    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    if layout.expert > 1:
+        mesh[_COPIES, "expert"]._flatten("shard")
+    context_group = _rows_group(mesh, layout, with_tensor=False) if layout.context > 1 else None
+    split = layout.context * layout.tensor > 1
+    return ParallelMesh(mesh, layout, context_group, _rows_group(mesh, layout, with_tensor=True) if split else None)
 
 
-def _context_group(mesh: DeviceMesh, degree: int) -> dist.ProcessGroup:
-    by_rows = mesh.mesh.unflatten(2, (-1, degree)).movedim(3, -1).reshape(-1, degree)
+def _rows_group(mesh: DeviceMesh, layout: Layout, with_tensor: bool) -> dist.ProcessGroup:
+    ranks = mesh.mesh.reshape(-1, layout.context, layout.tensor)
+    by_rows = ranks.flatten(1) if with_tensor else ranks.movedim(1, 2).flatten(0, 1)
     group, _ = dist.new_subgroups_by_enumeration(by_rows.tolist())
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -66,15 +66,17 @@ def local_part(parameter: Tensor, placement: Placement) -> Tensor:
     """This process's part of a parameter, differentiable."""
     if not isinstance(parameter, DTensor):
         return parameter
-    part: Tensor = parameter.to_local(grad_placements=[Partial() if isinstance(placement, Replicate) else placement])
+    first = Partial() if isinstance(placement, Replicate) else placement
+    part: Tensor = parameter.to_local(grad_placements=[first, *[Partial()] * (parameter.device_mesh.ndim - 1)])
     return part
 
 
 def place_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Distribute one parameter over the mesh's one axis; its users take the `local_part`."""
+    """Distribute one parameter over the mesh's first axis, whole along others; its users take the `local_part`."""
     whole = module._parameters[name]
     assert whole is not None
-    part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+    placements = [placement, *[WHOLE] * (mesh.ndim - 1)]
+    part = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
     module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
 
 

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ParallelConfig
+from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.models.moe import routers
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.mesh import ParallelMesh
 
@@ -140,9 +142,13 @@ class Pipeline:
         self._sending: list[Any] = []
         self._weight = torch.ones(())
         self._loss_sum = torch.zeros((), device=self._device)
+        self._context_group, self._row_parts = mesh.context_group, mesh.row_parts
         for stage in stages:
             # Not a keyword of the schedule's step: it would try to cut it into micro batches.
-            stage.forward = partial(stage.forward, loss_chunks=shape.loss_chunks)  # type: ignore[method-assign]
+            forward = partial(stage.forward, loss_chunks=shape.loss_chunks)
+            has_losses = stage.config.experts.aux_loss or stage.config.experts.z_loss
+            weighs = has_losses and next(routers(stage), None) is not None
+            stage.forward = partial(self._weigh_routers, stage, forward) if weighs else forward  # type: ignore[method-assign]
         self._schedule = self._build_schedule(config)
 
     @property
@@ -218,6 +224,16 @@ class Pipeline:
     def _weigh(self, loss_sum: Tensor, _targets: Tensor) -> Tensor:
         self._loss_sum = self._loss_sum + loss_sum.detach()
         return loss_sum * self._weight
+
+    def _weigh_routers(self, stage: Transformer, forward: Any, *args: Any, targets_bt: Tensor, **kwargs: Any) -> Tensor:
+        """Call a stage; the losses of its routers are means over the micro batch, next to the sum of its losses."""
+        targets = (targets_bt != IGNORE_INDEX).sum()
+        if self._context_group is not None:
+            dist.all_reduce(targets, group=self._context_group)
+        for _, router in routers(stage):
+            router.loss_weight = self._weight * targets / self._row_parts
+        output: Tensor = forward(*args, targets_bt=targets_bt, **kwargs)
+        return output
 
     def _stream_shape(self, rows: int) -> tuple[int, int, int]:
         return rows, self._stream_tokens, self._stages[0].config.hidden

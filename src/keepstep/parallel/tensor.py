@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from keepstep.models.attention import Attention
-from keepstep.models.mlp import GatedMLP, PlainMLP
+from keepstep.models.latent_attention import LatentAttention
+from keepstep.models.mlp import GatedMLP
+from keepstep.models.moe import MoE
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.parts import COLUMNS, ROWS, gather_parts, local_part, place_module, place_parameter, scatter_sums
 from keepstep.parallel.vocabulary import VocabularySlice, vocabulary_output
@@ -35,9 +37,12 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
     for block in model.blocks.values():
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
-        assert isinstance(mlp, GatedMLP | PlainMLP), "the config's rules refuse experts"
+        assert isinstance(attention, Attention), "the config's rules refuse latent attention"
         _split_matmuls(attention, attention.qkv, attention.out, mesh)
-        _split_matmuls(mlp, mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up, mlp.down, mesh)
+        # Experts compute the tokens that this process keeps between matmuls: only the shared one is split.
+        dense = mlp.shared if isinstance(mlp, MoE) else mlp
+        if dense is not None:
+            _split_matmuls(dense, dense.gate_up if isinstance(dense, GatedMLP) else dense.up, dense.down, mesh)
         own = (block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm)
         for norm in (attention.query_norm, attention.key_norm, *own):
             if norm is not None:
@@ -47,7 +52,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh, overlap: bool) -> None:
     _split_vocabulary(model, mesh)
 
 
-def first_local_head(attention: Attention, mesh: DeviceMesh) -> int:
+def first_local_head(attention: Attention | LatentAttention, mesh: DeviceMesh) -> int:
     """Number of the first query head on this process."""
     heads = attention.out.in_features // attention.head_size
     return heads // mesh.size() * mesh.get_local_rank()

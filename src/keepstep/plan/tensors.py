@@ -12,6 +12,7 @@ from keepstep.config.layout import stage_layers
 from keepstep.config.schema import ModelConfig
 from keepstep.models.size import (
     active_width,
+    attention_matrices,
     block_norm_parameters,
     block_parameters,
     norm_parameters,
@@ -57,7 +58,7 @@ class StageParameters:
 
 def split_block_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one block on one tensor-parallel process: matrices are split, norms are not."""
-    biases = 2 * model.hidden if model.bias else 0
+    biases = model.hidden * (2 if model.bias else int(model.out_bias))
     whole = block_norm_parameters(model) + biases
     return (block_parameters(model) - whole) // tensor + whole
 
@@ -65,11 +66,10 @@ def split_block_parameters(model: ModelConfig, tensor: int) -> int:
 def block_matrices(work: Workload) -> list[int]:
     """Parameters of each matrix of a block on one tensor-parallel process."""
     model = work.model
-    query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
     # The weights of all experts are one matrix for the optimizer.
-    ffn = feed_forward_gradient(model) // model.hidden
-    widths = (query + 2 * key, query, ffn * (2 if model.gated else 1), ffn)
-    return [model.hidden * width // work.degrees.tensor for width in widths]
+    ffn = feed_forward_gradient(model)
+    matrices = (*attention_matrices(model), ffn * (2 if model.gated else 1), ffn)
+    return [parameters // work.degrees.tensor for parameters in matrices]
 
 
 def stage_parameters(work: Workload, stage: int) -> StageParameters:
@@ -101,9 +101,9 @@ def adapted_linears(work: Workload) -> list[tuple[int, int, int]]:
     model, targets = work.model, set(work.lora_targets)
     query, key = model.heads * model.head_size, model.key_value_heads * model.head_size
     gated = model.gated
-    linears = {
-        ("q", "k", "v"): (model.hidden, query + 2 * key),
-        ("o",): (query, model.hidden),
+    linears: dict[tuple[str, ...], tuple[int, int]] = {
+        **({} if model.kv_lora_rank else {("q", "k", "v"): (model.hidden, query + 2 * key)}),
+        ("o",): (model.heads * model.value_size, model.hidden),
         ("gate", "up") if gated else ("up",): (model.hidden, (2 if gated else 1) * model.ffn_size),
         ("down",): (model.ffn_size, model.hidden),
     }
@@ -143,7 +143,12 @@ class _Widths:
     @classmethod
     def of(cls, model: ModelConfig, tensor: int) -> _Widths:
         query, key = model.heads * model.head_size // tensor, model.key_value_heads * model.head_size // tensor
-        return cls(model.hidden, query, key, query + 2 * key, active_width(model) // tensor, model.heads // tensor)
+        heads, qkv = model.heads // tensor, query + 2 * key
+        if model.kv_lora_rank:
+            # Latents before and after their norms; values are padded, or a view of all that keys and they are cut from.
+            qkv += 2 * (model.kv_lora_rank + model.q_lora_rank) + model.qk_rope_head_dim
+            qkv += heads * (model.head_size - model.qk_rope_head_dim) if model.value_size == model.head_size else 0
+        return cls(model.hidden, query, key, qkv, active_width(model) // tensor, heads)
 
 
 def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
@@ -180,16 +185,20 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
     saved = [
         work.stream_width,  # the block's input, saved by its norm
         widths.qkv,  # queries, keys and values: three tensors after a fused split and rope, else views of one
-        0 if model.plain_rope else widths.query + widths.key,
+        0 if model.plain_rope or model.kv_lora_rank else widths.query + widths.key,
         # A norm over all heads needs them side by side.
         0 if model.head_qk_norm else widths.query + widths.key,
         2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
-        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32.
-        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping else 0,
+        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32; so are the
+        # probabilities with sinks.
+        0 if model.kernel_scores else (4 if model.attn_logit_softcapping else 3) * widths.heads * model.seq_len,
+        0 if model.kernel_scores else 2 * widths.query,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
         widths.query,  # the output of attention, saved by attention and by the output projection
+        # Without the padding of values it is a copy.
+        widths.heads * model.value_size if model.value_size != model.head_size else 0,
         work.stream_width,  # the input of the feed-forward's norm
         (2 if gated else 1) * widths.ffn,  # the input of the activation
         # Adapters save the same inputs as the weights' gradients would, and their low-rank intermediate.
@@ -209,10 +218,19 @@ def _routing_bytes(model: ModelConfig, size: int) -> int:
     copies = token_copies(model)
     if not copies:
         return 0
+    experts = model.experts
     # The router's scores in fp32.
-    scores = FP32 * model.experts.count * model.expert_layers / model.layers
-    # Where each copy of a token went and came from, in 64 bits, and its weights. Activations are computed again.
-    return int(scores + copies * (3 * 8 + 3 * FP32 - size * model.expert_size))
+    scores = FP32 * experts.count * model.expert_layers / model.layers
+    # Where each copy of a token went and came from, in 64 bits, and its weights.
+    each = 3 * 8 + 3 * FP32
+    if not (experts.bias or experts.swiglu_limit):
+        # Activations are computed again.
+        return int(scores + copies * (each - size * model.expert_size))
+    # Without our kernels also the sorted tokens and the outputs of experts; biases save the expert of each row in full,
+    # twice, and clipped SwiGLU saves four tensors.
+    each += size * (2 * model.hidden + (2 * experts.count if experts.bias else 0))
+    each += 4 * size * model.expert_size if experts.swiglu_limit else 0
+    return int(scores + copies * each)
 
 
 def feed_forward_gradient(model: ModelConfig) -> int:

@@ -113,7 +113,7 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
     if not sums_inside:
         yield "sums before rms norms" if model.norm == "rmsnorm" else "sums"
     own_attention = fused and gpu.is_hopper and model.head_size == _OWN_HEAD_SIZE and model.plain_rope
-    own_attention = own_attention and not (model.attention_multiplier or model.attn_logit_softcapping)
+    own_attention = own_attention and not model.attention_multiplier and model.kernel_scores
     if not own_attention:
         yield "around attention"
         if model.key_value_heads != model.heads:

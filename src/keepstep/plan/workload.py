@@ -94,7 +94,8 @@ class Workload:
     def saves_attention(self) -> bool:
         """Whether full recomputation saves the output of attention, as parallel/apply.py decides."""
         split_backward = self.degrees.pipeline > 1 and self.schedule == "zero_bubble"
-        return self.full_saves_attention and self.degrees.context == 1 and not split_backward
+        whole = self.degrees.context == self.degrees.expert == 1
+        return self.full_saves_attention and whole and not split_backward
 
     @property
     def stays_gathered(self) -> bool:

@@ -24,7 +24,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None,),
 }  # fmt: skip
 """Parameters that change an answer, and the values with which they do not."""
-_CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """Texts that open a call inside an answer; a text that starts with a bracket may be one from its beginning."""
 MAX_STOPS = 4
 
@@ -60,6 +60,8 @@ class ChatRequest:
     """Whether a stream ends with the number of tokens."""
     forced: tuple[str, ...]
     """Functions of which one must be called; empty if none must be."""
+    strict: tuple[str, ...]
+    """Functions whose arguments must fit their schema, if the model calls them."""
     schema: Any
     """JSON Schema of the whole answer; None for any text."""
     most_calls: int | None
@@ -90,6 +92,7 @@ def read_request(body: bytes) -> ChatRequest:
         stream=bool(given.get("stream")),
         with_usage=bool((given.get("stream_options") or {}).get("include_usage")),
         forced=forced,
+        strict=() if forced or given.get("tool_choice") == "none" else _strict(given),
         schema=_schema(given.get("response_format")),
         most_calls=1 if given.get("parallel_tool_calls") is False else None,
     )
@@ -127,6 +130,11 @@ def _tools(given: Mapping[str, Any]) -> tuple[Tool, ...]:
         raise RequestError(str(bad), "tools") from None
 
 
+def _strict(given: Mapping[str, Any]) -> tuple[str, ...]:
+    functions = (item.get("function", item) for item in parsed_list(given.get("tools"), "tools"))
+    return tuple(function["name"] for function in functions if function.get("strict") is True)
+
+
 def _forced(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
     names = tuple(item["function"]["name"] for item in tools)
     if choice in (None, "auto", "none"):
@@ -158,13 +166,13 @@ def split_answer(text: str, most_calls: int | None) -> tuple[str, list[Call]]:
         calls = []
     if not calls:
         return text, []
-    before = min((text.find(mark) for mark in _CALL_MARKS if mark in text), default=0)
+    before = min((text.find(mark) for mark in CALL_MARKS if mark in text), default=0)
     return text[:before].strip(), calls[:most_calls]
 
 
 def sure_length(text: str, with_tools: bool, stops: Sequence[str]) -> int:
     """How much of an unfinished answer is surely shown text: no stop or call may begin there."""
-    marks = [*stops, *(_CALL_MARKS if with_tools else ())]
+    marks = [*stops, *(CALL_MARKS if with_tools else ())]
     if with_tools and text.lstrip()[:1] in ("{", "[", ""):
         return 0
     found = [text.find(mark) for mark in marks if mark in text]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from keepstep.data.chat.rows import BadRow, Conversation, Tool, call
 from keepstep.evaluate.chat_model import ChatModel
-from keepstep.serve.json_grammar import States, advance, compile_schema, may_end, must_end, start
+from keepstep.serve.chat_completions import CALL_MARKS
+from keepstep.serve.json_grammar import Free, States, advance, compile_schema, may_end, must_end, start
 
 _NAME, _ARGUMENT = "keepstep_function", "keepstep_argument"
 _DRAWS = 32
@@ -32,9 +33,26 @@ class CallSyntax:
 
     def states(self, tools: Sequence[Tool], names: Sequence[str]) -> States:
         """The grammar of one call of one of these functions. Raises SchemaError."""
-        schemas: Mapping[str, Any] = {item["function"]["name"]: item["function"]["parameters"] for item in tools}
-        calls = (start(self.before + name + self.between, compile_schema(schemas[name]), self.after) for name in names)
-        return frozenset().union(*calls)
+        return self._calls(self.before, {name: schema for name, schema in _schemas(tools).items() if name in names})
+
+    def free_states(self, tools: Sequence[Tool], strict: Sequence[str]) -> States:
+        """Any text, in which calls name a tool and those of `strict` ones fit its schema. Raises SchemaError.
+
+        A call is one from its opening mark on. Where the template has none, an answer that starts like a call is one.
+        """
+        schemas = {name: schema if name in strict else {"type": "object"} for name, schema in _schemas(tools).items()}
+        before = self.before.lstrip()
+        mark = next((mark for mark in CALL_MARKS if mark in before), before[:1])
+        calls = self._calls(before.partition(mark)[2], schemas)
+        return start(Free(mark, calls, only_first=mark not in CALL_MARKS))
+
+    def _calls(self, before: str, schemas: Mapping[str, Any]) -> States:
+        made = (start(before + name + self.between, compile_schema(of), self.after) for name, of in schemas.items())
+        return frozenset().union(*made)
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, Any]:
+    return {item["function"]["name"]: item["function"]["parameters"] for item in tools}
 
 
 def call_syntax(model: ChatModel) -> CallSyntax | None:

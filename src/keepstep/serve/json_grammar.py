@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from typing import Literal as TypingLiteral
 
@@ -111,6 +111,18 @@ class _Space:
 
 
 _SPACE = _Space()
+
+
+@dataclass(frozen=True)
+class Free:
+    """Any text. Where `opening` is written, one of these states must follow, and then any text again."""
+
+    opening: str
+    then: States
+    only_first: bool = False
+    """Whether it counts at the beginning alone, after spaces."""
+    tail: str = ""
+    """The end of the text so far that may become the opening."""
 
 
 class SchemaError(ValueError):
@@ -220,7 +232,7 @@ class _Compiler:
         return self._referred[pointer]
 
 
-def start(*parts: str | Node) -> States:
+def start(*parts: str | Node | Free) -> States:
     """The states before the first character of these parts, one after the other."""
     return frozenset({tuple(_Rest(part) if isinstance(part, str) else part for part in parts if part != "")})
 
@@ -245,7 +257,7 @@ def must_end(states: States) -> bool:
 
 
 def _nothing_needed(part: Any) -> bool:
-    return isinstance(part, _Space) or (isinstance(part, _InNumber) and part.phase in _COMPLETE)
+    return isinstance(part, _Space | Free) or (isinstance(part, _InNumber) and part.phase in _COMPLETE)
 
 
 def _next(state: State, character: str) -> Iterator[State]:
@@ -260,6 +272,8 @@ def _next(state: State, character: str) -> Iterator[State]:
             if character == " ":
                 yield rest
             yield from _next(rest, character)
+        case Free():
+            yield from _in_free(part, rest, character)
         case _InText():
             yield from _in_text(part, rest, character)
         case _InNumber():
@@ -273,6 +287,19 @@ def _next(state: State, character: str) -> Iterator[State]:
             yield from _in_object(part, rest, character)
         case _:
             yield from _begin(part, rest, character)
+
+
+def _in_free(part: Free, rest: State, character: str) -> Iterator[State]:
+    tail, opening = part.tail + character, part.opening
+    if tail == opening:
+        for state in part.then:
+            yield (*state, replace(part, tail=""), *rest)
+        return
+    if part.only_first and character not in " \n" and not opening.startswith(tail):
+        opening = ""
+    while tail and not opening.startswith(tail):
+        tail = tail[1:]
+    yield (replace(part, opening=opening, tail=tail), *rest)
 
 
 def _begin(node: Node, rest: State, character: str) -> Iterator[State]:

@@ -253,16 +253,20 @@ class ChatServer(AccessServer):
     def constraint(self, request: ChatRequest) -> Constraint | None:
         """The grammar of a request's answer; None for free text. Raises RequestError."""
         try:
-            if request.forced:
-                if self._syntax is None:
-                    unknown = "this model's chat template writes calls in a form that cannot be enforced"
-                    raise RequestError(f"{unknown}; use tool_choice auto", "tool_choice")
-                return Constraint(self._syntax.states(request.prompt.tools, request.forced), self._texts)
-            if request.schema is not None:
+            if request.schema is not None and not request.forced:
                 return Constraint(start(compile_schema(request.schema)), self._texts)
+            if not request.forced and not request.strict:
+                return None
+            if self._syntax is None:
+                unknown = "this model's chat template writes calls in a form that cannot be enforced"
+                raise RequestError(f"{unknown}; use tool_choice auto, without strict", "tool_choice")
+            tools = request.prompt.tools
+            if request.forced:
+                return Constraint(self._syntax.states(tools, request.forced), self._texts)
+            return Constraint(self._syntax.free_states(tools, request.strict), self._texts)
         except SchemaError as error:
-            raise RequestError(str(error), "tools" if request.forced else "response_format") from None
-        return None
+            asked_for_schema = request.schema is not None and not request.forced
+            raise RequestError(str(error), "response_format" if asked_for_schema else "tools") from None
 
     def server_close(self) -> None:
         """End all answers."""

@@ -179,8 +179,8 @@ def uses_varlen_attention(config: RunConfig, layout: Layout, device: torch.devic
             f"compute.attention is flash, which {gpu} cannot compute with heads of {head_size} in {number}",
             "compute.attention=auto; flash supports heads of 8, 16, 24 to 256 in bf16 or fp16, on Ampere GPUs or newer",
         )
-    # The kernel's backward pass supports no ALiBi and no soft cap; a ring and a pipeline have masks of their own.
-    plain = config.model.positions != "alibi" and not config.model.attn_logit_softcapping
+    # The kernel's backward pass supports no ALiBi, soft cap or sinks; a ring and a pipeline have masks of their own.
+    plain = config.model.positions != "alibi" and config.model.kernel_scores
     whole = layout.context == 1 and layout.pipeline == 1 and plain
     # Without a GPU, flash means the variable-length form without the kernel.
     return whole and (supported or kernel == "flash")

@@ -87,7 +87,7 @@ class TrainStep:
         self._scaler = scaler
         self._settings = settings
         self._pipeline = pipeline
-        self._routers = list(routers(model))
+        self._routers = dict(routers(model))
         self._router_health = torch.empty(0, device=settings.device)
 
     @property
@@ -108,7 +108,7 @@ class TrainStep:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Metrics next to the loss: the objective's, and those of routers if there are experts."""
-        return self.objective.metric_names + (ROUTER_METRICS if self._routers else ())
+        return self.objective.metric_names + (ROUTER_METRICS if self._model.config.expert_layers else ())
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, int]:
         """The objective's sums over this process's part of a micro batch, and what its mean counts.
@@ -143,6 +143,7 @@ class TrainStep:
         # FSDP averages gradients over the processes that share weights, and losses are sums: this weight makes their
         # total the global mean.
         weight = self._poisoned(layout.replicate * layout.weight_shards * self._scaler.scale / total_targets)
+        self._row_targets = [self.objective.count(batch) for batch in batches]
         own_sums = self._forward_backward(parts, weight, signals.abandon)
         if own_sums is None:
             return self._abandoned(signals)
@@ -171,7 +172,7 @@ class TrainStep:
             if number == 0:
                 self.objective.prepare(parts)
             self._reduce_gradients(last=number == len(parts) - 1)
-            self._weigh_routers(weight * self.objective.count(part))
+            self._weigh_routers(weight * self._row_targets[number])
             sums = self._sums(part)
             torch.autograd.backward(sums[0] * weight)
             total += sums.detach()
@@ -182,7 +183,7 @@ class TrainStep:
     def _abandoned(self, signals: StepSignals) -> Tensor:
         """The numbers of a step that all processes have left: void, and a stop request."""
         self._optimizers.zero_grad()
-        for router in self._routers:
+        for router in self._routers.values():
             router.take_tokens()
         numbers = torch.zeros(TARGETS + 1, device=self.device)
         numbers[STOP], numbers[SPENT_S], numbers[VOID] = 1.0, own_seconds(signals.spent_s), 1.0
@@ -208,18 +209,25 @@ class TrainStep:
 
     def _weigh_routers(self, weight: Tensor) -> None:
         """Weight of the routers' losses in the next micro batch, which are means over it, next to its sum of losses."""
-        for router in self._routers:
-            router.loss_weight = weight
+        for router in self._routers.values():
+            router.loss_weight = weight / self._settings.mesh.row_parts
 
     def _balance_experts(self, counts: Tensor) -> None:
         """Once a step: move the routers' biases by the load of all processes, unless `counts` is 0."""
-        if not self._routers:
+        model = self._model.config
+        if not model.expert_layers:
             return
-        tokens_le = torch.stack([router.take_tokens() for router in self._routers])
-        dist.all_reduce(tokens_le)
-        for router, tokens_e in zip(self._routers, tokens_le, strict=True):
-            router.update_bias(tokens_e, counts)
+        # Layers of other stages are zero here.
+        tokens = torch.zeros(model.layers, model.experts.count, dtype=torch.int64, device=self.device)
+        for layer, router in self._routers.items():
+            tokens[layer] = router.take_tokens()
+        dist.all_reduce(tokens)
+        for layer, router in self._routers.items():
+            router.update_bias(tokens[layer], counts)
+        tokens_le = tokens[[layer for layer in range(model.layers) if model.has_experts(layer)]]
         self._router_health = router_health(tokens_le, router_biases(self._model).values())
+        if self._pipeline is not None:
+            dist.all_reduce(self._router_health, dist.ReduceOp.MAX, self._settings.mesh.pipeline_group)
 
     def _gradient_norm(self) -> Tensor:
         holders: Sequence[HasGradient] = self._optimizers.gradient_holders

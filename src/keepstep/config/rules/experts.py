@@ -65,17 +65,68 @@ def experts_are_plain_swiglu(config: RunConfig) -> Found:
     return None
 
 
-@rule("model.experts.count", "parallel.tensor", "parallel.pipeline", "parallel.context", "precision", "lora.rank")
-def experts_are_trained_by_data_parallelism(config: RunConfig) -> Found:
-    """Not supported yet: splitting experts or rows, experts in fp8, adapters on them."""
+@rule("parallel.expert", "model.experts.count")
+def processes_divide_experts(config: RunConfig) -> Found:
+    """Each process of an expert parallel group holds as many experts."""
+    count, degree = config.model.experts.count, config.parallel.expert
+    if degree == 1:
+        return None
+    if not count:
+        return "needs a model with experts, and model.experts.count is 0", "parallel.expert=1"
+    if count % degree:
+        choices = around(divisors(count), degree)
+        return f"must divide model.experts.count ({count})", f"parallel.expert={listed(choices)}"
+    return None
+
+
+@rule("compute.recompute", "parallel.expert")
+def divided_experts_recompute_whole_blocks(config: RunConfig) -> Found:
+    """Saving some operators needs the same ones in both passes, and FSDP gathers divided experts with other ones."""
+    if config.parallel.expert == 1 or config.compute.recompute != "selective":
+        return None
+    return "does not support parallel.expert above 1", "compute.recompute=full or none"
+
+
+@rule("parallel.schedule", "parallel.pipeline", "model.experts.count")
+def zero_bubble_needs_dense_blocks(config: RunConfig) -> Found:
+    """Experts compute all their gradients in one backward pass."""
+    parallel = config.parallel
+    if parallel.pipeline == 1 or parallel.schedule != "zero_bubble" or not config.model.experts.count:
+        return None
+    return "splits the backward pass, which experts cannot", "parallel.schedule=interleaved"
+
+
+@rule(
+    "compute.recompute", "parallel.pipeline", "model.experts.count", "model.experts.aux_loss", "model.experts.z_loss"
+)  # fmt: skip
+def pipelines_keep_router_losses(config: RunConfig) -> Found:
+    """Recomputation would weigh the losses of a router by the targets of a later micro batch."""
+    experts = config.model.experts
+    if not experts.count or config.parallel.pipeline == 1 or not (experts.aux_loss or experts.z_loss):
+        return None
+    if config.compute.recompute == "none":
+        return None
+    needs = "must be none with parallel.pipeline above 1 and losses of routers"
+    return needs, "compute.recompute=none, or model.experts.aux_loss=0 with model.experts.balance_bias=true"
+
+
+@rule("model.experts.count", "precision")
+def experts_are_not_fp8(config: RunConfig) -> Found:
+    """Not supported yet."""
     if not config.model.experts.count:
         return None
-    for axis in ("tensor", "pipeline", "context"):
-        if getattr(config.parallel, axis) > 1:
-            needs = f"is not supported with parallel.{axis} above 1: experts are trained by data parallelism"
-            return needs, f"parallel.{axis}=1; parallel.shard shards the experts' weights"
     if config.precision == "fp8":
         return "is not supported with precision fp8: grouped matmuls run in bf16 or fp32", "precision=bf16"
-    if config.lora.rank:
-        return "is not supported with lora.rank above 0: experts take no adapters", "lora.rank=0 trains all weights"
     return None
+
+
+@rule("lora.targets", "lora.rank", "model.experts.count", "model.kv_lora_rank")
+def adapters_are_on_attention(config: RunConfig) -> Found:
+    """Experts take no adapters, and latent attention takes them on queries and outputs."""
+    model, allowed = config.model, ["q", "o"] if config.model.kv_lora_rank else ["q", "k", "v", "o"]
+    feed_forward = [] if model.experts.count else ["gate", "up", "down"]
+    refused = [name for name in config.lora.targets if name not in (*allowed, *feed_forward)]
+    if not config.lora.rank or not refused or not (model.experts.count or model.kv_lora_rank):
+        return None
+    which = "latent attention takes" if refused[0] in "kv" else "experts take"
+    return f"has {refused[0]}, and {which} no such adapter", f"lora.targets=[{', '.join(allowed + feed_forward)}]"

@@ -12,6 +12,7 @@ from keepstep.core.messages import listed
 @rule(
     "parallel.tensor", "parallel.context", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden",
     "model.vocab", "model.vocab_multiple", "model.seq_len", "model.head_qk_norm", "model.final_logit_softcapping",
+    "model.attention_sinks", "model.kv_lora_rank",
 )  # fmt: skip
 def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
     """Heads, feed-forward width, vocabulary and tokens divide by the degree."""
@@ -25,6 +26,10 @@ def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
         return "must be 1 with model.head_qk_norm false, whose norm is over all heads", "use parallel.shard"
     if degree > 1 and model.final_logit_softcapping:
         return "must be 1 with model.final_logit_softcapping, which needs whole logits", "use parallel.shard"
+    if degree > 1 and model.attention_sinks:
+        return "must be 1 with model.attention_sinks, which are not split by heads", "use parallel.shard"
+    if degree > 1 and model.kv_lora_rank:
+        return "must be 1 with model.kv_lora_rank: latent attention is not split by heads", "use parallel.shard"
     if kv_heads % degree or ffn % degree:
         degrees = [each for each in divisors(kv_heads) if ffn % each == 0]
         heads = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
@@ -89,15 +94,19 @@ def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     return needs, "compute.recompute=full or none, or parallel.schedule=interleaved"
 
 
-@rule("parallel.context", "model.seq_len", "model.attn_logit_softcapping")
+@rule(
+    "parallel.context", "model.seq_len", "model.attn_logit_softcapping", "model.attention_sinks", "model.kv_lora_rank",
+    "model.rotary_scaling",
+)  # fmt: skip
 def context_parallel_splits_rows(config: RunConfig) -> Found:
     """Each process takes two pieces of a row, so that the causal work is even."""
     degree, seq_len = config.parallel.context, config.model.seq_len
-    if degree > 1 and config.model.attn_logit_softcapping:
-        return (
-            "must be 1 with model.attn_logit_softcapping, which ring attention does not compute",
-            "use parallel.shard",
-        )
+    for name in ("attn_logit_softcapping", "attention_sinks", "kv_lora_rank"):
+        if degree > 1 and getattr(config.model, name):
+            return f"must be 1 with model.{name}, which ring attention does not compute", "use parallel.shard"
+    if degree > 1 and config.model.scales_rope_by_length:
+        needs = "must be 1 with model.rotary_scaling dynamic or longrope, which depend on the length of a whole row"
+        return needs, "use parallel.shard"
     if degree == 1 or seq_len % (2 * degree) == 0:
         return None
     degrees = [each for each in divisors(seq_len // 2) if each <= 2 * degree] if seq_len % 2 == 0 else [1]
@@ -121,7 +130,7 @@ def async_tensor_is_available(config: RunConfig) -> Found:
 
 @rule(
     "compute.attention", "compute.device", "precision", "model.positions", "model.sliding_window", "model.seq_len",
-    "model.attn_logit_softcapping", "parallel.pipeline", "parallel.context",
+    "model.attn_logit_softcapping", "model.attention_sinks", "parallel.pipeline", "parallel.context",
 )  # fmt: skip
 def attention_kernel_is_able(config: RunConfig) -> Found:
     """The kernel that was asked for computes this attention."""
@@ -134,6 +143,8 @@ def attention_kernel_is_able(config: RunConfig) -> Found:
         return "computes in bf16 and fp16 only, and precision is fp32", "compute.attention=auto, or precision=bf16"
     if model.attn_logit_softcapping:
         return "computes no soft-capped scores (model.attn_logit_softcapping)", "compute.attention=auto"
+    if model.attention_sinks:
+        return "computes no model.attention_sinks", "compute.attention=auto"
     if kernel == "flash" and model.positions == "alibi":
         return "takes no bias, and model.positions is alibi", "compute.attention=auto"
     mask = _mask_reason(config)
@@ -178,13 +189,16 @@ def survivors_hold_whole_states(config: RunConfig) -> Found:
     return None
 
 
-@rule("reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.offload", "precision")
+@rule(
+    "reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.offload",
+    "precision",
+)  # fmt: skip
 def elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
     """A result that does not depend on the number of processes needs whole weights on each."""
     if config.reproducible != "elastic":
         return None
     parallel = config.parallel
-    split = [axis for axis in ("tensor", "pipeline", "context") if getattr(parallel, axis) > 1]
+    split = [axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(parallel, axis) > 1]
     if split:
         axes = " and ".join(f"parallel.{axis}" for axis in split)
         hint = ", ".join(f"parallel.{axis}=1" for axis in split)

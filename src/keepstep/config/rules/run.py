@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepstep.config.rules import Found, around, divisors, multiples_around, rule
-from keepstep.config.schema import RunConfig
+from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.messages import listed
 from keepstep.core.plugins import is_plugin, plugin_problem
 
@@ -227,6 +227,35 @@ def partial_rope_rotates_pairs(config: RunConfig) -> Found:
     return needs, f"model.partial_rotary_factor={2 / max(model.head_size, 2):g}, or a multiple of it"
 
 
+@rule(
+    "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim", "model.positions",
+    "model.hidden", "model.heads", "model.kv_heads", "model.head_dim", "model.bias", "model.qkv_bias", "model.out_bias",
+    "model.qk_norm", "model.clip_qkv", "model.attention_sinks", "model.partial_rotary_factor",
+    "model.no_rope_layer_interval", "model.layer_types",
+)  # fmt: skip
+def latent_attention_has_its_sizes(config: RunConfig) -> Found:
+    """Latent attention rotates a part of each head, and has none of the variants of ordinary attention."""
+    model = config.model
+    if not model.kv_lora_rank:
+        set_alone = [name for name in ("q_lora_rank", "qk_rope_head_dim", "v_head_dim") if getattr(model, name)]
+        return (f"is needed by model.{set_alone[0]}", "model.kv_lora_rank=512") if set_alone else None
+    if model.positions != "rotary":
+        return f"needs model.positions rotary, not {model.positions}", "model.positions=rotary"
+    if model.qk_rope_head_dim % 2 or not 0 < model.qk_rope_head_dim < model.head_size:
+        needs = f"needs an even model.qk_rope_head_dim between 0 and the head's {model.head_size} channels"
+        return needs, "model.head_dim=192 model.qk_rope_head_dim=64"
+    if model.value_size > model.head_size:
+        return f"needs model.v_head_dim of at most the head's {model.head_size} channels", "model.v_head_dim=0"
+    if model.key_value_heads != model.heads:
+        return "has a key and a value for each head, so model.kv_heads must be 0", "model.kv_heads=0"
+    plain = ModelConfig()
+    others = ("qkv_bias", "out_bias", "qk_norm", "clip_qkv", "attention_sinks", "partial_rotary_factor")
+    for name in (*others, "no_rope_layer_interval", "layer_types"):
+        if getattr(model, name) != getattr(plain, name):
+            return f"does not support model.{name}", f"leave model.{name} out"
+    return ("does not support model.bias", "model.bias=false") if model.bias else None
+
+
 @rule("model.layer_types", "model.sliding_window")
 def sliding_layers_have_a_window(config: RunConfig) -> Found:
     """Layers of two kinds need the window of one of them."""
@@ -283,12 +312,17 @@ _ROPE_SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
 }
 _YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """May be left out."""
 
 
-@rule("model.rotary_scaling", "model.positions")
+@rule(
+    "model.rotary_scaling", "model.positions", "model.hidden", "model.heads", "model.head_dim",
+    "model.partial_rotary_factor",
+)  # fmt: skip
 def rope_scaling_is_supported(config: RunConfig) -> Found:
     """The scaling has a type that is implemented, with all its numbers."""
     scaling = config.model.rotary_scaling
@@ -300,8 +334,13 @@ def rope_scaling_is_supported(config: RunConfig) -> Found:
         hint = "model.rotary_scaling={rope_type: linear, factor: 8.0}"
         return f"{given}: it must be {listed(list(_ROPE_SCALINGS))}", hint
     missing = [key for key in _ROPE_SCALINGS[kind] if not is_positive(scaling.get(key))]
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         missing += [key for key in _YARN_OPTIONS if not is_positive(scaling.get(key) or 1)]
+    pairs = config.model.rotary_size // 2
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = scaling.get(key)
+        if not isinstance(factors, list | tuple) or len(factors) != pairs or not all(map(is_positive, factors)):
+            return f"needs {key} for rope_type longrope, {pairs} numbers above 0", None
     return (f"needs {', '.join(missing)} for rope_type {kind}, above 0", None) if missing else None
 
 

@@ -26,18 +26,20 @@ from keepstep.data.cache_folder import FACTS, prepare_folder, read_facts
 from keepstep.data.chat import files
 from keepstep.data.chat.files import NumberedRow, RejectedRow
 from keepstep.data.chat.generated import GENERATED
-from keepstep.data.chat.masks import MaskedTokens, encode
+from keepstep.data.chat.masks import MaskedTokens, encode_all, render
 from keepstep.data.chat.preference import AnswerPair, PreferenceMethod, read_pairs
 from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
 from keepstep.data.chat.prompts import PromptLoader, PromptSet, until_answer
 from keepstep.data.chat.reasons import frequent_reasons
 from keepstep.data.chat.rows import BadRow
-from keepstep.data.chat.template import ChatTemplate, find_template
+from keepstep.data.chat.template import ChatTemplate, Rendered, find_template
 from keepstep.data.datasets import vocabulary_error
 from keepstep.data.loader import Loaders, validation_loader
 
 _VERSION = 12
 _VALID_ROWS = 512
+_TOGETHER = 256
+"""Conversations that are encoded together."""
 _Item = tuple[str, NumberedRow | AnswerPair | RejectedRow]
 
 
@@ -174,13 +176,12 @@ def _prepare(folder: Path, source: ChatSource) -> None:
     questions: dict[str, list[str]] = {"train": [], "valid": []}
     rejected = 0
     with files.atomic_text_file(folder / "rejects.jsonl") as rejects:
-        for name, item in _ahead(_items(source), template):
-            row = item if isinstance(item, RejectedRow) else _encode(item, template, tokenizer, source)
-            if isinstance(row, RejectedRow):
-                rejects.write(row.line())
+        for name, item, rows in _encoded(_items(source), template, tokenizer, source):
+            if isinstance(rows, RejectedRow):
+                rejects.write(rows.line())
                 rejected += 1
             else:
-                splits[name] += row
+                splits[name] += rows
                 labels[name].append(getattr(item, "label", True))
                 if source.rl.method != "none" and isinstance(item, NumberedRow):
                     questions[name].append(json.dumps(item.conversation.row()) + "\n")
@@ -204,11 +205,30 @@ def _prepare(folder: Path, source: ChatSource) -> None:
     progress(f"conversations: {facts['conversations']:,} to train on, {facts['tokens']:,} tokens")
 
 
-def _ahead(items: Iterator[_Item], template: ChatTemplate) -> Iterator[_Item]:
-    """The same items; their conversations are rendered a batch at a time."""
-    while batch := list(islice(items, 64)):
+def _encoded(
+    items: Iterator[_Item], template: ChatTemplate, tokenizer: Any, source: ChatSource
+) -> Iterator[tuple[str, Any, list[MaskedTokens] | RejectedRow]]:
+    """The items with their rows, or rejected; rendered and encoded many at a time."""
+    while batch := list(islice(items, _TOGETHER)):
         template.render_ahead([each for _, item in batch for each in getattr(item, "conversations", ())])
-        yield from batch
+        texts = [_rendered(item, template, source) for _, item in batch]
+        encoded = iter(encode_all([text for each in texts if isinstance(each, list) for text in each], tokenizer))
+        for (name, item), text in zip(batch, texts, strict=True):
+            if isinstance(text, RejectedRow):
+                yield name, item, text
+            elif not isinstance(item, RejectedRow):
+                yield name, item, _checked(item, [next(encoded) for _ in text], source)
+
+
+def _rendered(
+    item: NumberedRow | AnswerPair | RejectedRow, template: ChatTemplate, source: ChatSource
+) -> list[Rendered] | RejectedRow:
+    if isinstance(item, RejectedRow):
+        return item
+    try:
+        return [render(conversation, template, source.chat.loss_on) for conversation in item.conversations]
+    except BadRow as bad:
+        return item.reject(str(bad))
 
 
 def _items(source: ChatSource) -> Iterator[_Item]:
@@ -250,14 +270,11 @@ def _pairs(source: ChatSource) -> Iterator[_Item]:
         yield from (("valid", item) for item in read_pairs(Path(data.valid_path), kto=kto))
 
 
-def _encode(
-    item: NumberedRow | AnswerPair, template: ChatTemplate, tokenizer: Any, source: ChatSource
+def _checked(
+    item: NumberedRow | AnswerPair, rows: list[MaskedTokens], source: ChatSource
 ) -> list[MaskedTokens] | RejectedRow:
+    """The rows, or rejected because they are too long or have no loss."""
     room, loss_on = source.seq_len + 1, source.chat.loss_on
-    try:
-        rows = [encode(conversation, template, tokenizer, loss_on) for conversation in item.conversations]
-    except BadRow as bad:
-        return item.reject(str(bad))
     tokens = sum(len(row.tokens) for row in rows)
     if tokens > room:
         both = ": both answers are in one row" if len(rows) > 1 else ""

@@ -7,7 +7,7 @@ tokens follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +42,12 @@ def encode(
 
     Raises BadRow where a template cannot render the conversation.
     """
-    return encode_rendered(select_loss_spans(template.render(conversation), conversation, loss_on), tokenizer)
+    return encode_rendered(render(conversation, template, loss_on), tokenizer)
+
+
+def render(conversation: Conversation, template: ChatTemplate, loss_on: LossOn) -> Rendered:
+    """The text of a conversation with the spans that have a loss. Raises BadRow."""
+    return select_loss_spans(template.render(conversation), conversation, loss_on)
 
 
 def select_loss_spans(rendered: Rendered, conversation: Conversation, loss_on: LossOn) -> Rendered:
@@ -59,33 +64,54 @@ def select_loss_spans(rendered: Rendered, conversation: Conversation, loss_on: L
 
 def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
     """Token ids with their mask."""
-    encoding = tokenizer.encode(rendered.text, add_special_tokens=False)
-    edges = sorted({edge for span in rendered.spans for edge in (span.start, span.end)})
+    return encode_all([rendered], tokenizer)[0]
+
+
+def encode_all(rendered: Sequence[Rendered], tokenizer: Any) -> list[MaskedTokens]:
+    """Token ids with their masks. All texts are encoded together, which uses every core."""
+    encodings = tokenizer.encode_batch([each.text for each in rendered], add_special_tokens=False)
+    found = [_whole(each, encoding) for each, encoding in zip(rendered, encodings, strict=True)]
+    cut = [_pieces(rendered[place]) if whole is None else [] for place, whole in enumerate(found)]
+    texts = [text for pieces in cut for text, _ in pieces]
+    parts = iter(tokenizer.encode_batch(texts, add_special_tokens=False) if texts else ())
+    return [
+        whole or _joined([(next(parts).ids, has_loss) for _, has_loss in pieces])
+        for whole, pieces in zip(found, cut, strict=True)
+    ]
+
+
+def _edges(rendered: Rendered) -> list[int]:
+    return sorted({edge for span in rendered.spans for edge in (span.start, span.end)})
+
+
+def _whole(rendered: Rendered, encoding: Any) -> MaskedTokens | None:
+    """The tokens of the whole text; None if the start or end of a turn is not at the edge of a token."""
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = offsets[:, 0], offsets[:, 1]
     # Some tokenizers leave white space out of their offsets, so a token may extend to its neighbours' offsets.
     before, after = np.append(0, ends), np.append(starts, len(rendered.text))
     if any(
         bool(((starts < edge) & (edge < ends)).any() or ((before < after) & (before <= edge) & (edge <= after)).any())
-        for edge in edges
+        for edge in _edges(rendered)
     ):
-        return _piecewise(rendered, edges, tokenizer)
+        return None
     loss = np.zeros(len(encoding.ids), dtype=np.bool_)
     for span in rendered.spans:
         loss |= (starts >= span.start) & (starts < span.end)
     return MaskedTokens(_token_ids(encoding.ids), loss)
 
 
-def _piecewise(rendered: Rendered, edges: list[int], tokenizer: Any) -> MaskedTokens:
-    bounds = [0, *edges, len(rendered.text)]
+def _pieces(rendered: Rendered) -> list[tuple[str, bool]]:
+    """The text cut at every turn's start and end, and which pieces have a loss."""
     # An empty turn starts where the next piece starts, which is not the assistant's.
     span_starts = {span.start for span in rendered.spans if span.end > span.start}
-    ids: list[int] = []
-    loss: list[bool] = []
-    for start, end in pairwise(bounds):
-        piece = tokenizer.encode(rendered.text[start:end], add_special_tokens=False).ids
-        ids += piece
-        loss += [start in span_starts and end > start] * len(piece)
+    bounds = [0, *_edges(rendered), len(rendered.text)]
+    return [(rendered.text[start:end], start in span_starts and end > start) for start, end in pairwise(bounds)]
+
+
+def _joined(pieces: Sequence[tuple[list[int], bool]]) -> MaskedTokens:
+    ids = [token for piece, _ in pieces for token in piece]
+    loss = [has_loss for piece, has_loss in pieces for _ in piece]
     return MaskedTokens(_token_ids(ids), np.array(loss, dtype=np.bool_))
 
 

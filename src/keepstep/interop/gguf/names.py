@@ -214,6 +214,8 @@ def _rope_metadata(scaling: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type")
     if kind == "linear":
         return {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(f"rope_type {kind} cannot be exported as GGUF", "keepstep export RUN --hf OUT")
     if kind != "yarn":
         return {}
     unknown = {key for key, value in scaling.items() if key not in (*_YARN_KEYS, "rope_type") and value is not None}

@@ -81,6 +81,11 @@ class KernelBackend:
 
         return has_grouped_kernel(tensor.device, tensor.dtype)
 
+    def row_counts(self, counts_sp: Tensor, rows: int) -> list[list[int]]:  # noqa: ARG002
+        """How many of this process's `rows` go to each process, and how many arrive. Waits for the device."""
+        counts: list[list[int]] = counts_sp.tolist()
+        return counts
+
     def has_adamw(self, tensor: Tensor) -> bool:
         """Whether one kernel updates weights and moments in place."""
         return tensor.is_cuda and has_triton()

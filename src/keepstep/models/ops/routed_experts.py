@@ -76,9 +76,13 @@ class _RoutedExperts(torch.autograd.Function):
         d_out_md = gather_rows(gradients[0].contiguous(), token_m)
         d_activation_mf = grouped_matmul_transposed(d_out_md, down, ends_e, has_kernel=ctx.has_kernel)
         d_gate_up_mf, activation_mf, d_weight_m = weighted_swiglu_backward(d_activation_mf, gate_up_mf, weight_m)
-        d_down = grouped_outer(d_out_md, activation_mf, ends_e, has_kernel=ctx.has_kernel)
+        # Frozen experts need no gradients.
+        d_gate_up = d_down = None
+        if ctx.needs_input_grad[3]:
+            d_down = grouped_outer(d_out_md, activation_mf, ends_e, has_kernel=ctx.has_kernel)
         del d_out_md, d_activation_mf, activation_mf
-        d_gate_up = grouped_outer(d_gate_up_mf, gather_rows(x_nd, token_m), ends_e, has_kernel=ctx.has_kernel)
+        if ctx.needs_input_grad[2]:
+            d_gate_up = grouped_outer(d_gate_up_mf, gather_rows(x_nd, token_m), ends_e, has_kernel=ctx.has_kernel)
         dx_md = grouped_matmul_transposed(d_gate_up_mf, gate_up, ends_e, has_kernel=ctx.has_kernel)
         d_weights_nk = d_weight_m[place_m].unflatten(0, (-1, ctx.top_k))
         return sum_rows(dx_md, place_m, ctx.top_k), d_weights_nk, d_gate_up, d_down, None, None, None

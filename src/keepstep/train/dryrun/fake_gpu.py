@@ -161,6 +161,11 @@ class GpuOnFakeTensors(KernelBackend):
 
     has_cross_entropy = has_adamw = has_grouped_matmul = has_kernels
 
+    def row_counts(self, counts_sp: Tensor, rows: int) -> list[list[int]]:
+        """As even as can be: tensors without data have no routes."""
+        even, more = divmod(rows, counts_sp.shape[1])
+        return [[even + (process < more) for process in range(counts_sp.shape[1])]] * 2
+
     def cross_entropy_(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradient: bool) -> Tensor:  # noqa: ARG002
         """Allocates the losses; the logits' memory becomes that of their gradient."""
         return torch.empty(logits_nv.shape[0], dtype=torch.float32, device=logits_nv.device)

@@ -66,7 +66,7 @@ def policy_losses(
     ratio_bt = torch.exp(log_probabilities_bt - log_probabilities_bt.detach())
     losses_bt = -ratio_bt * advantages_b[:, None]
     if reference_bt is not None and config.method != "rloo":
-        losses_bt = losses_bt + config.beta * kl_estimates(log_probabilities_bt, reference_bt)
+        losses_bt = losses_bt + config.kl_weight * kl_estimates(log_probabilities_bt, reference_bt)
     sums_b = (losses_bt * mask_bt).sum(dim=1)
     match config.method:
         case "grpo":
@@ -192,7 +192,7 @@ class PolicyObjective(Objective):
             if config.method == "rloo":
                 # RLOO's penalty is a part of the reward: the log-ratio of the whole answer.
                 moved_b = ((log_probabilities_bt.detach() - reference_bt) * mask_bt).sum(dim=1)
-                rewards_b = rewards_b - config.beta * moved_b.double().cpu()
+                rewards_b = rewards_b - config.kl_weight * moved_b.double().cpu()
         rewards_pg = rewards_b.view(-1, config.num_generations)
         advantages_b = advantages(rewards_pg, config.method).flatten().float().to(device)
         losses_b = policy_losses(log_probabilities_bt, reference_bt, advantages_b, mask_bt, config)

@@ -59,18 +59,18 @@ def confirm(
     for _ in range(_MOST_ROUNDS):
         inputs_bt = torch.from_numpy(answer_batch([request.prompt for request in requests], answers, 0).inputs)
         logits_btv = model(inputs_bt.to(device))
-        begun: dict[int, Request] = {}
+        started: dict[int, Request] = {}
         for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             start, count = len(request.prompt) - 1, len(answer.tokens)
             chosen_t, _ = _SAMPLER.choose(logits_btv[row, start : start + count], request.draws(count).to(device))
             chosen = chosen_t.tolist()
             if chosen != answer.tokens:
                 same = next(place for place in range(count) if chosen[place] != answer.tokens[place])
-                begun[row] = _continuation(request, chosen[: same + 1], stop_tokens)
-        if not begun:
+                started[row] = _continuation(request, chosen[: same + 1], stop_tokens)
+        if not started:
             break
-        for row, more in zip(begun, roll_out(model, list(begun.values()), stop_tokens, len(begun)), strict=True):
-            kept = list(begun[row].prompt[len(requests[row].prompt) :])
+        for row, more in zip(started, roll_out(model, list(started.values()), stop_tokens, len(started)), strict=True):
+            kept = list(started[row].prompt[len(requests[row].prompt) :])
             ended = more.ended or kept[-1] in stop_tokens
             answers[row] = Generated([*kept, *more.tokens], [], ended)
     model.train(training)

@@ -110,7 +110,7 @@ def _build(
 ) -> list[torch.optim.Optimizer]:
     matrices: list[nn.Parameter] = []
     if config.name == "muon":
-        matrices = [p for p, name in names.items() if p.ndim >= 2 and name.startswith("blocks.")]
+        matrices = [p for p, name in names.items() if _is_matrix(p, name) and name.startswith("blocks.")]
     chosen = set(matrices)
     groups = _decay_groups({p: n for p, n in names.items() if p not in chosen}, config)
     parts: list[torch.optim.Optimizer] = []
@@ -128,10 +128,15 @@ def _decay_groups(names: dict[nn.Parameter, str], config: OptimizerConfig) -> li
     plain: list[nn.Parameter] = []
     for parameter, name in names.items():
         is_table = name.startswith(("embed.", "position."))
-        wanted = config.decay_embeddings if is_table else (parameter.ndim >= 2 or config.decay_norms)
+        wanted = config.decay_embeddings if is_table else (_is_matrix(parameter, name) or config.decay_norms)
         (decayed if wanted else plain).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _is_matrix(parameter: nn.Parameter, name: str) -> bool:
+    """Whether a parameter is a matrix or a stack of them; the biases of experts are stacked vectors."""
+    return parameter.ndim >= 2 and not name.endswith("_bias")
 
 
 def _fill_state(part: torch.optim.Optimizer) -> None:

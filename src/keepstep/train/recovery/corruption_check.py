@@ -41,7 +41,9 @@ def same_work(mesh: ParallelMesh) -> int:
     """A number that is the same for processes which compute the same from the same rows: the data replicas."""
     layout = mesh.layout
     place = (mesh.pipeline_rank * layout.tensor + mesh.device_mesh.get_local_rank("tensor")) * layout.context
-    return place + mesh.context_rank
+    # Experts of a process compute the rows of its neighbours too, each at another place among them.
+    expert_rank = mesh.device_mesh.get_local_rank("expert") if layout.expert > 1 else 0
+    return (place + mesh.context_rank) * layout.expert + expert_rank
 
 
 def gather_bits(loss: Tensor, work: int) -> list[tuple[int, int]]:

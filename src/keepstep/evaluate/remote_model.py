@@ -1,0 +1,125 @@
+"""A model behind an OpenAI-compatible server, `keepstep serve` for example, in place of one in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from http.client import HTTPException
+from typing import Any
+
+from keepstep.core.errors import KeepstepError
+from keepstep.evaluate.chat_model import Prompt, Sampling
+
+TIMEOUT_S = 600.0
+
+
+class RemoteModel:
+    """Answers prompts as a ChatModel does. The key is KEEPSTEP_UI_TOKEN or OPENAI_API_KEY."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is what OpenAI clients call base_url, with or without its /v1."""
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        models = json.loads(self._open("models").read()).get("data") or [{}]
+        self.name = str(models[0].get("id", ""))
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        batch: int,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
+        """One answer for each prompt, `batch` requests at a time; calls are written as `<tool_call>…</tool_call>`."""
+        with ThreadPoolExecutor(batch) as pool:
+            asked = [pool.submit(self._answer, prompt, sampling) for prompt in prompts]
+            for done, _ in enumerate(as_completed(asked), start=1):
+                progress(done)
+        return [one.result() for one in asked]
+
+    def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
+        """An answer piece by piece, as it is written."""
+        calls: list[Mapping[str, Any]] = []
+        with self._open("chat/completions", self._body(prompt, sampling) | {"stream": True}) as events:
+            for line in events:
+                data = line.decode().removeprefix("data:").strip()
+                if not line.startswith(b"data:") or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise _refused(self._url, event)
+                for choice in event.get("choices", ()):
+                    yield choice["delta"].get("content") or ""
+                    calls += choice["delta"].get("tool_calls") or ()
+        yield _written(calls)
+
+    def _answer(self, prompt: Prompt, sampling: Sampling) -> str:
+        with self._open("chat/completions", self._body(prompt, sampling)) as answer:
+            message = json.loads(answer.read())["choices"][0]["message"]
+        return (message.get("content") or "") + _written(message.get("tool_calls") or ())
+
+    def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+        body = {
+            "model": self.name,
+            "messages": [_sent(message) for message in prompt.messages],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "max_completion_tokens": sampling.max_new_tokens,
+        }
+        return body | ({"tools": list(prompt.tools)} if prompt.tools else {})
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        key = os.environ.get("KEEPSTEP_UI_TOKEN") or os.environ.get("OPENAI_API_KEY") or "none"
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(f"{self._url}/{path}", data, headers)
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            raise _refused(self._url, _json(error.read())) from None
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise KeepstepError(f"{self._url} does not answer: {reason}", "start keepstep serve MODEL there") from None
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return {"error": {"message": body.decode(errors="replace")[:200]}}
+
+
+def _refused(url: str, answer: Any) -> KeepstepError:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return KeepstepError(f"{url} refused: {message}", "its key goes into KEEPSTEP_UI_TOKEN")
+
+
+def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as the interface has it: calls with ids, and arguments as text."""
+    sent = {name: value for name, value in message.items() if name != "weight"}
+    if message.get("tool_calls"):
+        sent["tool_calls"] = [
+            {
+                "id": call.get("id") or f"call_{place}",
+                "type": "function",
+                "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
+            }
+            for place, call in enumerate(message["tool_calls"])
+        ]
+    elif message["role"] == "tool":
+        sent.setdefault("tool_call_id", "call_0")
+    return sent
+
+
+def _written(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as text, whatever the template of the server's model writes."""
+    texts = (
+        f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"]}}}'
+        for call in calls
+    )
+    return "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)

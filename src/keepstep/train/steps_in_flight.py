@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from keepstep.core.errors import StopRequested
 from keepstep.data.batch import Batch
@@ -55,9 +56,17 @@ class StepsInFlight:
 
     def advance(self, lr_share: float) -> None:
         """Start the next step and read the one before."""
-        parts, clock = self._parts, self._parts.clock
         if self._ended:
             return
+        try:
+            self._advance(lr_share)
+        except CoordinatorLostError:
+            # The agent is gone: the step before is the last one, and is saved.
+            del self._before[len(self._metrics) :]
+            self.stop = self._ended = True
+
+    def _advance(self, lr_share: float) -> None:
+        parts, clock = self._parts, self._parts.clock
         if parts.replica is not None and self._hooks.at_boundary(self.drain):
             self._redeal(parts.feed.position)
         started = time.perf_counter()
@@ -67,19 +76,7 @@ class StepsInFlight:
         parts.recorder.before_step(clock.step + 1)
         self._before.append(parts.state.step_state())
         scale = parts.step.loss_scale
-        while True:
-            try:
-                self._metrics.push(parts.step.run(batches, lr_share, self._signals(), self._hooks.before_update))
-                break
-            except MembershipChangedError:
-                # Nobody has applied this step: those who are left do all of it.
-                self._hooks.rejoin()
-                self._redeal(position)
-                batches = self._next_batches()
-            except CoordinatorLostError:
-                self._before.pop()
-                self.stop = self._ended = True
-                return
+        self._metrics.push(self._run_step(batches, lr_share, position))
         clock.advance(0.0, parts.feed.position)
         self._facts.append(StepFacts(clock.step, clock.samples, clock.tokens, lr_share, data_s, scale))
         newest = clock.step
@@ -93,6 +90,16 @@ class StepsInFlight:
         parts.profiler.step()
         parts.heartbeat.expect_stop_within(self._stop_within_s(1 if parts.step.objective.prepares else len(batches)))
         parts.heartbeat.stepped(clock.step)
+
+    def _run_step(self, batches: list[Batch], lr_share: float, position: int) -> Tensor:
+        while True:
+            try:
+                return self._parts.step.run(batches, lr_share, self._signals(), self._hooks.before_update)
+            except MembershipChangedError:
+                # Nobody has applied this step: those who are left do all of it.
+                self._hooks.rejoin()
+                self._redeal(position)
+                batches = self._next_batches()
 
     def _signals(self) -> StepSignals:
         parts = self._parts

@@ -113,6 +113,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     environment_of_replacements: dict[str, str] = field(default_factory=dict)
     kills: int = 0
+    losses: int = 0
     processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     def run(self, random_kills: int = 0, seed: int = 0) -> set[str]:
@@ -126,8 +127,11 @@ class Job:
             os.environ.update(self.environment_of_replacements)
             while any(process.exitcode is None for process in self.processes.values()):
                 time.sleep(0.002)
-                # Never the last one that has the state.
-                complete = len(coordinator.members) == self.replicas and coordinator.can_replace
+                # Never the last one that has the state: wait until each loss has been noticed and made up for.
+                while not coordinator.events.empty():
+                    self.losses += coordinator.events.get()["kind"] == "left"
+                noticed = self.losses >= self.kills and len(coordinator.members) == self.replicas
+                complete = noticed and coordinator.can_replace
                 if self.kills < random_kills and time.monotonic() > next_kill and complete:
                     self._kill(dice)
                     next_kill = time.monotonic() + dice.random() * 0.1

@@ -123,3 +123,15 @@ def test_replica_that_comes_after_the_end_is_sent_away(three: Recorded) -> None:
     three.membership.receive(0, {"kind": "finished"})
     three.membership.hello(2, "address 2")
     assert three.last(2) == {"kind": "over"}
+
+
+def test_replica_that_fails_to_copy_after_the_end_changes_nothing(three: Recorded) -> None:
+    three.membership.lost(2)
+    three.join(2)
+    three.prepare(0)
+    three.prepare(1)
+    epoch = three.last(2)["epoch"]
+    three.membership.receive(0, {"kind": "finished"})
+    three.membership.lost(1)
+    three.membership.receive(2, {"kind": "ready", "epoch": epoch})
+    assert three.last(2) == {"kind": "over"}

@@ -170,7 +170,7 @@ def flash_needs_bounds(config: RunConfig, reason: str) -> Found:
     return f"takes no mask, which {reason} needs where {axes} is not 1", "compute.attention=auto"
 
 
-@rule("resilience.survive", "reproducible", "model.experts.count")
+@rule("resilience.survive", "reproducible", "model.experts.count", "rl.method")
 def survivors_hold_whole_states(config: RunConfig) -> Found:
     """Replicas that outlive each other hold whole weights, and their sums do not depend on how many they are."""
     if not config.resilience.survive:
@@ -181,6 +181,11 @@ def survivors_hold_whole_states(config: RunConfig) -> Found:
         )
     if config.model.experts.count:
         return "does not support experts, whose routers are balanced over all processes", "resilience.survive=false"
+    if config.rl.method != "none":
+        return (
+            f"does not support rl.method {config.rl.method}, whose answers belong to a step",
+            "resilience.survive=false",
+        )
     return None
 
 

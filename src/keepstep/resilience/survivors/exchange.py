@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from keepstep.core.failpoints import reach
 
 Numbers = NDArray[np.int64]
-SLICE = 1 << 21
+SLICE = 1 << 20
 """Numbers summed at a time: what arrives from others needs memory for this many only."""
 BUFFER_BYTES = 1 << 22
 
@@ -35,6 +35,9 @@ class Exchange:
     def __init__(self, control: socket.socket, rank: int, peers: Mapping[int, socket.socket]) -> None:
         """`peers` by rank."""
         self._control, self._rank, self._peers = control, rank, dict(peers)
+        part = -(-SLICE // (len(self._peers) + 1))
+        # Allocated once: the system takes longer to give new memory than to fill it.
+        self._arrived = {peer: np.empty(part, np.int64) for peer in self._peers}
         for connection in self._peers.values():
             connection.setblocking(False)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -55,7 +58,7 @@ class Exchange:
         """Each member adds up one part, then all members collect the sums of the parts."""
         parts = np.array_split(numbers, len(self._peers) + 1)
         own = parts[self._rank]
-        arrived = {peer: np.empty_like(own) for peer in self._peers}
+        arrived = {peer: self._arrived[peer][: len(own)] for peer in self._peers}
         self._transfer({peer: parts[peer] for peer in self._peers}, arrived)
         for others in arrived.values():
             own += others

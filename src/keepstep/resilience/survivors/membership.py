@@ -76,7 +76,7 @@ class Membership:
     def receive(self, number: int, message: Message) -> None:
         """A message from a replica that is connected."""
         replica = self._replicas.get(number)
-        if replica is None:
+        if replica is None or self.over:
             return
         match message["kind"]:
             case "ready" if replica.phase == "building" or message["epoch"] == self._epoch:

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 
-.PHONY: help demo toolcalls-demo chaos soak survive fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-gguf bench-rl bfcl bench-h200
+.PHONY: help demo toolcalls-demo chaos soak survive fuzz test test-fast test-browser test-gpu test-cluster test-image test-recipes docs pictures lint structure clean bench-checkpoint bench-data bench-plan bench-gguf bench-rl bfcl bench-h200 bench-experts
 help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -99,6 +99,9 @@ fuzz: $(READY)  ## damaged files of every format and hostile requests, 100,000 o
 
 bench-plan: $(READY)  ## a dry run of gpt3-175b on 512 processes; writes benchmarks/results/plan_dryrun.json
 	$(BIN)/python -W ignore benchmarks/plan_dryrun.py
+
+bench-experts: $(READY)  ## experts in every layout of up to 8 processes against one; writes benchmarks/results/expert_grid.json
+	$(BIN)/python -W ignore -m benchmarks.expert_grid
 
 bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py

@@ -39,6 +39,19 @@ def test_plan_shards_experts_by_data_parallelism(capsys: Captured) -> None:
     assert "verdict: fits" in said
 
 
+def test_plan_knows_expert_parallelism(capsys: Captured) -> None:
+    words = ["plan", "model=qwen3-30b-a3b", "--cluster", "azure-nd-h100-v5:8", "--json"]
+    answers = []
+    for given in ("parallel.expert=1", "parallel.expert=8"):
+        assert main([*words, given, "microbatch=2", "global_batch=256"]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    whole, divided = answers
+    assert divided["layout"]["expert"] == 8
+    # A process gathers an eighth of the experts, and tokens travel.
+    assert divided["memory"]["parts_gib"]["buffers"] < whole["memory"]["parts_gib"]["buffers"]
+    assert divided["speed"]["exposed_s"]["expert"] > 0
+
+
 def test_plan_chooses_for_thousands_of_machines(capsys: Captured) -> None:
     assert main(["plan", "model=llama-405b", "--cluster", "azure-nd-h100-v5:2048"]) == 0
     out = capsys.readouterr().out

@@ -55,6 +55,8 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=16 compute.recompute=selective", 2),
         (f"{LLAMA} {EXPERTS} {SHARED} microbatch=4 global_batch=16", 2),
         (f"{LLAMA} {EXPERTS} microbatch=4 global_batch=20 reproducible=elastic", 3),
+        (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=32 parallel.expert=2", 4),
+        (f"{LLAMA} {EXPERTS} {SHARED} microbatch=8 global_batch=16 parallel.tensor=2 parallel.expert=2", 4),
         (f"{LLAMA} {EXPERTS} {GPT_OSS} microbatch=4 global_batch=4", 1),
         (f"{LLAMA} {EXPERTS} {SHARED} {LATENT} microbatch=4 global_batch=16", 2),
     ],

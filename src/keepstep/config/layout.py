@@ -48,7 +48,9 @@ class Layout:
         return [axis for axis in AXES if getattr(self, axis) > 1]
 
     def stride(self, axis: str) -> int:
-        """Ranks between two neighbours along an axis."""
+        """Ranks between two neighbours along an axis; those that divide experts are the nearest of the shard axis."""
+        if axis == "expert":
+            return self.tensor
         return prod(int(getattr(self, nearer)) for nearer in AXES[AXES.index(axis) + 1 :])
 
     def text(self) -> str:

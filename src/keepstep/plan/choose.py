@@ -18,11 +18,11 @@ from keepstep.models.size import parameter_count
 from keepstep.plan.cluster import GIB, Cluster
 from keepstep.plan.memory import plan_memory
 from keepstep.plan.plan import Assumptions, Plan, make_plan
-from keepstep.plan.search import MARGIN
+from keepstep.plan.search import MARGIN, expert_degrees
 from keepstep.plan.speed import Factors, plan_speed
 from keepstep.plan.workload import RECOMPUTE, Precision, Workload, is_valid, workload_of
 
-_AXES = ("tensor", "pipeline", "context", "replicate")
+_AXES = ("tensor", "pipeline", "context", "replicate", "expert")
 _SHARES = ("replicate", "shard")
 _BATCH = ("global_batch", "microbatch")
 _OPEN = (*(f"parallel.{axis}" for axis in _AXES), "parallel.shard", *_BATCH, "compute.recompute")
@@ -115,12 +115,19 @@ def _candidates(
 ) -> Iterator[Workload]:
     """Valid layouts: tensor parallelism inside a machine, rows whole, weights sharded over all or over a machine."""
     # A single process stands for the layout until a candidate replaces it.
-    alone = replace(config.parallel, replicate=1, shard=-1, tensor=1, pipeline=1, context=1)
+    alone = replace(config.parallel, replicate=1, shard=-1, tensor=1, pipeline=1, context=1, expert=1)
     one = replace(config, parallel=alone, global_batch=1, microbatch=1)
     base = workload_of(one, 1, precision, int(cluster.gpu.memory_gib * GIB))
     recomputes = RECOMPUTE if "compute.recompute" in open_fields else (base.recompute,)
     rows = _MICROBATCHES if "microbatch" in open_fields else (config.microbatch,)
-    for degrees, microbatch in product(_degrees(config, open_fields, cluster), rows):
+    given = () if "parallel.expert" in open_fields else (config.parallel.expert,)
+    spread = [
+        replace(layout, expert=degree)
+        for layout in _degrees(config, open_fields, cluster)
+        for degree in given or expert_degrees(base, layout, cluster)
+        if layout.weight_shards % degree == 0
+    ]
+    for degrees, microbatch in product(spread, rows):
         for batch in _batches(config, open_fields, degrees, microbatch):
             for recompute in recomputes:
                 work = replace(base, degrees=degrees, microbatch=microbatch, global_batch=batch, recompute=recompute)

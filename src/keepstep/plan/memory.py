@@ -136,6 +136,8 @@ class _StageMemory:
         self.work, self.stage = work, stage
         self.size, self.shard = work.compute_bytes, degrees.weight_shards
         self.counts = stage_parameters(work, stage)
+        self.reduced_block = self.counts.adapters or self.counts.gathered_block
+        """Parameters of a block whose gradients a process has before they are reduced."""
         blocks = {mode: block_activations(work, mode) for mode in set(work.modes)}
         # What backward needs and allocates does not depend on the mode, but for weights that fp8 quantises again.
         self.block = max(blocks.values(), key=lambda each: each.needed + each.working)
@@ -202,13 +204,15 @@ class _StageMemory:
             # Each shard is copied to host memory and freed.
             return 0
         counted = self.counts.trained if self.accumulates else done
-        return FP32 * counted // (1 if self.local_gradients else self.shard)
+        if self.local_gradients:
+            return FP32 * counted * self.counts.gathered // self.counts.total
+        return FP32 * counted // self.shard
 
     def _gathered(self) -> int:
         """Gathered weights of the ends, and of all blocks where they stay gathered."""
         if self.work.unsharded:
             return 0
-        blocks = self.counts.block * self.counts.blocks if self.work.stays_gathered else 0
+        blocks = self.counts.gathered_block * self.counts.blocks if self.work.stays_gathered else 0
         return self.size * (self.counts.ends + blocks)
 
     def _activations(self, blocks: int) -> int:
@@ -239,7 +243,7 @@ class _StageMemory:
 
     def _loss(self) -> Parts:
         # The last gathered buffer is freed by the next gather.
-        last_gather = 0 if self.shard == 1 else self.size * self.counts.block
+        last_gather = 0 if self.shard == 1 else self.size * self.counts.gathered_block
         activations = self._activations(self.stage_blocks) + self._split_backward(self.unweighted)
         return replace(
             self.fixed,
@@ -264,19 +268,21 @@ class _StageMemory:
         return held * (2 if chunks > 1 else 1) + (FP32 + (self.size if chunks == 1 else 0)) * self.counts.table
 
     def _backward(self, blocks_left: int) -> Parts:
-        counts, model = self.counts, self.work.model
+        counts = self.counts
         done = (counts.blocks - blocks_left) * counts.trained_block
-        inner = 0 if counts.adapters else feed_forward_gradient(model)
+        inner = 0 if counts.adapters else feed_forward_gradient(self.work)
         unsharded = self.work.unsharded
         nothing_yet = unsharded or self.local_gradients or blocks_left == self.stage_blocks
-        reducing = 0 if nothing_yet else FP32 * counts.trained_block
-        gathered = 0 if unsharded or self.work.stays_gathered else self.gather_copies * self.size * counts.block
+        reducing = 0 if nothing_yet else FP32 * self.reduced_block
+        gathered = (
+            0 if unsharded or self.work.stays_gathered else self.gather_copies * self.size * counts.gathered_block
+        )
         activations = self._activations((self.stage_blocks if self.splits else blocks_left) - 1)
         if self.splits:
             activations += self._split_backward(self.unweighted + 1)
         return replace(
             self.fixed,
-            gradients=self._gradients(done) + self._head_gradient() + self.size * inner // self.work.degrees.tensor,
+            gradients=self._gradients(done) + self._head_gradient() + self.size * inner,
             activations=activations + self.block.needed + self.block.working,
             buffers=self._gathered() + gathered + reducing,
         )
@@ -285,17 +291,17 @@ class _StageMemory:
         """Reduction of a block's gradients: in compute precision and in fp32, unsharded and sharded."""
         counts = self.counts
         done = (counts.blocks - blocks_left) * counts.trained_block
-        prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.block
+        prefetched = 0 if self.shard == 1 or self.work.stays_gathered else self.size * counts.gathered_block
         # Gradients summed on this process are copied into the buffer; else it is the last micro batch's gradients.
-        incoming = 0 if self.local_gradients else self.size * counts.trained_block
+        incoming = 0 if self.local_gradients else self.size * self.reduced_block
         outgoing = 0 if self.local_gradients else FP32 * counts.trained_block // self.shard
         # The block's own weights are freed just before.
-        freed = self.size * counts.block if self.work.stays_gathered else 0
+        freed = self.size * counts.gathered_block if self.work.stays_gathered else 0
         return replace(
             self.fixed,
             gradients=self._gradients(done) + self._head_gradient(),
             activations=self._activations(blocks_left - 1) + self.stream,
-            buffers=self._gathered() - freed + prefetched + FP32 * counts.trained_block + max(incoming, outgoing),
+            buffers=self._gathered() - freed + prefetched + FP32 * self.reduced_block + max(incoming, outgoing),
         )
 
     def _embedding(self) -> Parts:
@@ -307,14 +313,15 @@ class _StageMemory:
             self.fixed,
             gradients=self._gradients(blocks) + tables * self.size * counts.table,
             activations=self._activations(0) + self.stream,
-            buffers=self._gathered() + (0 if self.local_gradients or self.work.unsharded else FP32 * counts.block),
+            buffers=self._gathered()
+            + (0 if self.local_gradients or self.work.unsharded else FP32 * self.reduced_block),
         )
 
     def _root_reduction(self) -> Parts:
         counts = self.counts
         arriving = max(self.size * counts.ends, FP32 * counts.ends // self.shard)
         # A pipeline frees gathered weights at the end of the step.
-        gathered = self.size * counts.block * counts.blocks if self.work.degrees.pipeline > 1 else 0
+        gathered = self.size * counts.gathered_block * counts.blocks if self.work.degrees.pipeline > 1 else 0
         return replace(
             self.fixed,
             gradients=self._gradients(counts.block * counts.blocks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.models.size import token_copies
 from keepstep.plan.cluster import Cluster
 from keepstep.plan.tensors import FP32, StageParameters
 from keepstep.plan.workload import Workload
@@ -22,11 +23,12 @@ class StepBytes:
     reduce_scatter: int = 0
     all_reduce: int = 0
     send: int = 0
+    all_to_all: int = 0
 
     @property
     def total(self) -> int:
         """All kinds together."""
-        return self.all_gather + self.reduce_scatter + self.all_reduce + self.send
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.send + self.all_to_all
 
 
 class Network:
@@ -64,9 +66,10 @@ class Network:
         work = self._work
         gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
-        weights = self.ring_s("shard", work.compute_bytes * counts.total, shards) * gathers
-        gradients = self.ring_s("shard", FP32 * counts.trained, shards) * reductions
+        weights = self.ring_s("shard", work.compute_bytes * counts.gathered, shards) * gathers
+        gradients = self.ring_s("shard", FP32 * reduced_parameters(counts), shards) * reductions
         return {
+            "expert": self._expert_s(counts) * work.microbatches,
             "replicate": 2 * self.ring_s("replicate", gradient_bytes(work) * counts.trained / shards),
             "shard": weights + gradients,
             "tensor": self._tensor_s(counts) * work.microbatches,
@@ -82,8 +85,8 @@ class Network:
         total = self.traffic_s(counts)
         gathers, reductions = weight_passes(work)
         shards = work.degrees.weight_shards
-        gather_s = self.ring_s("shard", work.compute_bytes * counts.total, shards)
-        reduce_s = self.ring_s("shard", FP32 * counts.trained, shards)
+        gather_s = self.ring_s("shard", work.compute_bytes * counts.gathered, shards)
+        reduce_s = self.ring_s("shard", FP32 * reduced_parameters(counts), shards)
         # Nothing hides the first gather and the last reduction: one block each, and the ends.
         ends = (counts.block + counts.ends) / counts.total
         unhidden = (gather_s + reduce_s) * ends
@@ -95,6 +98,7 @@ class Network:
         return {
             "replicate": max(0.0, total["replicate"] - slack_s) + total["replicate"] * ends,
             "shard": late_forward + late_backward + unhidden,
+            "expert": total["expert"],
             "tensor": total["tensor"],
             "context": max(0.0, total["context"] - 0.8 * attention_s * work.microbatches),
             "pipeline": total["pipeline"],
@@ -105,7 +109,12 @@ class Network:
         work = self._work
         row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
         passes = 3 if work.recompute == "full" else 2
-        return self.ring_s("tensor", row) * 4 * passes * counts.blocks
+        experts = 2 * self.ring_s("tensor", work.compute_bytes * counts.experts / counts.expert_parallel)
+        return (self.ring_s("tensor", row) * 4 * passes + experts) * counts.blocks
+
+    def _expert_s(self, counts: StageParameters) -> float:
+        """Rows travel to their experts and back. The busiest expert is taken to have no more than the others."""
+        return self.ring_s("expert", dispatched_bytes(self._work)) * passes_to_experts(self._work) * counts.blocks
 
     def _context_s(self, counts: StageParameters) -> float:
         degree = self._work.degrees.context
@@ -127,12 +136,14 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     """Bytes of one process's collectives in one step, as whole tensors, to compare with a trace."""
     degrees, each = work.degrees, work.microbatches
     gathers, reductions = weight_passes(work)
-    blocks = (counts.block + counts.adapters) * counts.blocks
+    whole = counts.gathered_block if degrees.weight_shards > degrees.expert else counts.block - counts.experts
+    blocks = (whole + counts.adapters) * counts.blocks
     sharded = degrees.weight_shards > 1
     # The ends stay gathered from forward to backward.
     ends_gathers = min(gathers, each)
     gathered = work.compute_bytes * (gathers * blocks + ends_gathers * counts.ends) if sharded else 0
-    reduced = FP32 * reductions * counts.trained if sharded else 0
+    trained = counts.trained if counts.adapters else whole * counts.blocks + counts.ends
+    reduced = FP32 * reductions * trained if sharded else 0
     row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
     first, last = stage == 0, stage == degrees.pipeline - 1
     if degrees.tensor > 1:
@@ -146,7 +157,29 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     if degrees.pipeline > 1 and work.model.tied and (first or last):
         sends += FP32 * counts.table // degrees.weight_shards
     replicas = gradient_bytes(work) * counts.trained // degrees.weight_shards if degrees.replicate > 1 else 0
-    return StepBytes(gathered, reduced, replicas, sends)
+    dispatched = each * counts.blocks * passes_to_experts(work) * dispatched_bytes(work)
+    if degrees.tensor > 1:
+        # Each process along the tensor axis has computed its own tokens with the same experts.
+        replicas += each * work.compute_bytes * counts.blocks * counts.experts // degrees.expert
+    return StepBytes(gathered, reduced, replicas, sends, int(dispatched))
+
+
+def reduced_parameters(counts: StageParameters) -> int:
+    """Parameters of the stage whose gradients each process has before they are reduced."""
+    return counts.trained if counts.adapters else counts.gathered
+
+
+def dispatched_bytes(work: Workload) -> float:
+    """Bytes of the rows that one process sends to the experts of a block, one way; the mean over blocks."""
+    if work.degrees.expert == 1:
+        return 0.0
+    rows = work.tokens_per_microbatch * token_copies(work.model) / work.degrees.tensor
+    return rows * work.compute_bytes * work.model.hidden
+
+
+def passes_to_experts(work: Workload) -> int:
+    """How often rows travel for one micro batch: there and back in forward and backward, and again if recomputed."""
+    return 4 if work.recompute == "none" else 6
 
 
 def gradient_bytes(work: Workload) -> int:

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def precisions(work: Workload, cluster: Cluster, is_open: bool) -> tuple[Precisi
     """Precisions to search: fp8 as well where the run leaves its precision open and the GPU supports it."""
     # fp8 would replace any other kind of linear.
     choice = is_open and work.precision == "bf16" and "fp8" in cluster.gpu.tflops and work.model.linear == "dense"
+    choice = choice and not work.model.experts.count
     return ("bf16", "fp8") if choice else (work.precision,)
 
 
@@ -204,7 +206,18 @@ def _factorings(base: Workload, cluster: Cluster) -> Iterator[Layout]:
             for pipeline in _divisors(model.layers, gpus // tensor // context):
                 data = gpus // tensor // context // pipeline
                 for replicate in _divisors(data, data):
-                    yield Layout(replicate, data // replicate, tensor, pipeline, context)
+                    layout = Layout(replicate, data // replicate, tensor, pipeline, context)
+                    for expert in expert_degrees(base, layout, cluster):
+                        yield replace(layout, expert=expert)
+
+
+def expert_degrees(base: Workload, layout: Layout, cluster: Cluster) -> Sequence[int]:
+    """Degrees of expert parallelism to search: none, and the largest inside one machine that divides the experts."""
+    count = base.model.experts.count
+    if not count or base.elastic:
+        return (1,)
+    near = cluster.gpus_per_node // layout.tensor or 1
+    return sorted({1, _divisors(near, gcd(count, layout.weight_shards))[-1]})
 
 
 def _divisors(limit: int, number: int) -> list[int]:

@@ -39,6 +39,20 @@ class StageParameters:
     """The matrix of the head or the embedding, where the stage computes a gradient for it."""
     adapters: int = 0
     """Adapters of one block; above 0, nothing else is trained."""
+    experts: int = 0
+    """Parameters of one block's experts; the mean where some blocks have none."""
+    expert_parallel: int = 1
+    """Processes that divide the experts before FSDP shards them."""
+
+    @property
+    def gathered_block(self) -> int:
+        """Parameters of one block that a process gathers and computes with."""
+        return self.block - self.experts + self.experts // self.expert_parallel
+
+    @property
+    def gathered(self) -> int:
+        """The same of the whole stage."""
+        return self.gathered_block * self.blocks + self.ends
 
     @property
     def trained_block(self) -> int:
@@ -57,19 +71,22 @@ class StageParameters:
 
 
 def split_block_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of one block on one tensor-parallel process: matrices are split, norms are not."""
+    """Parameters of one block on one tensor-parallel process: matrices are split, norms and experts are not."""
     biases = model.hidden * (2 if model.bias else int(model.out_bias))
-    whole = block_norm_parameters(model) + biases
+    whole = block_norm_parameters(model) + biases + expert_parameters(model)
     return (block_parameters(model) - whole) // tensor + whole
 
 
 def block_matrices(work: Workload) -> list[int]:
     """Parameters of each matrix of a block on one tensor-parallel process."""
     model = work.model
+    layers = model.expert_layers
+    widths = (model.layers - layers) * model.ffn_size + layers * model.experts.shared_ffn_hidden
+    dense = model.hidden * widths // model.layers // work.degrees.tensor
     # The weights of all experts are one matrix for the optimizer.
-    ffn = feed_forward_gradient(model)
-    matrices = (*attention_matrices(model), ffn * (2 if model.gated else 1), ffn)
-    return [parameters // work.degrees.tensor for parameters in matrices]
+    ffn = dense + expert_parameters(model) // 3
+    attention = (parameters // work.degrees.tensor for parameters in attention_matrices(model))
+    return [*attention, ffn * (2 if model.gated else 1), ffn]
 
 
 def stage_parameters(work: Workload, stage: int) -> StageParameters:
@@ -84,7 +101,13 @@ def stage_parameters(work: Workload, stage: int) -> StageParameters:
     block = split_block_parameters(model, tensor)
     blocks = sum(map(len, process_layers(work, stage)))
     learned_table = table if (first or last) and not work.lora_rank else 0
-    return StageParameters(block, blocks, tables, ends, learned_table, block_adapters(work))
+    ours = expert_parameters(model), work.degrees.expert
+    return StageParameters(block, blocks, tables, ends, learned_table, block_adapters(work), *ours)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Parameters of one block's experts, without router and shared expert; the mean where some blocks have none."""
+    return model.expert_layers * model.experts.count * 3 * model.hidden * model.expert_size // model.layers
 
 
 def process_layers(work: Workload, stage: int) -> list[range]:
@@ -156,7 +179,7 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
     widths = _Widths.of(model, work.degrees.tensor)
     gated = model.gated
-    needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths) + _routing_bytes(model, size)
+    needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths) + _routing_bytes(work)
     match mode:
         case "none":
             saved = needed
@@ -171,7 +194,8 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
             attention = size * widths.query + FP32 * widths.heads if work.saves_attention else 0
             saved = size * work.stream_width + attention
     # Gradients of the inner tensors; the forward's output has just been freed. Those of experts, and of their inputs.
-    copied = int(token_copies(model) * (model.hidden + 2 * model.expert_size))
+    travelling = model.hidden if work.degrees.expert > 1 else 0
+    copied = int(token_copies(model) * (model.hidden + 2 * model.expert_size + travelling)) // work.degrees.tensor
     working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
     quantised = _quantised_weights(model, widths) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
@@ -221,7 +245,15 @@ def _sink_width(model: ModelConfig, widths: _Widths) -> int:
     return int(wider * (widths.qkv + widths.query + repeated) - widths.qkv)
 
 
-def _routing_bytes(model: ModelConfig, size: int) -> int:
+def _routing_bytes(work: Workload) -> int:
+    """Bytes per token of a row that a block with experts saves on top; the tensor axis divides the rows."""
+    model, size = work.model, work.compute_bytes
+    # Rows that came from other processes, and where they go.
+    arrived = 3 * 8 + FP32 + size * model.hidden if work.degrees.expert > 1 else 0
+    return (_own_routing_bytes(model, size) + int(token_copies(model) * arrived)) // work.degrees.tensor
+
+
+def _own_routing_bytes(model: ModelConfig, size: int) -> int:
     """Bytes per token that a block with experts saves on top of its inner tensors."""
     copies = token_copies(model)
     if not copies:
@@ -241,14 +273,15 @@ def _routing_bytes(model: ModelConfig, size: int) -> int:
     return int(scores + copies * each)
 
 
-def feed_forward_gradient(model: ModelConfig) -> int:
+def feed_forward_gradient(work: Workload) -> int:
     """Parameters whose gradient exists when backward has passed the last matmul of a block's feed-forward.
 
     Of experts these are all: their backward pass is one step.
     """
-    layers = model.expert_layers
-    experts = 3 * model.experts.count * model.expert_size + model.experts.shared_ffn_hidden
-    return model.hidden * ((model.layers - layers) * model.ffn_size + layers * experts) // model.layers
+    model, layers = work.model, work.model.expert_layers
+    widths = (model.layers - layers) * model.ffn_size + layers * model.experts.shared_ffn_hidden
+    dense = model.hidden * widths // model.layers // work.degrees.tensor
+    return dense + expert_parameters(model) // work.degrees.expert
 
 
 def _fp32_norm_inputs(model: ModelConfig, widths: _Widths, work: Workload) -> int:

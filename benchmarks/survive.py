@@ -46,7 +46,7 @@ WORDS = [
 ]  # fmt: skip
 LARGER = ["model.hidden=256", "model.layers=4", "model.vocab=4096", "model.seq_len=128"]
 SURVIVE = ["resilience.survive=true", "resilience.snapshot_interval=0"]
-STEPS_A_KILL = 8
+STEPS_A_KILL = 5
 FIRST_STEPS = 5
 """Nobody is killed before: only one replica has the state of the run, and a usual step is not known."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -81,6 +81,7 @@ class Killer:
     _pending: set[int] = field(default_factory=set)
     _seen: int = 0
     _pids: dict[int, int] = field(default_factory=dict)
+    _killed: set[int] = field(default_factory=set)
 
     def run(self, kills: int, pause_s: float) -> int:
         """Kill until there were `kills`, or the run ends; returns its exit code."""
@@ -95,7 +96,7 @@ class Killer:
         return self.agent.wait()
 
     def _kill(self, number: int, pid: int) -> None:
-        self._pids.pop(number, None)
+        self._killed.add(pid)
         os.kill(pid, signal.SIGSTOP if self.survives and self.dice.random() < 0.25 else signal.SIGKILL)
         self._pending.add(number)
         self.kills += 1
@@ -109,14 +110,15 @@ class Killer:
             elif event["kind"] == "joined":
                 self._members.add(event["replica"])
                 self._pending.discard(event["replica"])
-            elif event["kind"] == "resume":
-                self._pending.clear()
+            elif event["kind"] in ("start", "resume"):
+                # All processes are new.
+                self._members, self._pending = set(range(REPLICAS)), set()
         self._seen = len(events)
 
     def _replicas(self) -> dict[int, int]:
         found = dict(_replicas(self.agent.pid))
         for number, pid in found.items():
-            self.moved += self._pids.get(number, pid) != pid
+            self.moved += self._pids.get(number, pid) not in (pid, *self._killed)
         self._pids = found
         return found
 

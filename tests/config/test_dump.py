@@ -68,8 +68,10 @@ def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: p
         "preference": replace(config.preference, method="none", label_smoothing=0.0),
         "rl": replace(config.rl, method="none"),
     }
+    resilience = replace(config.resilience, survive=False)
     model = replace(config.model, partial_rotary_factor=1.0, rotary_local_base=0.0, head_qk_norm=True)
-    sections = {"checkpoint": checkpoint, "compute": compute, "data": data, "lora": lora, "parallel": parallel}
+    sections = {"checkpoint": checkpoint, "compute": compute, "data": data, "lora": lora, "parallel": parallel,
+                "resilience": resilience}  # fmt: skip
     config = replace(config, reproducible="resume", model=model, **sections, **objectives)
     assert list(broken_rules(config)) == []
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"

@@ -26,6 +26,7 @@ LLAMA_LIKE = {
     "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64, "rope_theta": 5000.0,
 }  # fmt: skip
+DEEPSEEK = {**LLAMA_LIKE, "num_key_value_heads": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 FILES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 128},
     "mpt": {"n_layers": 2, "d_model": 32, "n_heads": 4, "max_seq_len": 64, "vocab_size": 128},
@@ -40,6 +41,8 @@ FILES: dict[str, dict[str, Any]] = {
     "gemma": LLAMA_LIKE,
     "gemma2": {**LLAMA_LIKE, "sliding_window": 16},
     "gemma3_text": {**LLAMA_LIKE, "sliding_window": 16},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "phi3": {**LLAMA_LIKE, "partial_rotary_factor": 0.75, "sliding_window": 16},
 }
 
@@ -84,9 +87,9 @@ def test_relative_path_starts_here_or_next_to_the_yaml(tmp_path: Path, monkeypat
     ("text", "message"),
     [
         (
-            '{"model_type": "deepseek_v3"}',
-            "model_type is 'deepseek_v3', which is not supported: this decoder has no multi-head latent attention\n "
-            "hint: known: gpt2",
+            '{"model_type": "deepseek_v32"}',
+            "model_type is 'deepseek_v32', which is not supported: this decoder has no sparse attention with an "
+            "indexer\n hint: known: gpt2",
         ),
         ("{}", "model_type is None, which is not supported"),
         ('{"model_type": "gpt2"}', "config.json does not say 'n_layer'"),

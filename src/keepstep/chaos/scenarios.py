@@ -17,7 +17,8 @@ import numpy as np
 
 from keepstep.chaos import two_hosts
 from keepstep.chaos.experiment import Experiment, Scenario, UnavailableError, kill_session, wait_for_step
-from keepstep.core.errors import UsageError
+from keepstep.config.load import load_config, split_words
+from keepstep.core.errors import ConfigError, UsageError
 from keepstep.data.formats.mds_writer import TokenShardWriter, write_index
 from keepstep.resilience.fault_injection import ALL_RANKS, Fault
 
@@ -43,6 +44,9 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
     def simple(kind: str, title: str, *faults: Fault, **options: Any) -> tuple[str, Callable[[], Scenario]]:
         return kind, partial(Scenario, kind, title, faults, **options)
 
+    def survive(kind: str, title: str, *faults: Fault) -> tuple[str, Callable[[], Scenario]]:
+        return kind, partial(_survive, kind, title, experiment, faults)
+
     grace = {"overrides": [f"resilience.grace_s={GRACE_S}"]}
     slow = Fault("slow", third, last, {"steps": third, "seconds": SLOW_S})
     hang = {"overrides": [f"resilience.hang_s={HANG_S}"], "detect_within_s": HANG_S + HANG_MARGIN_S}
@@ -58,6 +62,9 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
             simple("stop-rank", "SIGSTOP of one process", Fault("stop", middle, last), **hang),
             simple("slow-rank", "one process slower than the others", slow, overrides=["observe.rank_interval=2"]),
             simple("clock-jump", "the clock goes back an hour", Fault("clock", middle), may_be_unnoticed=True),
+            survive("kill-replica", "SIGKILL of a replica, the others survive", Fault("kill", middle, last)),
+            survive("stop-replica", "SIGSTOP of a replica, the others survive", Fault("stop", middle, last)),
+            survive("kill-joining", "SIGKILL of a replica that joins others"),
             ("flipped-bit", partial(_flipped_bit, experiment)),
             ("torn-write", partial(_torn_write, experiment)),
             ("slow-disk", _slow_disk),
@@ -82,6 +89,24 @@ def choose_scenarios(experiment: Experiment, names: Sequence[str]) -> dict[str, 
         if name not in known:
             raise UsageError(f"no fault is called {name!r}", f"there are {', '.join(known)}")
     return {name: known[name] for name in names or known}
+
+
+def _survive(kind: str, title: str, experiment: Experiment, faults: Sequence[Fault]) -> Scenario:
+    """Without a fault of its own, the first replica that copies the state of another one is killed meanwhile."""
+    overrides = ["reproducible=elastic", "resilience.survive=true"]
+    if experiment.processes < 2:
+        raise UnavailableError("one process has no other replicas")
+    try:
+        load_config(*split_words([*experiment.words, *overrides]))
+    except ConfigError as error:
+        raise UnavailableError(error.message) from None
+    if faults:
+        return Scenario(kind, title, faults, overrides, own_baseline=True)
+    mark = experiment.folder / f"{kind}.mark"
+    failpoint = {"KEEPSTEP_FAILPOINT": "copying:1", "KEEPSTEP_FAILPOINT_MARK": str(mark)}
+    return Scenario(
+        kind, title, overrides=overrides, environment=failpoint, mark=mark, own_baseline=True, may_be_unnoticed=True
+    )
 
 
 def _slow_disk() -> Scenario:

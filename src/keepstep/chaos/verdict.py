@@ -28,7 +28,7 @@ from keepstep.observe.run_folder import JsonLines, RunFolder, number
 from keepstep.observe.verdict import find_straggler
 from keepstep.resilience.fault_injection import ALL_RANKS, Fault, happened_at, to_environment
 
-_NOTICED = ("fault", "warning", "guard", "stop")
+_NOTICED = ("fault", "left", "warning", "guard", "stop")
 """Kinds of events by which a run reports that something is wrong."""
 KINDS = ("kill", "kill", "kill_all", "exception", "oom", "terminate", "kill_launcher")
 """What strikes; the more frequent a fault is in practice, the more often it is listed."""

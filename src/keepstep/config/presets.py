@@ -134,8 +134,8 @@ def preset_fields(name: str, given: Callable[[str, Any], Any] = lambda _, defaul
         return {}
     fields = read_model_file(Path(name)) if is_model_file(name) else dict(PRESETS[ALIASES.get(name, name)])
     experts, layers = fields.get("experts") or ExpertsConfig(), given("layers", fields["layers"])
-    if isinstance(layers, int) and 0 < layers <= experts.first_dense_layers:
-        # A short model has experts too.
+    if isinstance(layers, int) and 0 < layers <= experts.first_dense_layers and layers != fields["layers"]:
+        # A model that is made shorter has experts too.
         experts = fields["experts"] = replace(experts, first_dense_layers=layers - 1)
     hidden, heads = fields["hidden"], fields["heads"]
     width = given("hidden", hidden)

@@ -291,9 +291,10 @@ class DataConfig:
     path: str = "demo"
     """Training data: a folder or prefix written by `keepstep data build`; raw .jsonl, .parquet or .txt files, tokenized
     at first use; or conversations in .jsonl, .json or .parquet, rendered at first use. All of these can be local or
-    remote (s3://, az://, gs://, https://). `toolcalls` generates conversations with tool calls, `demo` is the source of
-    this machine's Python standard library, `synthetic` is random tokens for benchmarks. A plug-in is an entry point of
-    the group keepstep.data, or `package.module:function`; write `./NAME` for a folder of the same name."""
+    remote (s3://, az://, gs://, https://). `toolcalls` and `toolcalls-domains` generate conversations with tool calls,
+    `demo` is the source of this machine's Python standard library, `synthetic` is random tokens for benchmarks. A
+    plug-in is an entry point of the group keepstep.data, or `package.module:function`; write `./NAME` for a folder of
+    the same name."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of a plug-in that `path` names."""
     blend: Mapping[str, float] = field(default_factory=dict)
@@ -355,7 +356,7 @@ class ChatConfig:
     packing: bool = True
     """Pack several conversations into one row; attention does not cross from one to another."""
     generated_rows: PositiveInt = 12000
-    """With `data.path: toolcalls`: number of conversations to generate."""
+    """With `data.path: toolcalls` or `toolcalls-domains`: number of conversations to generate."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ class _Batch:
         sharded = isinstance(model, FSDPModule)
         # Asking the GPU costs as much as a step, so it is asked seldom; sharded processes must take equal turns.
         self._steps_a_turn = 8 if device.type == "cuda" and not sharded else 1
-        self._window_unit = 128 if device.type == "cuda" else 16
+        # A window of its own costs a graph; one that is too long costs keys that are read for nothing.
+        self._window_unit = 256 if device.type == "cuda" else 16
         self._most = max(request.max_new_tokens for request in requests)
         self._needs = [len(request.prompt) + request.max_new_tokens - 1 for request in requests]
         self._stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=device)

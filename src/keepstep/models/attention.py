@@ -27,6 +27,9 @@ from keepstep.models.ops.rope import qkv_rope, split_apply_rope
 from keepstep.models.ops.varlen_attention import varlen_attention
 from keepstep.models.positions import apply_rope
 
+_SINK_CHANNELS = 8
+"""Channels that sinks add to each head."""
+
 
 class Attention(nn.Module):
     """Project, apply rope, attend, project back. Head counts come from the tensors, so a slice of heads works too."""
@@ -150,8 +153,10 @@ def attend(
     mask = context.mask
     if mask is not None and mask.shape[1] not in (1, heads):
         mask = mask.narrow(1, first_head, heads)
-    if context.softcap or sinks_n is not None:
-        return _attend_by_matmuls(query_btne, key_bsge, value_bsge, mask, context, sinks_n)
+    if context.softcap:
+        return _attend_capped(query_btne, key_bsge, value_bsge, mask, context)
+    if sinks_n is not None:
+        return _attend_with_sinks(query_btne, key_bsge, value_bsge, mask, context, sinks_n)
     groups = key_bsge.shape[2]
     if query_btne.shape[1] == 1 and groups < heads and not context.causal:
         return _attend_once(query_btne, key_bsge, value_bsge, mask, context.scale)
@@ -178,27 +183,50 @@ def _attend_once(query_b1ne: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     return attn_out_bgre.flatten(1, 2)[:, None]
 
 
-def _attend_by_matmuls(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context, sinks_n: Tensor | None
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context, sinks_n: Tensor
 ) -> Tensor:
-    """The same with capped scores or sinks, by plain matmuls: torch's kernels have neither."""
+    """The same with one more key before all others, of value zero, whose score with a query is the head's sink.
+
+    The sink is in a channel of its own that only this key has. So the kernels for plain attention compute it, whose
+    memory does not grow with the square of the tokens.
+    """
+    size, scale = query.shape[-1], context.scale or query.shape[-1] ** -0.5
+    causal = context.causal and mask is None
+    sinks_btn1 = (sinks_n / scale).to(query.dtype).expand(query.shape[:3])[..., None]
+    # Kernels want a multiple of 8 channels. A first query that is dropped again keeps the causal mask square.
+    query = F.pad(torch.cat((query, sinks_btn1), dim=-1), (0, _SINK_CHANNELS - 1, 0, 0, int(causal), 0))
+    key, value = (F.pad(part, (0, _SINK_CHANNELS, 0, 0, 1, 0)) for part in (key, value))
+    key[:, 0, :, size] = 1.0
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+        # Kernels that take a mask take no groups.
+        key, value = (part.repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value))
+    attn_out_bnte = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=key.shape[2] != query.shape[2],
+    )
+    return attn_out_bnte[:, :, int(causal) :, :size].transpose(1, 2)
+
+
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, context: Context) -> Tensor:
+    """The same with scores within ± the soft cap, by plain matmuls: torch's kernels do not cap scores."""
     repeats = query.shape[2] // key.shape[2]
     key_bnse, value_bnse = (part.transpose(1, 2).repeat_interleave(repeats, dim=1) for part in (key, value))
     scores_bnts = query.transpose(1, 2) @ key_bnse.transpose(2, 3)
     scale = context.scale or query.shape[-1] ** -0.5
-    if context.softcap:
-        scores_bnts = context.softcap * torch.tanh(scores_bnts * (scale / context.softcap))
-    else:
-        scores_bnts = scores_bnts * scale
+    scores_bnts = context.softcap * torch.tanh(scores_bnts * (scale / context.softcap))
     if mask is None and context.causal:
         mask = torch.ones(scores_bnts.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores_bnts = scores_bnts.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_bnts + mask
-    if sinks_n is not None:
-        sinks_bnt1 = sinks_n.float()[:, None, None].expand(*scores_bnts.shape[:3], 1)
-        scores_bnts = torch.cat((scores_bnts, sinks_bnt1), dim=-1)
     probability_bnts = scores_bnts.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return (probability_bnts[..., : value_bnse.shape[2]] @ value_bnse).transpose(1, 2)
+    return (probability_bnts @ value_bnse).transpose(1, 2)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, head_size: int) -> Tensor:

@@ -108,7 +108,13 @@ def apply_recompute(block: nn.Module, mode: RecomputeMode, *, save_attention: bo
     saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
     if saved:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_save, saved))
-    block.forward = partial(checkpoint, block.forward, **options)
+    plain, recomputed = block.forward, partial(checkpoint, block.forward, **options)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Without gradients nothing is kept. A CUDA graph of decoding could not save the random generator's state.
+        return recomputed(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    block.forward = forward
 
 
 def _save(names: tuple[str, ...], _context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -213,10 +213,9 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         # A norm over all heads needs them side by side.
         0 if model.head_qk_norm else widths.query + widths.key,
         2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
-        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32; so are the
-        # probabilities with sinks.
-        0 if model.kernel_scores else (4 if model.attn_logit_softcapping else 3) * widths.heads * model.seq_len,
-        0 if model.kernel_scores else 2 * widths.query,
+        # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32.
+        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping else 0,
+        _sink_width(model, widths) if model.attention_sinks else 0,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,
@@ -235,6 +234,15 @@ def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
         # Each matmul saves its input in fp8, one byte per element, including the output of attention.
         return work.compute_bytes * sum(saved) + inputs + widths.query + _fp32_norm_inputs(model, widths, work)
     return work.compute_bytes * (sum(saved) + inputs) + _fp32_norm_inputs(model, widths, work)
+
+
+def _sink_width(model: ModelConfig, widths: _Widths) -> int:
+    """Elements per token that sinks add: wider heads, a copy of the output, and keys and values of each query head in
+    sliding layers."""
+    sliding = sum(map(model.is_sliding, range(model.layers))) / model.layers
+    wider = (model.head_size + 8) / model.head_size
+    repeated = 2 * (widths.query - widths.key) * sliding if model.sliding_window < model.seq_len else 0.0
+    return int(wider * (widths.qkv + widths.query + repeated) - widths.qkv)
 
 
 def _routing_bytes(work: Workload) -> int:

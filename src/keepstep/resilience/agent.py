@@ -215,6 +215,9 @@ class _Agent:
                 saved_for_others = code == EXIT_STOPPED and not forwarded and (making_room or self._node_joins_soon())
                 return None if saved_for_others else code
             if any(code not in (None, 0, EXIT_STOPPED) for code in codes):
+                if self._supervisor is not None:
+                    # It ended a moment ago: others may be able to continue.
+                    continue
                 return self._failure_cause()
             if len(signals.numbers) > forwarded:
                 forwarded, asked_at = len(signals.numbers), time.monotonic()

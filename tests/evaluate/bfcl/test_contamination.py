@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keepstep.cli.main import main
-from keepstep.core.errors import EXIT_DATA
+from keepstep.core.errors import EXIT_CONFIG, EXIT_DATA
 from keepstep.data.chat.generate import generate_rows
 from keepstep.evaluate.bfcl.benchmark import open_benchmark
 from keepstep.evaluate.bfcl.contamination import BenchmarkIndex, check_contamination
@@ -114,6 +114,12 @@ def test_command_writes_a_report_and_says_so(tmp_path: Path, capsys: pytest.Capt
     assert "rows.jsonl:1  question by normalised" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert (report["contaminated_rows"], report["rejected_rows"]) == (1, 1)
+    kept = tmp_path / "kept.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in (CONTAMINATED["the same question"][0], row())))
+    assert main(["data", "check", str(path), "--against", "bfcl", "--kept", str(kept)]) == EXIT_DATA
+    assert [json.loads(line)["messages"] for line in kept.read_text().splitlines()] == [row()["messages"]]
+    assert main(["data", "check", str(path), "--against", "bfcl", "--kept", str(path)]) == EXIT_CONFIG
+    capsys.readouterr()
     path.write_text(json.dumps(row()) + "\n")
     assert main(["data", "check", str(path), "--against", "bfcl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["data_sha256"] != report["data_sha256"]

@@ -222,6 +222,11 @@ def _percent(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
 def _money(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
     value = draw.choice((draw.randint(1, 99) * 1000, draw.randint(2, 99) * 100, draw.randint(20, 999)))
     number = f"{value:,}" if draw.random() < 0.4 else str(value)
+    if draw.random() < 0.1:
+        millions = draw.choice((draw.randint(1, 40), draw.randint(2, 60) / 4))
+        return Said(
+            round(millions * 1_000_000), draw.choice((f"${millions:g} million", f"{millions:g} million dollars"))
+        )
     return Said(value, draw.choice((f"${number}", f"{number} dollars", number, f"{number} euros")))
 
 
@@ -260,7 +265,7 @@ def _quoted(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
             text.capitalize() if pools == "TASK" else text,
             f"{one_of(draw, 'WORD')} {one_of(draw, 'WORD')}".title(),
             f"Please {one_of(draw, 'TASK')} before {one_of(draw, 'DAY')}",
-            f"Meeting about {one_of(draw, 'TOPIC')}",
+            f"Talk about {one_of(draw, 'TOPIC')}",
             f"{one_of(draw, 'FIRST')} wants to {one_of(draw, 'TASK')}",
             f"{draw.randint(1, 99)} {one_of(draw, 'WORD').capitalize()} Street, {one_of(draw, 'CITY')}",
         )

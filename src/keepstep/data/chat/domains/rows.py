@@ -39,6 +39,8 @@ _OPENERS = (
     "I need to ",
     "Hi, ",
 )
+_PREAMBLE_SHARE = 0.2
+_ORDINALS = ("First, ", "Second, ", "Third, ", "Lastly, ")
 _JOINTS = (" Also, ", " Then ", " After that, ", " And ", " Next, ", " Finally, ")
 _REFUSALS = (
     "None of the given functions can do this.", "I have no function for that.",
@@ -46,7 +48,7 @@ _REFUSALS = (
     "This cannot be answered with the given functions.", "None of these tools can help with that.",
 )  # fmt: skip
 _UNLISTED = {"flag", "object", "list", "items", "matrix", "point"}
-"""Kinds whose values cannot be told apart in an enumeration."""
+"""Kinds whose values cannot be distinguished in an enumeration."""
 Given = list[tuple[Parameter, Said]]
 
 
@@ -130,14 +132,21 @@ def _sentence(text: str, ask: str, draw: Random) -> str:
 def _asked(functions: Sequence[Function], all_given: Sequence[Given], draw: Random) -> str:
     """One text for several calls."""
     texts = [_request(function, given, draw) for function, given in zip(functions, all_given, strict=True)]
+    if len(texts) <= len(_ORDINALS) and draw.random() < 0.2:
+        parts = [ordinal + _continued(text) for ordinal, text in zip(_ORDINALS, texts, strict=False)]
+        return " ".join(part if part.endswith((".", "?")) else f"{part}." for part in parts)
     whole = texts[0]
     for text in texts[1:]:
         if draw.random() < 0.6:
-            small = text if text.startswith(("I ", "I'")) else text[0].lower() + text[1:]
-            whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'}{draw.choice(_JOINTS)}{small}"
+            whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'}{draw.choice(_JOINTS)}{_continued(text)}"
         else:
             whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'} {text}"
     return whole
+
+
+def _continued(sentence: str) -> str:
+    """A sentence behind other words."""
+    return sentence if sentence.startswith(("I ", "I'")) else sentence[0].lower() + sentence[1:]
 
 
 def _calls(functions: Sequence[Function], all_given: Sequence[Given]) -> dict[str, Any]:
@@ -152,6 +161,8 @@ def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any
     else:
         all_given = [_given(function, draw) for function in functions]
         text = _asked(functions, all_given, draw)
+    if draw.random() < _PREAMBLE_SHARE:
+        text = f"{_filled(draw.choice(grammar()['preambles']), draw)} {text}"
     return [{"role": "user", "content": text}, _calls(functions, all_given)]
 
 
@@ -176,16 +187,21 @@ def _irrelevant(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[
     asked, *shown = _functions(draw.choice((2, 2, 2, 3, 4)), draw, split)
     request = _request(asked, _given(asked, draw), draw)
     if draw.random() < 0.4:
-        request = re.sub(r"\{(\w+)\}", lambda found: _general_word(found[1], draw), draw.choice(grammar()["general"]))
+        request = _filled(draw.choice(grammar()["general"]), draw)
     return [{"role": "user", "content": request}, {"role": "assistant", "content": draw.choice(_REFUSALS)}], shown
 
 
-def _general_word(name: str, draw: Random) -> str:
-    return str(draw.randint(10, 9999)) if name == "number" else one_of(draw, name)
+def _filled(text: str, draw: Random) -> str:
+    """A sentence of the grammar with values for its {LISTS}."""
+
+    def value(found: re.Match[str]) -> str:
+        return str(draw.randint(10, 9999)) if found[1] == "number" else one_of(draw, found[1])
+
+    return re.sub(r"\{(\w+)\}", value, text)
 
 
 def _missing(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
-    """A request without a required value: the assistant asks for it, and calls once it is told."""
+    """A request without a required value: the assistant asks for it, and calls when it has it."""
     while True:
         function, *others = _functions(draw.choice((1, 1, 2)), draw, split)
         if len(function.required) > 1:

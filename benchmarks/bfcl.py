@@ -116,7 +116,7 @@ class Stages:
 
         if not self.args.single_turn:
             ask(SHORT, self.args.batch, report=False)
-        ask(asked, self.args.batch // (1 if self.args.single_turn else 8), report=True)
+        ask(asked, self.args.batch // (1 if self.args.single_turn else 4), report=True)
 
     def report(self, name: str) -> Path:
         return self.folder / f"{name}.bfcl.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,23 @@ def test_the_best_step_stays_and_a_step_being_read_stays(run_folder: Path) -> No
         removed = retention.apply(store, retention.Rules(keep=1, keep_best=2), notes.append)
     assert removed == ["step_00000010", "step_00000030"]
     assert notes == ["step_00000020 is being read and stays until the next save"]
+
+
+def test_a_killed_reader_protects_nothing(run_folder: Path) -> None:
+    store = LocalStore(run_folder / "checkpoints")
+    code = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from keepstep.checkpoint.protocol import retention
+        from keepstep.checkpoint.storage.store import LocalStore
+        with retention.reading(LocalStore(Path(sys.argv[1])), "step_00000020"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", code, str(store.root)], check=False).returncode == -signal.SIGKILL
+    assert list((store.root / "step_00000020").glob("reading-*"))
+    notes: list[str] = []
+    assert "step_00000020" in retention.apply(store, retention.Rules(keep=1), notes.append)
+    assert notes == []
 
 
 def test_nothing_is_deleted_when_no_newer_step_is_whole(run_folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 from keepstep.config.rules import around, divisors, multiples_around
@@ -107,7 +107,7 @@ def accumulation_steps(global_batch: int, microbatch: int, data_ranks: int) -> i
 
 def resolve_layout(config: ParallelConfig, world_size: int) -> Layout:
     """Fill in the one `-1` and check that the degrees multiply to the number of processes."""
-    degrees: dict[str, int] = {axis: getattr(config, axis) for axis in reversed(AXES)}
+    degrees: dict[str, int] = {axis.name: getattr(config, axis.name) for axis in fields(Layout) if axis.name in AXES}
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         both = " and ".join(f"parallel.{axis}" for axis in open_axes)

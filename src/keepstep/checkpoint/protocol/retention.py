@@ -126,22 +126,23 @@ def reading(store: Store, folder: str) -> AbstractContextManager[None]:
     with suppress(OSError):
         # Never create a note in a folder that is gone: nothing would remove it.
         present = MARKER in store.names(folder)
-    return _noted(store, folder, READING, {}) if present else nullcontext()
+    return _noted(store, folder, READING) if present else nullcontext()
 
 
 def writing(store: Store, folder: str) -> AbstractContextManager[None]:
     """Mark the step as being written, so that `abandoned` does not list it."""
-    status = proc.status(os.getpid())
-    ticks = status.start_ticks if status is not None else 0
-    return _noted(store, folder, WRITING, {"machine": proc.boot_identity(), "pid": os.getpid(), "start_ticks": ticks})
+    return _noted(store, folder, WRITING)
 
 
 @contextmanager
-def _noted(store: Store, folder: str, prefix: str, facts: Mapping[str, Any]) -> Iterator[None]:
+def _noted(store: Store, folder: str, prefix: str) -> Iterator[None]:
     name = f"{folder}/{prefix}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    status = proc.status(os.getpid())
+    ticks = status.start_ticks if status is not None else 0
+    facts = {"time": time.time(), "machine": proc.boot_identity(), "pid": os.getpid(), "start_ticks": ticks}
     # The note is optional: a problem that prevents it may not affect the load or the save itself.
     with suppress(OSError, CheckpointError):
-        store.create(name, json.dumps({"time": time.time(), **facts}).encode())
+        store.create(name, json.dumps(facts).encode())
     try:
         yield
     finally:
@@ -150,21 +151,22 @@ def _noted(store: Store, folder: str, prefix: str, facts: Mapping[str, Any]) -> 
 
 
 def being_read(store: Store, folder: str) -> bool:
-    """Whether a reader left a recent note in the folder."""
-    return _has_note(store, folder, READING, lambda reader: _is_recent(reader, READING_EXPIRES_S))
+    """Whether a reader left a note in the folder and may still be alive."""
+    return _has_note(store, folder, READING, lambda reader: _may_live(reader, READING_EXPIRES_S))
 
 
 def being_written(store: Store, folder: str) -> bool:
     """Whether a writer left a note in the folder and may still be alive."""
+    return _has_note(store, folder, WRITING, lambda writer: _may_live(writer, WRITING_EXPIRES_S))
 
-    def alive(writer: Mapping[str, Any]) -> bool:
-        if writer["machine"] == proc.boot_identity():
-            # Not by its age: the clock may have been set meanwhile.
-            found = proc.status(int(writer["pid"]))
-            return found is not None and found.start_ticks == writer.get("start_ticks", found.start_ticks)
-        return _is_recent(writer, WRITING_EXPIRES_S)
 
-    return _has_note(store, folder, WRITING, alive)
+def _may_live(process: Mapping[str, Any], expires_s: float) -> bool:
+    """Whether a process that left a note may still be alive; on other machines its note expires."""
+    if process.get("machine") != proc.boot_identity():
+        return _is_recent(process, expires_s)
+    # Not by its age: the clock may have been set meanwhile.
+    found = proc.status(int(process["pid"]))
+    return found is not None and found.start_ticks == process.get("start_ticks", found.start_ticks)
 
 
 def _is_recent(note: Mapping[str, Any], expires_s: float) -> bool:

@@ -149,3 +149,17 @@ def test_one_of_many_ends_as_its_run_did_whatever_libraries_do_as_python_ends(tm
     paths = os.pathsep.join(str(path) for path in (tmp_path, *sys.path) if path)
     environment = {**os.environ, "PYTHONPATH": paths, "RANK": "0", "WORLD_SIZE": "1"}
     assert subprocess.run([sys.executable, "-c", OWN_PROCESS, "nap"], env=environment).returncode == 75
+
+
+def test_ctrl_c_while_python_exits_changes_no_exit_code() -> None:
+    code = """if True:
+        import atexit, os, signal
+        from keepstep.core.interrupts import termination_as_interrupt
+        atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with termination_as_interrupt(until_exit=True):
+            pass
+        raise SystemExit(75)
+    """
+    # The parent may ignore SIGINT, and a child inherits that.
+    started = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
+    assert subprocess.run([sys.executable, "-c", started], check=False, timeout=PATIENCE_S).returncode == 75

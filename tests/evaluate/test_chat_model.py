@@ -250,3 +250,31 @@ def test_prompt_with_half_a_character_is_refused(tmp_path: Path, capsys: pytest.
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "cut \ud83d"}]}) + "\n")
     assert main(["chat", "nowhere", "--file", str(prompts)]) == 4
     assert f"{prompts} line 1: it contains half a character" in capsys.readouterr().err
+
+
+def test_conversations_equal_answers_one_by_one(tmp_path: Path) -> None:
+    model, sampling = tiny_model(tmp_path, room=96), Sampling(max_new_tokens=7)
+    asked: dict[int, list[str | None]] = {number: [] for number in range(5)}
+    turns = [3, 1, 9, 2, 1]
+
+    def reply(number: int, text: str | None) -> Prompt | None:
+        asked[number].append(text)
+        return (
+            asking(prompt_of(number, asked[number]))
+            if text is not None and len(asked[number]) < turns[number]
+            else None
+        )
+
+    def prompt_of(number: int, answers: Sequence[str | None]) -> str:
+        return "ask " * (number + 1) + "".join(answer or "" for answer in answers)
+
+    model.converse([asking(prompt_of(number, [])) for number in asked], reply, sampling, 2)
+    for number, answers in asked.items():
+        for turn, answer in enumerate(answers):
+            prompt = asking(prompt_of(number, answers[:turn]))
+            if answer is None:
+                assert len(model.encode(prompt)) >= model.context_length
+            else:
+                assert model.answers([prompt], sampling, 1) == [answer]
+    assert [len(answers) for number, answers in asked.items() if number != 2] == [3, 1, 2, 1]
+    assert asked[2][-1] is None, "it outgrows the context"

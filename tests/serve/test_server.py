@@ -16,6 +16,8 @@ import pytest
 from keepstep.cli.main import main
 from keepstep.data.chat.template import BUILT_IN
 from keepstep.evaluate.ast_check import parse_calls
+from keepstep.evaluate.bfcl.benchmark import open_benchmark
+from keepstep.evaluate.bfcl.run import BenchmarkRun
 from keepstep.evaluate.chat_model import Prompt, Sampling
 from keepstep.evaluate.generate import chooser
 from keepstep.evaluate.remote_model import RemoteModel
@@ -151,6 +153,25 @@ def test_remote_model_writes_calls_as_text(served: ChatServer, monkeypatch: pyte
         ((name, arguments),) = parse_calls(text)
         assert name == "get_weather"
         jsonschema.validate(arguments, SCHEMA)
+
+
+def test_benchmark_by_url_gives_the_verdicts_of_the_model_itself(
+    served: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_UI_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    categories = ["irrelevance", "live_irrelevance", "multi_turn_base"]
+    words = ["--categories", ",".join(categories), "--limit", "3", "--max-new-tokens", "9", "--batch", "2"]
+    assert main(["eval", "bfcl", served.base_url, *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    benchmark = open_benchmark()
+    own = BenchmarkRun(served.model, benchmark, "native", 2, 9)
+    lines = own.ask(benchmark.questions(categories, 3), tmp_path / "own.jsonl")
+    identity, *asked = map(json.loads, (tmp_path / told["answers"]).read_text().splitlines())
+    assert identity["model"] == "tiny"
+    assert [line["error"] for line in asked] == [line["error"] for line in lines]
+    assert "multi_turn:force_terminated" in {line["error"] for line in lines}, "its prompt is too long"
+    assert asked[0]["answer"] == lines[0]["answer"]
 
 
 def test_conversation_with_the_result_of_a_call(client: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_dtype(tools)
     tools.add_argument("--reward", metavar="NAME", help="also score answers with this plug-in (keepstep.rewards)")
     bfcl = add_action(actions, "bfcl", _bfcl, "the Berkeley Function Calling Leaderboard (questions: pip's bfcl-eval)")
-    _add_common(bfcl)
+    _add_common(bfcl, or_url=True)
     bfcl.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
     bfcl.add_argument("--categories", default="all", metavar="A,B", help="categories, live, non_live, … (default: all)")
     bfcl.add_argument("--limit", type=positive, default=0, help="questions of each category (default: all)")
@@ -142,12 +143,21 @@ def _bfcl(args: argparse.Namespace) -> int:
     questions = benchmark.questions(chosen_categories(args.categories), args.limit)
     model = _open_model(args)
     mode = choose_mode(model) if args.mode == "auto" else args.mode
-    answers = args.answers or args.model / "bfcl" / f"{'start' if args.start else f'step-{model.step}'}-{mode}.jsonl"
+    step = getattr(model, "step", None)
+    answers = args.answers or _answers_file(args, model, mode)
     progress(f"{len(questions):,} questions, mode {mode}, answers in {answers}")
     run = BenchmarkRun(model, benchmark, mode, args.batch, args.max_new_tokens, progress)
     scores = score(run.ask(questions, answers))
-    facts = {"model": str(args.model), "step": model.step, "mode": mode, "answers": str(answers), **as_json(scores)}
+    facts = {"model": str(args.model), "step": step, "mode": mode, "answers": str(answers), **as_json(scores)}
     return _report(args, facts, f"{table(scores)}\nnext: keepstep data check DATA --against bfcl")
+
+
+def _answers_file(args: argparse.Namespace, model: Any, mode: str) -> Path:
+    """Where answers go by default: into the model's folder, or one for the server's model."""
+    if isinstance(args.model, Path):
+        return args.model / "bfcl" / f"{'start' if args.start else f'step-{model.step}'}-{mode}.jsonl"
+    name = re.sub(r"[^\w.-]", "_", model.name)
+    return Path("runs", "bfcl", f"{name}-{mode}.jsonl")
 
 
 def _ppl(args: argparse.Namespace) -> int:

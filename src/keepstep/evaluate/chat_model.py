@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from keepstep.data import tokenization
 from keepstep.data.chat.rows import BadRow
 from keepstep.data.chat.template import ChatTemplate, find_template
 from keepstep.data.chat.tokenizer import end_tokens
-from keepstep.evaluate.continuous_batching import Request, generate_batch
+from keepstep.evaluate.continuous_batching import FollowUp, Generated, Request, generate_batch
 from keepstep.evaluate.draw import Sampler
 from keepstep.evaluate.generate import Forward, batches_by_length, chooser, stream
 from keepstep.interop.full_model import load_full_model, load_initial_model, open_device
@@ -48,6 +49,11 @@ class Prompt:
     tools: Sequence[dict[str, Any]] = ()
 
 
+Reply = Callable[[int, str | None], Prompt | None]
+"""From the number of a conversation and an answer to its next prompt, or None at its end. An answer that is None says
+that the prompt left no room for one."""
+
+
 @dataclass(frozen=True)
 class ChatModel:
     """A model that answers prompts."""
@@ -65,6 +71,16 @@ class ChatModel:
     def context_length(self) -> int:
         """Most tokens of prompt and answer together."""
         return max(self.config.model.max_positions, self.config.model.seq_len)
+
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on: some values of every tensor, which one training step changes, and the template."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.named_parameters()):
+            values = tensor.detach().flatten()
+            sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()
+            digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
+        template = hashlib.sha256(self.template.source.encode()).hexdigest()
+        return {"weights": digest.hexdigest()[:16], "template": template[:16]}
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt, up to the start of the answer."""
@@ -93,7 +109,23 @@ class ChatModel:
                     f"question {number} has {len(ids)} tokens, which fill the model's limit of {self.context_length}",
                     "leave such questions out, or use a model with a longer context",
                 )
-        answers = [""] * len(prompts)
+        return self._answers(encoded, sampling, batch, progress)
+
+    def answers_that_fit(self, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> list[str | None]:
+        """The answers, and None for each prompt that leaves no room for one."""
+        encoded = [self.encode(prompt) for prompt in prompts]
+        fitting = [ids for ids in encoded if len(ids) < self.context_length]
+        answers = iter(self._answers(fitting, sampling, batch))
+        return [next(answers) if len(ids) < self.context_length else None for ids in encoded]
+
+    def _answers(
+        self,
+        encoded: Sequence[list[int]],
+        sampling: Sampling,
+        batch: int,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
+        answers = [""] * len(encoded)
         done = 0
         # Prompts of similar length share memory, so that one long prompt does not make all rows long.
         for places in batches_by_length(encoded, 8 * batch):
@@ -102,6 +134,28 @@ class ChatModel:
                 answers[place] = self.decode(ids)
             done += len(places)
         return answers
+
+    def converse(self, prompts: Sequence[Prompt], reply: Reply, sampling: Sampling, batch: int) -> None:
+        """Hold several conversations, of which `batch` are being answered at a time."""
+        conversations: list[int] = []
+        """Of each request."""
+
+        def request(conversation: int, prompt: Prompt | None) -> Request | None:
+            ids = [] if prompt is None else self.encode(prompt)
+            if len(ids) >= self.context_length:
+                reply(conversation, None)
+            elif ids:
+                conversations.append(conversation)
+                return self._request(ids, sampling, sampling.seed + conversation)
+            return None
+
+        def answered(number: int, generated: Generated) -> Request | None:
+            conversation = conversations[number]
+            return request(conversation, reply(conversation, self.decode(_without_end(generated))))
+
+        first = [one for number, prompt in enumerate(prompts) if (one := request(number, prompt))]
+        if first:
+            self._generate(first, sampling, batch, FollowUp(answered, self.context_length, sampling.max_new_tokens))
 
     def _request(self, ids: list[int], sampling: Sampling, seed: int) -> Request:
         return Request(ids, min(self.context_length - len(ids), sampling.max_new_tokens), seed)
@@ -115,15 +169,26 @@ class ChatModel:
         done: int = 0,
     ) -> list[list[int]]:
         """New tokens of each request, without the one that ends it; `progress` counts on from `done`."""
-        generated = generate_batch(
+        generated = self._generate(requests, sampling, batch, on_ended=lambda ended: progress(done + ended))
+        return [_without_end(one) for one in generated]
+
+    def _generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        batch: int,
+        follow_up: FollowUp | None = None,
+        on_ended: Callable[[int], None] = lambda _: None,
+    ) -> list[Generated]:
+        return generate_batch(
             self.model,
             requests,
             rows=batch,
             sampler=Sampler(sampling.temperature, sampling.top_p),
             stop_tokens=self.stop_tokens,
-            on_ended=lambda ended: progress(done + ended),
+            on_ended=on_ended,
+            follow_up=follow_up,
         )
-        return [one.tokens[:-1] if one.ended else one.tokens for one in generated]
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, with special ones, because calls are written with them."""
@@ -155,6 +220,10 @@ class ChatModel:
                 yield text[len(shown) :]
                 shown = text
         yield self.decode(written)[len(shown) :]
+
+
+def _without_end(generated: Generated) -> list[int]:
+    return generated.tokens[:-1] if generated.ended else generated.tokens
 
 
 def cached_forward(model: Transformer, capacity: int) -> Forward:

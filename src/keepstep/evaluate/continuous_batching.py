@@ -56,6 +56,17 @@ class Generated:
     """False where the limit of tokens cut it off."""
 
 
+@dataclass(frozen=True)
+class FollowUp:
+    """What comes after an answer: a further request, whose length is known beforehand at most."""
+
+    ask: Callable[[int, Generated], Request | None]
+    """Gets the number of a request and its result. Further requests are numbered as they come."""
+    most_tokens: int
+    """Of a prompt and its answer."""
+    most_new_tokens: int
+
+
 @torch.no_grad()
 def generate_batch(
     model: Transformer,
@@ -66,15 +77,18 @@ def generate_batch(
     stop_tokens: Collection[int] = (),
     on_ended: Callable[[int], None] = lambda _: None,
     agree: Callable[[bool], bool] = bool,
+    follow_up: FollowUp | None = None,
 ) -> list[Generated]:
     """Continue all prompts, at most `rows` at a time. `on_ended` is called with the number of those that have ended.
+
+    A request of `follow_up` waits for a free row like all others, so no conversation waits for the end of another.
 
     With sharded weights all processes call this together, and `agree` says whether any of them is still busy: they call
     the model equally often.
     """
     if not requests or not all(request.prompt for request in requests):
         raise UsageError("a prompt has no tokens", "start from the end-of-text token to generate from nothing")
-    batch = _Batch(model, requests, min(rows, len(requests)), sampler, stop_tokens)
+    batch = _Batch(model, requests, min(rows, len(requests)), sampler, stop_tokens, follow_up)
     with _kernels():
         while agree(batch.is_busy()):
             batch.advance()
@@ -143,8 +157,9 @@ class _Batch:
         rows: int,
         sampler: Sampler,
         stop_tokens: Collection[int],
+        follow_up: FollowUp | None,
     ) -> None:
-        self._model, self._requests, self._sampler = model, requests, sampler
+        self._model, self._requests, self._sampler, self._follow_up = model, list(requests), sampler, follow_up
         device = self._device = next(model.parameters()).device
         sharded = isinstance(model, FSDPModule)
         # Asking the GPU costs as much as a step, so it is asked seldom; sharded processes must take equal turns.
@@ -152,7 +167,10 @@ class _Batch:
         # A window of its own costs a graph; one that is too long costs keys that are read for nothing.
         self._window_unit = 256 if device.type == "cuda" else 16
         self._most = max(request.max_new_tokens for request in requests)
-        self._needs = [len(request.prompt) + request.max_new_tokens - 1 for request in requests]
+        self._longest = max(len(request.prompt) + request.max_new_tokens - 1 for request in requests)
+        if follow_up is not None:
+            self._most = max(self._most, follow_up.most_new_tokens)
+            self._longest = max(self._longest, follow_up.most_tokens)
         self._stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=device)
         self._waiting = deque(range(len(requests)))
         self._results: list[Generated | None] = [None] * len(requests)
@@ -162,8 +180,7 @@ class _Batch:
 
     def _allocate(self, rows: int) -> None:
         device, steps = self._device, self._steps_a_turn
-        longest = max(self._needs) + steps
-        capacity = -(-longest // self._window_unit) * self._window_unit
+        capacity = -(-(self._longest + steps) // self._window_unit) * self._window_unit
         self._cache = SlotCache(self._model.config.layers, rows, capacity, device)
         self._numbers: list[int | None] = [None] * rows
         """The request of each row."""
@@ -268,11 +285,19 @@ class _Batch:
             assert number is not None
             kept = tokens[: written[row]]
             chances = chances[: written[row]] if self._sampler.draws else []
-            self._results[number] = Generated(kept, chances, bool(kept) and kept[-1] in stops)
+            self._results[number] = result = Generated(kept, chances, bool(kept) and kept[-1] in stops)
             self._numbers[row] = None
+            if self._follow_up is not None:
+                self._add(self._follow_up.ask(number, result))
         self.ended += len(ended)
         if not self._waiting and self._graphs is None:
             self._shrink()
+
+    def _add(self, request: Request | None) -> None:
+        if request is not None:
+            self._waiting.append(len(self._requests))
+            self._requests.append(request)
+            self._results.append(None)
 
     def _shrink(self) -> None:
         """Drop rows that nothing takes any more, once they are half of all: without a GPU they cost as much as others.

@@ -12,9 +12,15 @@ from http.client import HTTPException
 from typing import Any
 
 from keepstep.core.errors import KeepstepError
-from keepstep.evaluate.chat_model import Prompt, Sampling
+from keepstep.evaluate.chat_model import Prompt, Reply, Sampling
 
 TIMEOUT_S = 600.0
+TOO_LONG_CODE = "context_length_exceeded"
+"""OpenAI's name of this error."""
+
+
+class PromptTooLongError(KeepstepError):
+    """The prompt leaves no room for an answer."""
 
 
 class RemoteModel:
@@ -39,6 +45,32 @@ class RemoteModel:
             for done, _ in enumerate(as_completed(asked), start=1):
                 progress(done)
         return [one.result() for one in asked]
+
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on, as far as it can be known from here."""
+        return {"url": self._url, "model": self.name}
+
+    def answers_that_fit(self, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> list[str | None]:
+        """The answers, and None for each prompt that leaves no room for one."""
+        answers: list[str | None] = [None] * len(prompts)
+        self.converse(prompts, lambda number, text: answers.__setitem__(number, text), sampling, batch)
+        return answers
+
+    def converse(self, prompts: Sequence[Prompt], reply: Reply, sampling: Sampling, batch: int) -> None:
+        """Hold several conversations, `batch` of them at a time."""
+
+        def hold(number: int) -> None:
+            prompt: Prompt | None = prompts[number]
+            while prompt is not None:
+                try:
+                    text = self._answer(prompt, sampling)
+                except PromptTooLongError:
+                    text = None
+                prompt = reply(number, text)
+
+        with ThreadPoolExecutor(batch) as pool:
+            for _ in pool.map(hold, range(len(prompts))):
+                pass
 
     def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
         """An answer piece by piece, as it is written."""
@@ -96,6 +128,8 @@ def _json(body: bytes) -> Any:
 def _refused(url: str, answer: Any) -> KeepstepError:
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     message = error.get("message", error) if isinstance(error, dict) else error
+    if isinstance(error, dict) and error.get("code") == TOO_LONG_CODE:
+        return PromptTooLongError(f"{url} refused: {message}", "ask something shorter")
     return KeepstepError(f"{url} refused: {message}", "its key goes into KEEPSTEP_UI_TOKEN")
 
 

@@ -32,16 +32,22 @@ MAX_STOPS = 4
 class RequestError(Exception):
     """A request that is refused: the HTTP status, and the parameter at fault."""
 
-    def __init__(self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status, self.code = param, status, code
 
     def as_json(self) -> dict[str, Any]:
         """The body of an error answer."""
         kinds = {HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
         own_fault = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         kind = "server_error" if own_fault else kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from keepstep.core.errors import KeepstepError
 from keepstep.evaluate.chat_model import ChatModel
 from keepstep.evaluate.generate import chooser
+from keepstep.evaluate.remote_model import TOO_LONG_CODE
 from keepstep.observe.access import Access, AccessServer, Answer, Handler, not_found
 from keepstep.observe.sinks.prometheus import CONTENT_TYPE
 from keepstep.serve.batcher import Batcher, BusyError, Generation
@@ -136,7 +137,9 @@ class Written:
         room = model.context_length - len(ids)
         if room < 1:
             raise RequestError(
-                f"the messages have {len(ids)} tokens, the model's limit is {model.context_length}", "messages"
+                f"the messages have {len(ids)} tokens, the model's limit is {model.context_length}",
+                "messages",
+                code=TOO_LONG_CODE,
             )
         self.reply = Reply(server.name, len(ids))
         self.reason, self.text, self.tokens = "stop", "", 0

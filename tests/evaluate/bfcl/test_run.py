@@ -25,7 +25,7 @@ from keepstep.evaluate.bfcl.benchmark import CATEGORIES, Question, open_benchmar
 from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
 from keepstep.evaluate.bfcl.scores import score
 from keepstep.evaluate.bfcl.verdict import single_turn_error
-from keepstep.evaluate.chat_model import ChatModel, Prompt
+from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply
 from tests.evaluate.bfcl.references import reference, written
 from tests.evaluate.test_chat_model import PLAIN, tiny_model
 from tests.patience import PATIENCE_S
@@ -37,8 +37,14 @@ class KnowingModel(ChatModel):
 
     known: dict[str, list[str]] = field(default_factory=dict)
 
-    def answers(self, prompts: Sequence[Prompt], *_: Any) -> list[str]:
+    def answers_that_fit(self, prompts: Sequence[Prompt], *_: Any) -> list[str | None]:
         return [self._answer(prompt) for prompt in prompts]
+
+    def converse(self, prompts: Sequence[Prompt], reply: Reply, *_: Any) -> None:
+        for number, first in enumerate(prompts):
+            prompt: Prompt | None = first
+            while prompt is not None:
+                prompt = reply(number, self._answer(prompt))
 
     def _answer(self, prompt: Prompt) -> str:
         first = next(message["content"] for message in prompt.messages if message["role"] == "user")
@@ -104,6 +110,7 @@ def test_native_prompt_shows_the_tools_once(tmp_path: Path) -> None:
     (question,) = benchmark.questions(["simple_java"], 1)
     run = BenchmarkRun(tiny_model(tmp_path, BUILT_IN), benchmark, "native", 1, 8)
     prompt = run._first_prompt(question)
+    assert isinstance(run.model, ChatModel)
     text = run.model.template.prompt(prompt.messages, prompt.tools)
     assert text.count("GeometryPresentation.createPresentation") == 1
     assert "expert in composing functions" not in text
@@ -127,6 +134,7 @@ def test_answers_of_another_model_are_not_continued(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     with pytest.raises(UsageError, match="other weights"):
         replace(first, max_new_tokens=9).ask(questions, path)
+    assert isinstance(first.model, ChatModel)
     torch.nn.init.zeros_(next(first.model.model.parameters()))
     with pytest.raises(UsageError, match="other weights"):
         first.ask(questions, path)
@@ -162,14 +170,14 @@ def test_killed_run_continues_where_it_was(folder: Path, tmp_path: Path, capsys:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "keepstep", *words(folder, killed)], env=environment)
     patience = time.monotonic() + PATIENCE_S
-    while (killed.read_bytes().count(b"\n") if killed.exists() else 0) < 8 and time.monotonic() < patience:
+    while (killed.read_bytes().count(b"\n") if killed.exists() else 0) < 9 and time.monotonic() < patience:
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     kept = killed.read_bytes()
     kept = kept[: kept.rfind(b"\n") + 1]
-    assert 8 <= kept.count(b"\n") < 41
+    assert 9 <= kept.count(b"\n") < 41
     killed.write_bytes(kept + b'{"id": "simple_py')
     assert main([*words(folder, killed), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

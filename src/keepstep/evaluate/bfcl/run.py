@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data.chat.rows import BadRow, Message
@@ -18,17 +17,29 @@ from keepstep.evaluate.bfcl.benchmark import MULTI_TURN, Benchmark, Question
 from keepstep.evaluate.bfcl.decode import Mode, decode_calls, expressions
 from keepstep.evaluate.bfcl.sandbox import ApiSession, SandboxEnded, check_sandbox
 from keepstep.evaluate.bfcl.verdict import TOO_LONG, decoded_steps, multi_turn_error, single_turn_error
-from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
-from keepstep.evaluate.generate import batches_by_length
+from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply, Sampling
 
 _PROBE = "probed_function"
+
+
+class AskedModel(Protocol):
+    """A model in this process, or one behind a server."""
+
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on."""
+
+    def answers_that_fit(self, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> list[str | None]:
+        """The answers, and None for each prompt that leaves no room for one."""
+
+    def converse(self, prompts: Sequence[Prompt], reply: Reply, sampling: Sampling, batch: int) -> None:
+        """Hold several conversations."""
 
 
 @dataclass(frozen=True)
 class BenchmarkRun:
     """A model and how it is asked."""
 
-    model: ChatModel
+    model: AskedModel
     benchmark: Benchmark
     mode: Mode
     batch: int
@@ -37,9 +48,7 @@ class BenchmarkRun:
 
     def identity(self) -> dict[str, Any]:
         """What answers depend on: a file with answers of another model or mode must not be continued."""
-        template = hashlib.sha256(self.model.template.source.encode()).hexdigest()[:16]
-        asked = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
-        return {"weights": _weights_hash(self.model), "template": template, **asked}
+        return {**self.model.identity(), "mode": self.mode, "max_new_tokens": self.max_new_tokens}
 
     def ask(self, questions: Sequence[Question], path: Path) -> list[dict[str, Any]]:
         """A line for each question: those in the file, and new ones, which are appended to it."""
@@ -59,39 +68,44 @@ class BenchmarkRun:
         return [done[question.id] for question in questions]
 
     def _single_turns(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-        """Lines, batch by batch. A batch has the same questions after a resume, so that answers round alike."""
-        prompts = [self._first_prompt(question) for question in questions]
-        encoded = [self.model.encode(prompt) for prompt in prompts]
-        fitting = [place for place, ids in enumerate(encoded) if len(ids) < self.model.context_length]
-        too_long = [question for place, question in enumerate(questions) if place not in set(fitting)]
-        if too_long:
-            yield [_line(question, None, TOO_LONG) for question in too_long]
-        for group in batches_by_length([encoded[place] for place in fitting], self.batch):
-            places = [fitting[number] for number in group]
-            if any(questions[place].id not in done for place in places):
-                texts = self._answers([prompts[place] for place in places])
-                asked = [questions[place] for place in places]
-                yield [
-                    _line(question, text, single_turn_error(question, text, self.mode))
-                    for question, text in zip(asked, texts, strict=True)
-                ]
+        """Lines, group by group. A group has the same questions after a resume, so that answers round alike."""
+        for asked in self._groups(questions, done):
+            prompts = [self._first_prompt(question) for question in asked]
+            texts = self.model.answers_that_fit(prompts, self._sampling, self.batch)
+            errors = [
+                TOO_LONG if text is None else single_turn_error(question, text, self.mode)
+                for question, text in zip(asked, texts, strict=True)
+            ]
+            yield [_line(*each) for each in zip(asked, texts, errors, strict=True)]
 
     def _conversations(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         check_sandbox(self.benchmark, questions[0])
-        for start in range(0, len(questions), self.batch):
-            asked = questions[start : start + self.batch]
-            if all(question.id in done for question in asked):
-                continue
+        for asked in self._groups(questions, done):
             conversations = [_Conversation(self, question) for question in asked]
             try:
-                while active := [item for item in conversations if item.waits_for_answer()]:
-                    texts = self._answers([item.prompt() for item in active])
-                    for conversation, text in zip(active, texts, strict=True):
-                        conversation.take(text)
+                self._hold(conversations)
             finally:
                 for conversation in conversations:
                     conversation.session.close()
             yield [self._conversation_line(item) for item in conversations]
+
+    def _hold(self, conversations: Sequence[_Conversation]) -> None:
+        prompts = [conversation.prompt() for conversation in conversations]
+
+        def reply(number: int, text: str | None) -> Prompt | None:
+            return conversations[number].take(text)
+
+        self.model.converse(prompts, reply, self._sampling, self.batch)
+
+    def _groups(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[Sequence[Question]]:
+        """Questions that are answered before any of them is written: enough that rows are seldom free.
+
+        Those of a group are about equally long, because the longest one says how much memory each row needs.
+        """
+        size = 4 * self.batch
+        ordered = sorted(questions, key=lambda question: len(json.dumps([question.turns, question.functions])))
+        groups = (ordered[start : start + size] for start in range(0, len(ordered), size))
+        return (group for group in groups if any(question.id not in done for question in group))
 
     def _conversation_line(self, conversation: _Conversation) -> dict[str, Any]:
         turns = [decoded_steps(texts, self.mode) for texts in conversation.answers]
@@ -103,8 +117,9 @@ class BenchmarkRun:
             return Prompt(question.turns[0], question.tools())
         return Prompt(self.benchmark.prompted(question))
 
-    def _answers(self, prompts: Sequence[Prompt]) -> list[str]:
-        return self.model.answers(prompts, Sampling(max_new_tokens=self.max_new_tokens), self.batch)
+    @property
+    def _sampling(self) -> Sampling:
+        return Sampling(max_new_tokens=self.max_new_tokens)
 
 
 class _Conversation:
@@ -124,12 +139,15 @@ class _Conversation:
     def prompt(self) -> Prompt:
         return Prompt(self._messages, self._tools)
 
-    def waits_for_answer(self) -> bool:
-        if not self._ended and len(self._run.model.encode(self.prompt())) >= self._run.model.context_length:
+    def take(self, text: str | None) -> Prompt | None:
+        """What the model is asked after its answer; None at the end."""
+        if text is None:
             self._force_end()
-        return not self._ended
+        else:
+            self._continue(text)
+        return None if self._ended else self.prompt()
 
-    def take(self, text: str) -> None:
+    def _continue(self, text: str) -> None:
         """Run the answer's calls, and show their results to the model; without calls, the user's next turn follows."""
         self.answers[-1].append(text)
         try:
@@ -171,8 +189,10 @@ class _Conversation:
         self._ended = True
 
 
-def choose_mode(model: ChatModel) -> Mode:
-    """`native` if the model's chat template shows tools to the model, otherwise `prompt`."""
+def choose_mode(model: AskedModel) -> Mode:
+    """`native` if the model's chat template shows tools to the model, otherwise `prompt`; a server gets tools."""
+    if not isinstance(model, ChatModel):
+        return "native"
     shown = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}}}
     try:
         text = model.template.prompt([{"role": "user", "content": "?"}], [shown])
@@ -183,16 +203,6 @@ def choose_mode(model: ChatModel) -> Mode:
 
 def _line(question: Question, answer: Any, error: str | None) -> dict[str, Any]:
     return {"id": question.id, "category": question.category, "answer": answer, "error": error}
-
-
-def _weights_hash(model: ChatModel) -> str:
-    """A hash of some values of every tensor: one training step changes it."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.model.named_parameters()):
-        values = tensor.detach().flatten()
-        sample = values[:: max(1, values.numel() // 64)].double().cpu().numpy()
-        digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _open_lines(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -16,61 +16,14 @@ from typing import Any
 
 import yaml
 
-_NAMES = {
-    "CITY",
-    "FIRST",
-    "LAST",
-    "COMPANY",
-    "TEAM",
-    "TITLE",
-    "SONG",
-    "PRODUCT",
-    "TOPIC",
-    "WORD",
-    "PERSON_KNOWN",
-    "ANIMAL",
-}
-_INVENTED_SHARE = 0.3
-_STARTS = (
-    "b",
-    "br",
-    "ch",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gr",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "qu",
-    "r",
-    "s",
-    "st",
-    "t",
-    "v",
-    "z",
-)
+_COMPOSED_SHARE, _INVENTED_SHARE = 0.5, 0.15
+"""Of the values of lists that have further ones: a list that is known by heart is not copied from the request."""
+_STARTS = ("b", "br", "ch", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "qu", "r", "s", "st", "t",
+           "v", "z")  # fmt: skip
 _ENDS = ("", "", "l", "n", "r", "s", "th", "x", "ck", "nd", "rt", "m")
 NUMBER_WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
 
 
 @cache
@@ -146,12 +99,28 @@ def camel(words: str) -> str:
 
 
 def one_of(draw: Random, pool: str) -> str:
-    """A value of a list of the grammar; PERSON is a first and a last name."""
+    """A value of a list of the grammar, in small letters if its name is; PERSON is a first and a last name."""
     if pool == "PERSON":
         return f"{one_of(draw, 'FIRST')} {one_of(draw, 'LAST')}"
-    if pool in _NAMES and draw.random() < _INVENTED_SHARE:
-        return invented(draw) if draw.random() < 0.7 else f"{invented(draw)} {invented(draw)}"
-    return str(draw.choice(grammar()["values"][pool]))
+    if pool.islower():
+        return one_of(draw, pool.upper()).lower()
+    templates, share = grammar()["composed"].get(pool, ()), draw.random()
+    if pool in ("FIRST", "LAST", "PLACE") or templates:
+        if share < _INVENTED_SHARE:
+            return invented(draw) if draw.random() < 0.7 else f"{invented(draw)} {invented(draw)}"
+        if templates and share < _INVENTED_SHARE + _COMPOSED_SHARE:
+            return filled(draw.choice(templates), draw)
+    value = str(draw.choice(grammar()["values"][pool]))
+    return value.capitalize() if pool in ("NOUN", "ADJECTIVE") else value
+
+
+def filled(text: str, draw: Random) -> str:
+    """A sentence of the grammar with values for its {LISTS}."""
+
+    def value(found: re.Match[str]) -> str:
+        return str(draw.randint(10, 9999)) if found[1] == "number" else one_of(draw, found[1])
+
+    return re.sub(r"\{(\w+)\}", value, text)
 
 
 def invented(draw: Random) -> str:
@@ -185,7 +154,8 @@ def _value(kind: str, form: str, draw: Random) -> Said:
         code, _, words = one_of(draw, name).partition("=")
         return Said(code, draw.choice((code, words)))
     if name == "PERSON" or name in grammar()["values"]:
-        return Said(*[one_of(draw, name)] * 2)
+        text = one_of(draw, name)
+        return Said(text.removeprefix("the "), text)
     return _KINDS[name](rest, form, draw)
 
 
@@ -234,7 +204,13 @@ def _date(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
     year, month, day = draw.randint(2019, 2027), draw.randint(1, 12), draw.randint(1, 28)
     name = grammar()["values"]["MONTH"][month - 1]
     iso, american = f"{year}-{month:02}-{day:02}", f"{month:02}/{day:02}/{year}"
-    value = {"YYYY-MM-DD": iso, "MM/DD/YYYY": american, "DD-MM-YYYY": f"{day:02}-{month:02}-{year}"}[form]
+    value = {
+        "YYYY-MM-DD": iso,
+        "MM/DD/YYYY": american,
+        "DD-MM-YYYY": f"{day:02}-{month:02}-{year}",
+        "MM-DD-YYYY": american.replace("/", "-"),
+        "DD/MM/YYYY": f"{day:02}/{month:02}/{year}",
+    }[form]
     ending = "th" if 10 < day < 14 else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
     spoken = (value, value, iso, f"{name} {day}, {year}", f"{day} {name} {year}", f"{name} {day}{ending}, {year}")
     return Said(value, draw.choice(spoken))
@@ -248,7 +224,7 @@ def _time(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
 
 
 def _list(rest: str, form: str, draw: Random) -> Said:
-    said = [_value(rest, form, draw) for _ in range(draw.choice((2, 2, 3, 3, 4)))]
+    said = [_value(rest, form, draw) for _ in range(draw.choice((2, 2, 3, 3, 4, 5, 7)))]
     values = list({repr(each.value): each for each in said}.values())
     texts = [each.text for each in values]
     plain = f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
@@ -375,7 +351,7 @@ def draw_parameter(slot: Slot, name: str, subject: str, draw: Random, named: Cal
 
 def _form(kind: str, draw: Random) -> str:
     if kind.endswith("date"):
-        return draw.choice(("YYYY-MM-DD",) * 6 + ("MM/DD/YYYY", "DD-MM-YYYY"))
+        return draw.choice(("YYYY-MM-DD",) * 6 + ("MM/DD/YYYY", "DD-MM-YYYY", "MM-DD-YYYY", "DD/MM/YYYY"))
     return draw.choice(("decimal",) * 4 + ("percent",)) if kind == "percent" else ""
 
 

@@ -8,13 +8,20 @@ never shows.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from keepstep.data.chat.domains.functions import Function, argument, draw_action, show_function
-from keepstep.data.chat.domains.parameters import Parameter, Said, drawn_value, grammar, one_of, phrases_of
+from keepstep.data.chat.domains.parameters import (
+    NUMBER_WORDS,
+    Parameter,
+    Said,
+    drawn_value,
+    filled,
+    grammar,
+    phrases_of,
+)
 from keepstep.data.chat.generate import Category, GeneratedRow, Split
 from keepstep.data.chat.rows import call, canonical
 
@@ -41,6 +48,7 @@ _OPENERS = (
 )
 _PREAMBLE_SHARE = 0.2
 _ORDINALS = ("First, ", "Second, ", "Third, ", "Lastly, ")
+_COUNTED = ("first", "second", "third", "fourth")
 _JOINTS = (" Also, ", " Then ", " After that, ", " And ", " Next, ", " Finally, ")
 _REFUSALS = (
     "None of the given functions can do this.", "I have no function for that.",
@@ -104,11 +112,7 @@ def _request(function: Function, given: Given, draw: Random) -> str:
     style = draw.random()
     ask = draw.choice(function.action.asks)
     if style < 0.12 and given:
-        pairs = [
-            f"{draw.choice((item.words, item.name))} {draw.choice(('', '= ', 'of '))}{said.text}"
-            for item, said in given
-        ]
-        listed = f"{', '.join(pairs[:-1])} and {pairs[-1]}" if len(pairs) > 1 else pairs[0]
+        listed = _listed([_pair(*each, draw) for each in given])
         return _sentence(f"{ask.rstrip('?')} with {listed}", ask, draw)
     parts = phrases_of(given, draw)
     if draw.random() < 0.3:
@@ -132,7 +136,7 @@ def _sentence(text: str, ask: str, draw: Random) -> str:
 def _asked(functions: Sequence[Function], all_given: Sequence[Given], draw: Random) -> str:
     """One text for several calls."""
     texts = [_request(function, given, draw) for function, given in zip(functions, all_given, strict=True)]
-    if len(texts) <= len(_ORDINALS) and draw.random() < 0.2:
+    if 1 < len(texts) <= len(_ORDINALS) and draw.random() < 0.2:
         parts = [ordinal + _continued(text) for ordinal, text in zip(_ORDINALS, texts, strict=False)]
         return " ".join(part if part.endswith((".", "?")) else f"{part}." for part in parts)
     whole = texts[0]
@@ -156,13 +160,14 @@ def _calls(functions: Sequence[Function], all_given: Sequence[Given]) -> dict[st
 
 def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any]]:
     """A request and the calls that answer it."""
-    if len(functions) > 1 and len({item.name for item in functions}) == 1 and draw.random() < 0.6:
-        text, all_given = _repeated(functions[0], len(functions), draw)
+    share = draw.random()
+    if len(functions) > 1 and len({item.name for item in functions}) == 1 and share < 0.7:
+        text, all_given = (_repeated if share < 0.4 else _enumerated)(functions[0], len(functions), draw)
     else:
         all_given = [_given(function, draw) for function in functions]
         text = _asked(functions, all_given, draw)
     if draw.random() < _PREAMBLE_SHARE:
-        text = f"{_filled(draw.choice(grammar()['preambles']), draw)} {text}"
+        text = f"{filled(draw.choice(grammar()['preambles']), draw)} {text}"
     return [{"role": "user", "content": text}, _calls(functions, all_given)]
 
 
@@ -182,22 +187,40 @@ def _repeated(function: Function, count: int, draw: Random) -> tuple[str, list[G
     return _request(function, together, draw), calls
 
 
+def _enumerated(function: Function, count: int, draw: Random) -> tuple[str, list[Given]]:
+    """Calls of one function, whose values the request tells one after the other."""
+    chosen = [item for item, _ in _given(function, draw)]
+    all_given = [[(item, drawn_value(item, draw)) for item in chosen] for _ in range(count)]
+    cases = [_listed([_pair(*each, draw) for each in given]) for given in all_given]
+    style = draw.randrange(3)
+    if style == 0:
+        told = " " + " ".join(
+            f"The {ordinal} {draw.choice(('one has', 'has', 'is with'))} {case}."
+            for ordinal, case in zip(_COUNTED, cases, strict=False)
+        )
+    elif style == 1:
+        told = f" Do it for {NUMBER_WORDS[count]} cases: {'; '.join(cases)}."
+    else:
+        told = f" Once with {', once with '.join(cases)}."
+    opening = _request(function, [], draw)
+    return (opening if opening.endswith((".", "?")) else f"{opening}.") + told, all_given
+
+
+def _pair(item: Parameter, said: Said, draw: Random) -> str:
+    return f"{draw.choice((item.words, item.name))} {draw.choice(('', '= ', 'of '))}{said.text}"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else "".join(texts)
+
+
 def _irrelevant(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
     """A request that no shown function serves: a question of general knowledge, or one for another function."""
     asked, *shown = _functions(draw.choice((2, 2, 2, 3, 4)), draw, split)
     request = _request(asked, _given(asked, draw), draw)
     if draw.random() < 0.4:
-        request = _filled(draw.choice(grammar()["general"]), draw)
+        request = filled(draw.choice(grammar()["general"]), draw)
     return [{"role": "user", "content": request}, {"role": "assistant", "content": draw.choice(_REFUSALS)}], shown
-
-
-def _filled(text: str, draw: Random) -> str:
-    """A sentence of the grammar with values for its {LISTS}."""
-
-    def value(found: re.Match[str]) -> str:
-        return str(draw.randint(10, 9999)) if found[1] == "number" else one_of(draw, found[1])
-
-    return re.sub(r"\{(\w+)\}", value, text)
 
 
 def _missing(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:

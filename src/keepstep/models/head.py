@@ -71,12 +71,19 @@ def token_losses(
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
     counts_bt = targets_bt != IGNORE_INDEX
     if hidden_nd.device.type != "cpu" or not counts_bt.any():
-        losses = _chunk_losses(hidden_nd, weight_vd, targets_n, vocab, chunks, cap)
         # FSDP's hooks do not like views.
-        return torch.cat(losses).view(targets_bt.shape).clone()
+        return _each_loss(hidden_nd, weight_vd, targets_n, vocab, chunks, cap).view(targets_bt.shape).clone()
     places_m = counts_bt.flatten().nonzero().squeeze(1)
-    losses = _chunk_losses(hidden_nd[places_m], weight_vd, targets_n[places_m], vocab, chunks, cap)
-    return torch.zeros(targets_bt.shape).masked_scatter(counts_bt, torch.cat(losses))
+    losses_m = _each_loss(hidden_nd[places_m], weight_vd, targets_n[places_m], vocab, chunks, cap)
+    return torch.zeros(targets_bt.shape).masked_scatter(counts_bt, losses_m)
+
+
+def _each_loss(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunks: int, cap: float) -> Tensor:
+    if cap:
+        return torch.cat(_chunk_losses(hidden_nd, weight_vd, targets_n, vocab, chunks, cap))
+    chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
+    losses_n: Tensor = _EachLoss.apply(hidden_nd, weight_vd, targets_n, vocab, chunk_count)  # type: ignore[no-untyped-call]
+    return losses_n
 
 
 def _chunk_losses(
@@ -84,7 +91,7 @@ def _chunk_losses(
 ) -> list[Tensor]:
     chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
     return [
-        checkpoint(_plain_losses, chunk_nd, weight_vd, chunk_n, vocab, cap, use_reentrant=False)
+        checkpoint(_capped_losses, chunk_nd, weight_vd, chunk_n, vocab, cap, use_reentrant=False)
         for chunk_nd, chunk_n in zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True)
     ]
 
@@ -95,8 +102,8 @@ def _capped_logits(hidden: Tensor, weight_vd: Tensor, vocab: int, cap: float) ->
     return logits.masked_fill(padding_v, torch.finfo(logits.dtype).min)
 
 
-def _plain_losses(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float) -> Tensor:
-    logits_nv = _capped_logits(hidden_nd, weight_vd, vocab, cap) if cap else head_logits(hidden_nd, weight_vd, vocab)
+def _capped_losses(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float) -> Tensor:
+    logits_nv = _capped_logits(hidden_nd, weight_vd, vocab, cap)
     return F.cross_entropy(logits_nv.float(), targets_n, ignore_index=IGNORE_INDEX, reduction="none")
 
 
@@ -213,6 +220,33 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden_grad_nd, by_weight, None, None, None
 
 
+class _EachLoss(torch.autograd.Function):
+    """The loss of each token. Backward computes the logits again, because only then is each one's weight known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunk_count: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_nd, weight_vd, targets_n)
+        ctx.vocab, ctx.chunk_count = vocab, chunk_count
+        chunks = zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True)
+        return torch.cat([_losses_only(chunk_nd, weight_vd, chunk_n, vocab) for chunk_nd, chunk_n in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        hidden_nd, weight_vd, targets_n = ctx.saved_tensors
+        by_hidden, by_weight = ctx.needs_input_grad[:2]
+        hidden_grad_nd = torch.empty_like(hidden_nd) if by_hidden else None
+        weight_sum = _WeightSum(weight_vd, ctx.chunk_count) if by_weight else None
+        chunk_size = -(-hidden_nd.shape[0] // ctx.chunk_count)
+        for start in range(0, hidden_nd.shape[0], chunk_size):
+            chunk = slice(start, start + chunk_size)
+            grad_nd = None if hidden_grad_nd is None else hidden_grad_nd[chunk]
+            scale_n1 = grad_outputs[0][chunk, None].to(hidden_nd.dtype)
+            _chunk_loss(hidden_nd[chunk], weight_vd, targets_n[chunk], ctx.vocab, grad_nd, weight_sum, scale_n1)
+        return hidden_grad_nd, weight_sum and weight_sum.total_vd.to(weight_vd.dtype), None, None, None
+
+
 def _chunk_loss(
     hidden_nd: Tensor,
     weight_vd: Tensor,
@@ -220,26 +254,33 @@ def _chunk_loss(
     vocab: int,
     hidden_grad_nd: Tensor | None,
     weight_sum: _WeightSum | None,
+    scale_n1: Tensor | None = None,
 ) -> Tensor:
-    """One chunk's loss; fills the gradient of its hidden states and adds to that of the weights."""
+    """One chunk's loss; fills the gradient of its hidden states and adds to that of the weights.
+
+    `scale_n1` weighs the tokens, on the narrow side of both matmuls: v is many times d.
+    """
     if backend().has_cross_entropy(hidden_nd):
         logits_nv = hidden_nd.new_empty((len(hidden_nd), len(weight_vd)))
         matmul_into(logits_nv, hidden_nd, weight_vd.t())
         loss_n = backend().cross_entropy_(logits_nv, targets_n, vocab, True)
         if hidden_grad_nd is not None:
             matmul_into(hidden_grad_nd, logits_nv, weight_vd)
+            if scale_n1 is not None:
+                hidden_grad_nd.mul_(scale_n1)
         if weight_sum is not None:
-            weight_sum.add(logits_nv.t(), hidden_nd)
+            weight_sum.add(logits_nv.t(), hidden_nd if scale_n1 is None else hidden_nd * scale_n1)
         return loss_n.sum()
     counts_n1 = (targets_n != IGNORE_INDEX)[:, None]
     logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab)
     loss_n = _token_losses(log_probability_nv, targets_n)
     logits_grad_nv = _logits_grad(logits_nv, log_probability_nv, loss_n, targets_n)
-    # Tokens without a target are left out on the narrow side of both matmuls: v is many times d.
+    # Tokens without a target are left out the same way.
+    weights_n1 = counts_n1 if scale_n1 is None else counts_n1 * scale_n1
     if hidden_grad_nd is not None:
-        torch.mul(torch.mm(logits_grad_nv, weight_vd), counts_n1, out=hidden_grad_nd)
+        torch.mul(torch.mm(logits_grad_nv, weight_vd), weights_n1, out=hidden_grad_nd)
     if weight_sum is not None:
-        weight_sum.add(logits_grad_nv.t(), hidden_nd * counts_n1)
+        weight_sum.add(logits_grad_nv.t(), hidden_nd * weights_n1)
     return loss_n.where(counts_n1.squeeze(1), 0.0).sum()
 
 

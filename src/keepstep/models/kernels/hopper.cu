@@ -44,6 +44,12 @@ __device__ __forceinline__ u32 word(u32 at) {
 __device__ __forceinline__ void set_word(u32 at, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
+__device__ __forceinline__ void put_zeros(u32 at) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+}
+// Ordinary stores to shared memory before this, and tensor cores or copies after the next barrier.
+__device__ __forceinline__ void copies_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_sync(int name) { asm volatile("bar.sync %0, 128;" ::"r"(name) : "memory"); }
 
 // ---- copies ----
 

@@ -1,0 +1,259 @@
+// The matmuls of experts: rows sorted by expert, each expert with weights of its own. One launch for all experts.
+//
+// Where an expert's rows end is read on the device, so the host never waits for it. A tile never holds rows of two experts:
+// at the end of an expert it computes rows of the next one too, and does not write them.
+//
+// expert_gate_up    gate_up[m, 2f] = x[m, d] · gate_up weights[2f, d]ᵀ, and activation[m, f] = silu(gate) · up · weight
+// expert_down       out[m, d] = activation · down[d, f]ᵀ
+// expert_d_gate_up  dy[m, f] = d_out[m, d] · down, which is never written: the gradient of gate_up, the activation again,
+//                   and the gradient of the weights, one sum for each 32 columns
+// expert_dx         dx[m, d] = d_gate_up · gate_up weights
+// expert_outer      leftᵀ · right over the rows of each expert: the gradients of weights
+
+constexpr int PAIR_ROWS = 2 * ROWS;
+
+// Left is [m, k], its rows sorted by group. Tiles are numbered group by group: call `pair` with rising numbers.
+struct GroupedRows {
+  static constexpr int LEFT_TRANSPOSED = 0;
+  const int* ends;  // where the rows of each group end
+  int groups, right_rows, column_tiles, steps;
+  int group, first_tile, start, end;  // the group that the last number was in
+
+  __device__ __forceinline__ static GroupedRows make(const int* ends, int groups, int right_rows, int column_tiles,
+                                                     int steps) {
+    return {ends, groups, right_rows, column_tiles, steps, 0, 0, 0, ends[0]};
+  }
+  __device__ __forceinline__ int row_pairs() const { return (end - start + PAIR_ROWS - 1) / PAIR_ROWS; }
+  // Called by whole warps.
+  __device__ __forceinline__ int tiles() const {
+    int pairs = 0;
+    for (int i = threadIdx.x % 32; i < groups; i += 32)
+      pairs += (ends[i] - (i ? ends[i - 1] : 0) + PAIR_ROWS - 1) / PAIR_ROWS;
+    return __reduce_add_sync(~0u, pairs) * column_tiles;
+  }
+  template <int GROUP> __device__ __forceinline__ Tile pair(int number) {
+    int here = row_pairs() * column_tiles;
+    while (number - first_tile >= here && group + 1 < groups) {
+      first_tile += here, start = end, end = ends[++group];
+      here = row_pairs() * column_tiles;
+    }
+    if (number - first_tile >= here) return {};  // past the last tile
+    const Tile inside = pair_tile<GROUP>(number - first_tile, row_pairs(), column_tiles);
+    return {start + inside.row, inside.column, group, group * right_rows, end};
+  }
+  __device__ __forceinline__ Steps depth(int) const { return {steps}; }
+  __device__ __forceinline__ void fetch_left(u32 to, const TensorMap* map, int step, Tile tile, u32 barrier) const {
+    fetch(to, map, step * DEPTH, tile.row, barrier);
+  }
+};
+
+// The rows of one group, in steps of 64. At least one step for each piece that the tile before is handed over in.
+struct GroupedSteps {
+  int count, rows;
+
+  // The last step may fetch rows of the next group: zeros instead. Called by a whole warpgroup with its 64 columns of left.
+  __device__ __forceinline__ void clear_rest(u32 left, int step) const {
+    const int valid = rows - step * DEPTH, thread = threadIdx.x % 128;
+    if (valid >= DEPTH) return;
+#pragma unroll
+    for (int row = thread / 8; row < DEPTH; row += 16)
+      if (row >= valid) put_zeros(left + row * 128 + thread % 8 * 16);
+    copies_see_stores();
+    warpgroup_sync(threadIdx.x / 128);
+  }
+};
+
+// Left is [k, m] and right [k, n], and k are the rows of all groups: each group has sums of its own.
+struct GroupedDepth {
+  static constexpr int LEFT_TRANSPOSED = 1;
+  const int* ends;
+  int groups, row_pairs, column_tiles;
+
+  __device__ __forceinline__ int tiles() const { return groups * row_pairs * column_tiles; }
+  __device__ __forceinline__ int start(int group) const { return group ? ends[group - 1] : 0; }
+  template <int GROUP> __device__ __forceinline__ Tile pair(int number) const {
+    const int of_group = row_pairs * column_tiles, group = number / of_group;
+    if (group >= groups) return {};  // past the last tile
+    const Tile inside = pair_tile<GROUP>(number % of_group, row_pairs, column_tiles);
+    return {inside.row, inside.column, group, start(group), row_pairs * PAIR_ROWS};
+  }
+  __device__ __forceinline__ GroupedSteps depth(int number) const {
+    const int group = number / (row_pairs * column_tiles), rows = ends[group] - start(group);
+    return {max(8, (rows + DEPTH - 1) / DEPTH), rows};
+  }
+  __device__ __forceinline__ void fetch_left(u32 to, const TensorMap* map, int step, Tile tile, u32 barrier) const {
+    for (int i = 0; i < 2; ++i) fetch(to + i * (LEFT_BYTES / 2), map, tile.row + i * 64, tile.right + step * DEPTH, barrier);
+  }
+};
+
+// A tile is written as it is. Group i's first row is i · group_rows in `out`, or the tile's own where that is 0.
+template <class Columns> struct Stored : Columns {
+  uint4* out;  // eight numbers each
+  int row_eights, group_rows;
+  struct Spot { int place, rows; };  // of this lane's first eight numbers; rows from there that are the group's
+  struct Inputs {};
+
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32, row = tile.row + lane / 4;
+    return {(tile.group * group_rows + row) * row_eights + tile.column * (COLUMNS / 8) + lane % 4, tile.end - row};
+  }
+  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 sums[Columns::STRIPS][2];
+    handed.await();
+#pragma unroll
+    for (int strip = 0; strip < Columns::STRIPS; ++strip) handed.read(sums[strip], strip);
+    handed.free();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int below = warp * 16 + i * 8;
+      if (below >= spot.rows) return;
+#pragma unroll
+      for (int strip = 0; strip < Columns::STRIPS; ++strip)
+        out[spot.place + below * row_eights + (piece * Columns::STRIPS + strip) * (STRIP / 8)] = sums[strip][i];
+    }
+  }
+};
+
+struct ExpertForward : GatedColumns {
+  const float* weight;
+  uint4 *gate_up, *activation;
+  struct Spot { int row, end, column; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { float weight[2]; };
+
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32;
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 16) + lane % 4};
+  }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int, int warp) const {
+    const int row = spot.row + warp * 16;
+    return {{row < spot.end ? weight[row] : 0, row + 8 < spot.end ? weight[row + 8] : 0}};
+  }
+  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 gate[2], up[2];
+    handed.await();
+    handed.read(gate, 0);
+    handed.read(up, 1);
+    handed.free();
+    const int row_eights = width / 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8, column = spot.column + piece * (STRIP / 8);
+      if (row >= spot.end) return;
+      uint4* to = gate_up + row * 2 * row_eights + column;
+      to[0] = gate[i];
+      to[row_eights] = up[i];
+      const float scale = in.weight[i];
+      activation[row * row_eights + column] = {product(gate[i].x, up[i].x, scale), product(gate[i].y, up[i].y, scale),
+                                               product(gate[i].z, up[i].z, scale), product(gate[i].w, up[i].w, scale)};
+    }
+  }
+  __device__ __forceinline__ static float product(float gate, float up, float scale) {
+    return gate * sigmoid(gate) * up * scale;
+  }
+  __device__ __forceinline__ static u32 product(u32 gates, u32 ups, float scale) {
+    return pack(product(low(gates), low(ups), scale), product(high(gates), high(ups), scale));
+  }
+};
+
+struct ExpertBackward : ByInputs {
+  const TensorMap* gate_up_map;
+  const float* weight;
+  const uint4* gate_up;
+  uint4 *d_gate_up, *activation;
+  float* d_weight;  // [f / 32, m]
+  int rows, width;
+  struct Spot { int row, end, column; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { uint4 gate[2], up[2]; float weight[2]; };
+
+  __device__ __forceinline__ void warm_up(int step, int row, int column) const {
+    // Four boxes of gates and four of ups.
+    if (step < 8) warm(gate_up_map, step / 4 * width + column * COLUMNS + step % 4 * 64, row);
+  }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32;
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 8) + lane % 4};
+  }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
+    Inputs in = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      if (row >= spot.end) continue;
+      const uint4* from = gate_up + row * 2 * (width / 8) + spot.column + piece * (STRIP / 8);
+      in.gate[i] = from[0], in.up[i] = from[width / 8], in.weight[i] = weight[row];
+    }
+    return in;
+  }
+  __device__ __forceinline__ void work_out(Inputs in, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 dy[2];
+    handed.await();
+    handed.read(dy, 0);
+    handed.free();
+    const int row_eights = width / 8, column = spot.column + piece * (STRIP / 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      float total = 0;
+      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, in.weight[i], total);
+      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, in.weight[i], total);
+      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, in.weight[i], total);
+      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, in.weight[i], total);
+      // Four lanes have a row's 32 columns.
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (row >= spot.end) continue;
+      uint4* to = d_gate_up + row * 2 * row_eights + column;
+      to[0] = in.gate[i];
+      to[row_eights] = in.up[i];
+      activation[row * row_eights + column] = dy[i];
+      if (threadIdx.x % 4 == 0) d_weight[(long long)(column / 4) * rows + row] = total;
+    }
+  }
+  // Two gradients become activations, and gates and ups their gradients; what the weight's gradient gets is added to total.
+  __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, float scale, float& total) {
+    float activations[2], d_gates[2], d_ups[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float dy = i ? high(dys) : low(dys), gate = i ? high(gates) : low(gates), up = i ? high(ups) : low(ups);
+      const float s = sigmoid(gate), product = gate * s * up, d = dy * scale;
+      total += dy * product;
+      activations[i] = product * scale;
+      d_gates[i] = d * up * s * (1 + gate * (1 - s));
+      d_ups[i] = d * gate * s;
+    }
+    dys = pack(activations[0], activations[1]);
+    gates = pack(d_gates[0], d_gates[1]);
+    ups = pack(d_ups[0], d_ups[1]);
+  }
+};
+
+KERNEL expert_gate_up(MAP left, MAP right, const float* weight, uint4* gate_up, uint4* activation, const int* ends, int groups,
+                      int column_tiles, int steps, int width) {
+  const ExpertForward finish = {{&right, width}, weight, gate_up, activation};
+  run_tiles(&left, finish, GroupedRows::make(ends, groups, 0, column_tiles, steps));
+}
+
+KERNEL expert_down(MAP left, MAP right, uint4* out, const int* ends, int groups, int column_tiles, int steps) {
+  const Stored<ByOutputs> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0};
+  run_tiles(&left, finish, GroupedRows::make(ends, groups, column_tiles * COLUMNS, column_tiles, steps));
+}
+
+KERNEL expert_d_gate_up(MAP left, MAP right, MAP gate_up_map, const float* weight, const uint4* gate_up, uint4* d_gate_up,
+                        uint4* activation, float* d_weight, const int* ends, int groups, int column_tiles, int steps,
+                        int rows) {
+  const int width = column_tiles * COLUMNS;
+  const ExpertBackward finish = {{&right}, &gate_up_map, weight, gate_up, d_gate_up, activation, d_weight, rows, width};
+  run_tiles(&left, finish, GroupedRows::make(ends, groups, steps * DEPTH, column_tiles, steps));
+}
+
+KERNEL expert_dx(MAP left, MAP right, uint4* out, const int* ends, int groups, int column_tiles, int steps) {
+  const Stored<ByInputs> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0};
+  run_tiles(&left, finish, GroupedRows::make(ends, groups, steps * DEPTH, column_tiles, steps));
+}
+
+KERNEL expert_outer(MAP left, MAP right, uint4* out, const int* ends, int groups, int row_pairs, int column_tiles) {
+  const Stored<ByInputs> finish = {{&right}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS};
+  run_tiles(&left, finish, GroupedDepth{ends, groups, row_pairs, column_tiles});
+}

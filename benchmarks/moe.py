@@ -34,7 +34,7 @@ from keepstep.config.load import load_config
 from keepstep.config.schema import ExpertsConfig, ModelConfig, RunConfig
 from keepstep.core.errors import KeepstepError
 from keepstep.core.files import write_json
-from keepstep.models.kernels.grouped_gemm import can_multiply
+from keepstep.models.kernels import grouped_gemm
 from keepstep.models.moe import MoE
 from keepstep.models.ops import expert_matmuls, expert_rows
 from keepstep.models.ops.routed_experts import sort_by_expert
@@ -293,9 +293,45 @@ def matmuls(rows: Rows) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Te
     }
 
 
+def fp8_matmuls(rows: Rows) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], int]]:
+    """Ours of e4m3 numbers next to ours in bf16, on random bytes' worth of numbers; empty where we have none."""
+    r, (experts, n, d), f = rows, rows.gate_up_weights.shape, rows.down.shape[2]
+    if not rows.x.is_cuda or not grouped_gemm.can_multiply_fp8(r.x, r.gate_up_weights.shape):
+        return {}
+    scales = torch.ones(len(r.x), device=r.x.device), torch.full((experts,), 0.02, device=r.x.device)
+    x8, d_out8, gate_up8, activation8 = (
+        part.to(torch.float8_e4m3fn) for part in (r.x, r.d_out, r.gate_up, r.activation)
+    )
+    weights8, down8 = ((part * 50).to(torch.float8_e4m3fn) for part in (r.gate_up_weights, r.down))
+    weights8t, down8t = (part.transpose(1, 2).contiguous() for part in (weights8, down8))
+    bf16 = matmuls(rows)
+    return {
+        "fp8 gate_up + SwiGLU": (
+            lambda: grouped_gemm.expert_gate_up(x8, weights8, r.weight, r.ends, scales)[0],
+            bf16["gate_up + SwiGLU"][0],
+            n * d,
+        ),
+        "fp8 down": (
+            lambda: grouped_gemm.expert_matmul_fp8(activation8, down8, r.ends, scales),
+            bf16["down"][0],
+            d * f,
+        ),
+        "fp8 d_gate_up": (
+            lambda: grouped_gemm.expert_d_gate_up(d_out8, down8t, r.gate_up, r.weight, r.ends, scales)[0],
+            bf16["d_gate_up + SwiGLU"][0],
+            d * f,
+        ),
+        "fp8 dx": (
+            lambda: grouped_gemm.expert_matmul_fp8(gate_up8, weights8t, r.ends, scales),
+            bf16["dx"][0],
+            n * d,
+        ),
+    }
+
+
 def is_fused(rows: Rows) -> bool:
     """Whether `ours` are our kernels; else they are torch's with more around them."""
-    return rows.x.is_cuda and can_multiply(rows.x, rows.gate_up_weights.shape)
+    return rows.x.is_cuda and grouped_gemm.can_multiply(rows.x, rows.gate_up_weights.shape)
 
 
 def kernels_part(result: dict[str, Any], args: argparse.Namespace) -> None:
@@ -305,7 +341,8 @@ def kernels_part(result: dict[str, Any], args: argparse.Namespace) -> None:
         fresh()
         rows = random_rows(shape, device)
         found[name] = {}
-        for part, (ours, torchs, per_row) in matmuls(rows).items():
+        # In fp8, "torch" is ours in bf16.
+        for part, (ours, torchs, per_row) in {**matmuls(rows), **fp8_matmuls(rows)}.items():
             one, other = ours().float(), torchs().float()
             numbers = {"difference": ((one - other).norm() / other.norm()).item()}
             numbers["our_kernel"] = float(is_fused(rows))
@@ -417,7 +454,7 @@ def main() -> None:
         print(f"{key:<28}{result.get(key)}")
     for name, found in result.get("kernels", {}).items():
         for part, numbers in found.items():
-            print(f"{name:<10}{part:<20}" + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
+            print(f"{name:<10}{part:<22}" + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
     for name, found in result.get("layers", {}).items():
         print(name, json.dumps({key: value for key, value in found.items() if key != "shape"}, indent=1))
 

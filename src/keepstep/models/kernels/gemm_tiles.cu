@@ -24,13 +24,6 @@ constexpr int STRIP = 32, STRIP_BYTES = 16 * STRIP * 2;  // columns, and bytes w
 constexpr int HELPERS = 3;  // warps that work pieces out
 constexpr int SLOTS = 2;    // pieces that a warp may be ahead of their being worked out
 
-// 64 × 256 sums, each over 16 numbers.
-template <int LEFT_TRANSPOSED, int TRANSPOSED> __device__ __forceinline__ void multiply(float (&sums)[128], u64 left, u64 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {@NUMBERS 128@}, %128, %129, p, 1, 1, %131, %132;\n}\n"
-               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add), "n"(LEFT_TRANSPOSED), "n"(TRANSPOSED));
-}
-
 // Offset of 8 numbers in a strip: swizzled, so that neither side's accesses have bank conflicts.
 __device__ __forceinline__ u32 in_strip(u32 row, u32 chunk) { return row * (STRIP * 2) + ((chunk ^ row / 2 % 4) << 4); }
 
@@ -82,7 +75,7 @@ struct Steps {
 
 // Left is [m, k], and all of it is multiplied by one right.
 struct Dense {
-  static constexpr int LEFT_TRANSPOSED = 0;
+  static constexpr int LEFT_TRANSPOSED = 0, FP8 = 0;
   int row_pairs, column_tiles, steps;
 
   __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
@@ -98,27 +91,24 @@ struct Dense {
 template <class Plan, class Finish>
 __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish finish, const Plan plan) {
   constexpr int PIECES = Finish::PIECES, PIECE_BYTES = Finish::STRIPS * STRIP_BYTES, WARPS = 8;
-  extern __shared__ __align__(1024) char room[];
-  const u32 base = (u32)__cvta_generic_to_shared(room);
-  const u32 strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
+  const u32 base = shared_memory(), strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
   const u32 full = barriers, empty = full + 8 * STAGES, laid = empty + 8 * STAGES, freed = laid + 8 * WARPS * SLOTS;
   const u32 tags = freed + 8 * WARPS * SLOTS;  // the use that each slot holds
   const int warpgroup = threadIdx.x / 128;
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 rank = cluster_rank();
   const int clusters = gridDim.x / 2, first = blockIdx.x / 2, tiles = plan.tiles();
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4);
     for (int i = 0; i < 2 * WARPS * SLOTS; ++i) barrier_init(laid + 8 * i, 1);
     for (int i = 0; i < WARPS * SLOTS; ++i) set_word(tags + 4 * i, ~0u);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_ready();
   }
   cluster_sync();
 
   // 168 registers a thread at the start; multiplying takes 128 for sums and 64 for those of the tile before.
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    fewer_registers<88>();
     const int helper = (int)threadIdx.x / 32 - 1;
     if (threadIdx.x == 0) {
       int stage = 0;
@@ -163,7 +153,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    more_registers<208>();
     const int group = warpgroup - 1, lane = threadIdx.x % 32;
     const u32 my_slots = (threadIdx.x / 32 - 4) * SLOTS;
     // This lane's row of 16 bytes in a strip, for four 8 × 8 matrices; the next 16 columns are 32 bytes from there, by xor.
@@ -181,7 +171,8 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       for (int k = 0; k < DEPTH / 16; ++k) {
         const u64 rows = Plan::LEFT_TRANSPOSED ? matrix(left + k * 2048, 8192) : matrix(left + k * 32, 16);
         const u64 columns = Finish::TRANSPOSED ? matrix(right + k * 2048, 8192) : matrix(right + k * 32, 16);
-        multiply<Plan::LEFT_TRANSPOSED, Finish::TRANSPOSED>(sums, rows, columns, add | k);
+        if constexpr (Plan::FP8) multiply_fp8(sums, rows, columns, add | k);
+        else multiply<Plan::LEFT_TRANSPOSED, Finish::TRANSPOSED>(sums, rows, columns, add | k);
       }
       sums_commit();
     };
@@ -299,10 +290,4 @@ struct GatedColumns {
   }
 };
 
-__device__ __forceinline__ float sigmoid(float x) {
-  float s;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + power_of_two(x * -1.4426950408889634f)));
-  return s;
-}
-
-#define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+__device__ __forceinline__ float sigmoid(float x) { return inverse(1.0f + power_of_two(x * -1.4426950408889634f)); }

@@ -42,7 +42,7 @@ _LEAST_DEPTH = 8 * DEPTH
 _ALIGNED_BYTES = 16
 """Of eight numbers that are read together: a part of a larger tensor may start anywhere."""
 _HEAD_SIZE = 64
-_KERNELS = {
+TILE_KERNELS = {
     "swiglu_gemm_forward": ("swiglu_mlp", 2),
     "swiglu_gemm_backward": ("swiglu_mlp", 1),
     "gelu_gemm_forward": ("gelu_mlp", 2),
@@ -53,6 +53,9 @@ _KERNELS = {
     "expert_d_gate_up": ("grouped_gemm", 1),
     "expert_dx": ("grouped_gemm", 1),
     "expert_outer": ("grouped_gemm", 1),
+    "expert_gate_up_fp8": ("grouped_gemm", 2),
+    "expert_matmul_fp8": ("grouped_gemm", 2),
+    "expert_d_gate_up_fp8": ("grouped_gemm", 1),
 }
 """By name of the function: its file, and the strips that a piece is handed over in, as its `Finish` says."""
 
@@ -165,8 +168,8 @@ def _launch(
 
 @functools.cache
 def tile_kernel(name: str, device: torch.device) -> Kernel:
-    """A function of the files in `_KERNELS`, compiled at first use."""
-    file, strips = _KERNELS[name]
+    """One of `TILE_KERNELS`, compiled at first use."""
+    file, strips = TILE_KERNELS[name]
     stages_bytes = _STAGES * (ROWS + COLUMNS) * DEPTH * 2
     strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * strips * _STRIP_BYTES
     code = compile_source(source_of("hopper", "gemm_tiles", file))

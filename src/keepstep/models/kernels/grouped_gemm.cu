@@ -9,12 +9,15 @@
 //                   and the gradient of the weights, one sum for each 32 columns
 // expert_dx         dx[m, d] = d_gate_up · gate_up weights
 // expert_outer      leftᵀ · right over the rows of each expert: the gradients of weights
+//
+// With _fp8, both sides are e4m3 numbers, two of them in place of each bf16 number, and right is always [n, k]. A row of left
+// has a scale, and so has each expert; sums are multiplied by both.
 
 constexpr int PAIR_ROWS = 2 * ROWS;
 
 // Left is [m, k], its rows sorted by group. Tiles are numbered group by group: call `pair` with rising numbers.
-struct GroupedRows {
-  static constexpr int LEFT_TRANSPOSED = 0;
+template <int IS_FP8> struct GroupedRows {
+  static constexpr int LEFT_TRANSPOSED = 0, FP8 = IS_FP8;
   const int* ends;  // where the rows of each group end
   int groups, right_rows, column_tiles, steps;
   int group, first_tile, start, end;  // the group that the last number was in
@@ -65,7 +68,7 @@ struct GroupedSteps {
 
 // Left is [k, m] and right [k, n], and k are the rows of all groups: each group has sums of its own.
 struct GroupedDepth {
-  static constexpr int LEFT_TRANSPOSED = 1;
+  static constexpr int LEFT_TRANSPOSED = 1, FP8 = 0;
   const int* ends;
   int groups, row_pairs, column_tiles;
 
@@ -86,20 +89,48 @@ struct GroupedDepth {
   }
 };
 
+// What sums of fp8 numbers are multiplied by.
+struct Scales {
+  const float *of_rows, *of_groups;
+
+  __device__ __forceinline__ float at(int row, int end, int group) const {
+    return row < end ? of_rows[row] * of_groups[group] : 0;
+  }
+};
+__device__ __forceinline__ u32 scaled(u32 both, float scale) { return pack(low(both) * scale, high(both) * scale); }
+__device__ __forceinline__ uint4 scaled(uint4 eight, float scale) {
+  return {scaled(eight.x, scale), scaled(eight.y, scale), scaled(eight.z, scale), scaled(eight.w, scale)};
+}
+
+// Right is [n, k], and its columns are handed over as they come, 32 at a time.
+struct ByNarrowOutputs : ByOutputs {
+  static constexpr int PIECES = 8, STRIPS = 1;
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+    lay(at, words[0], words[1], words[2], words[3]);
+    lay(at ^ 32, words[4], words[5], words[6], words[7]);
+  }
+};
+
 // A tile is written as it is. Group i's first row is i · group_rows in `out`, or the tile's own where that is 0.
-template <class Columns> struct Stored : Columns {
+template <class Columns, int FP8> struct Stored : Columns {
   uint4* out;  // eight numbers each
   int row_eights, group_rows;
-  struct Spot { int place, rows; };  // of this lane's first eight numbers; rows from there that are the group's
-  struct Inputs {};
+  Scales scales;
+  struct Spot { int place, row, end, group; };  // of this lane's first eight numbers
+  struct Inputs { float scale[2]; };
 
   __device__ __forceinline__ void warm_up(int, int, int) const {}
-  __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int, int warp) const {
+    if (!FP8) return {};
+    const int row = spot.row + warp * 16;
+    return {{scales.at(row, spot.end, spot.group), scales.at(row + 8, spot.end, spot.group)}};
+  }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32, row = tile.row + lane / 4;
-    return {(tile.group * group_rows + row) * row_eights + tile.column * (COLUMNS / 8) + lane % 4, tile.end - row};
+    const int place = (tile.group * group_rows + row) * row_eights + tile.column * (COLUMNS / 8) + lane % 4;
+    return {place, row, tile.end, tile.group};
   }
-  __device__ __forceinline__ void work_out(const Inputs&, const Handed& handed, Spot spot, int piece, int warp) const {
+  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
     uint4 sums[Columns::STRIPS][2];
     handed.await();
 #pragma unroll
@@ -108,27 +139,35 @@ template <class Columns> struct Stored : Columns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int below = warp * 16 + i * 8;
-      if (below >= spot.rows) return;
+      if (spot.row + below >= spot.end) return;
 #pragma unroll
       for (int strip = 0; strip < Columns::STRIPS; ++strip)
-        out[spot.place + below * row_eights + (piece * Columns::STRIPS + strip) * (STRIP / 8)] = sums[strip][i];
+        out[spot.place + below * row_eights + (piece * Columns::STRIPS + strip) * (STRIP / 8)] =
+            FP8 ? scaled(sums[strip][i], in.scale[i]) : sums[strip][i];
     }
   }
 };
 
-struct ExpertForward : GatedColumns {
+template <int FP8> struct ExpertForward : GatedColumns {
   const float* weight;
   uint4 *gate_up, *activation;
-  struct Spot { int row, end, column; };  // of this lane's first eight numbers; columns in eights
-  struct Inputs { float weight[2]; };
+  Scales scales;
+  struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { float weight[2], scale[2]; };
 
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
-    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 16) + lane % 4};
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 16) + lane % 4, tile.group};
   }
   __device__ __forceinline__ Inputs inputs(Spot spot, int, int warp) const {
-    const int row = spot.row + warp * 16;
-    return {{row < spot.end ? weight[row] : 0, row + 8 < spot.end ? weight[row + 8] : 0}};
+    Inputs in = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      if (row < spot.end) in.weight[i] = weight[row];
+      if (FP8) in.scale[i] = scales.at(row, spot.end, spot.group);
+    }
+    return in;
   }
   __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
     uint4 gate[2], up[2];
@@ -141,31 +180,31 @@ struct ExpertForward : GatedColumns {
     for (int i = 0; i < 2; ++i) {
       const int row = spot.row + warp * 16 + i * 8, column = spot.column + piece * (STRIP / 8);
       if (row >= spot.end) return;
+      if (FP8) gate[i] = scaled(gate[i], in.scale[i]), up[i] = scaled(up[i], in.scale[i]);
       uint4* to = gate_up + row * 2 * row_eights + column;
       to[0] = gate[i];
       to[row_eights] = up[i];
-      const float scale = in.weight[i];
-      activation[row * row_eights + column] = {product(gate[i].x, up[i].x, scale), product(gate[i].y, up[i].y, scale),
-                                               product(gate[i].z, up[i].z, scale), product(gate[i].w, up[i].w, scale)};
+      const float by = in.weight[i];
+      activation[row * row_eights + column] = {product(gate[i].x, up[i].x, by), product(gate[i].y, up[i].y, by),
+                                               product(gate[i].z, up[i].z, by), product(gate[i].w, up[i].w, by)};
     }
   }
-  __device__ __forceinline__ static float product(float gate, float up, float scale) {
-    return gate * sigmoid(gate) * up * scale;
-  }
-  __device__ __forceinline__ static u32 product(u32 gates, u32 ups, float scale) {
-    return pack(product(low(gates), low(ups), scale), product(high(gates), high(ups), scale));
+  __device__ __forceinline__ static float product(float gate, float up, float by) { return gate * sigmoid(gate) * up * by; }
+  __device__ __forceinline__ static u32 product(u32 gates, u32 ups, float by) {
+    return pack(product(low(gates), low(ups), by), product(high(gates), high(ups), by));
   }
 };
 
-struct ExpertBackward : ByInputs {
+template <class Columns, int FP8> struct ExpertBackward : Columns {
   const TensorMap* gate_up_map;
   const float* weight;
   const uint4* gate_up;
   uint4 *d_gate_up, *activation;
   float* d_weight;  // [f / 32, m]
   int rows, width;
-  struct Spot { int row, end, column; };  // of this lane's first eight numbers; columns in eights
-  struct Inputs { uint4 gate[2], up[2]; float weight[2]; };
+  Scales scales;
+  struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { uint4 gate[2], up[2]; float weight[2], scale[2]; };
 
   __device__ __forceinline__ void warm_up(int step, int row, int column) const {
     // Four boxes of gates and four of ups.
@@ -173,7 +212,7 @@ struct ExpertBackward : ByInputs {
   }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
-    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 8) + lane % 4};
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 8) + lane % 4, tile.group};
   }
   __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
     Inputs in = {};
@@ -183,6 +222,7 @@ struct ExpertBackward : ByInputs {
       if (row >= spot.end) continue;
       const uint4* from = gate_up + row * 2 * (width / 8) + spot.column + piece * (STRIP / 8);
       in.gate[i] = from[0], in.up[i] = from[width / 8], in.weight[i] = weight[row];
+      if (FP8) in.scale[i] = scales.at(row, spot.end, spot.group);
     }
     return in;
   }
@@ -195,11 +235,12 @@ struct ExpertBackward : ByInputs {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = spot.row + warp * 16 + i * 8;
+      const float weight = in.weight[i], scale = FP8 ? in.scale[i] : 1;
       float total = 0;
-      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, in.weight[i], total);
-      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, in.weight[i], total);
-      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, in.weight[i], total);
-      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, in.weight[i], total);
+      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, weight, scale, total);
+      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, weight, scale, total);
+      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, weight, scale, total);
+      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, weight, scale, total);
       // Four lanes have a row's 32 columns.
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
@@ -212,14 +253,15 @@ struct ExpertBackward : ByInputs {
     }
   }
   // Two gradients become activations, and gates and ups their gradients; what the weight's gradient gets is added to total.
-  __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, float scale, float& total) {
+  __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, float weight, float scale,
+                                                       float& total) {
     float activations[2], d_gates[2], d_ups[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float dy = i ? high(dys) : low(dys), gate = i ? high(gates) : low(gates), up = i ? high(ups) : low(ups);
-      const float s = sigmoid(gate), product = gate * s * up, d = dy * scale;
+      const float dy = (i ? high(dys) : low(dys)) * scale, gate = i ? high(gates) : low(gates);
+      const float up = i ? high(ups) : low(ups), s = sigmoid(gate), product = gate * s * up, d = dy * weight;
       total += dy * product;
-      activations[i] = product * scale;
+      activations[i] = product * weight;
       d_gates[i] = d * up * s * (1 + gate * (1 - s));
       d_ups[i] = d * gate * s;
     }
@@ -229,31 +271,39 @@ struct ExpertBackward : ByInputs {
   }
 };
 
-KERNEL expert_gate_up(MAP left, MAP right, const float* weight, uint4* gate_up, uint4* activation, const int* ends, int groups,
-                      int column_tiles, int steps, int width) {
-  const ExpertForward finish = {{&right, width}, weight, gate_up, activation};
-  run_tiles(&left, finish, GroupedRows::make(ends, groups, 0, column_tiles, steps));
-}
+#define GATE_UP_KERNEL(NAME, FP8)                                                                                           \
+  KERNEL NAME(MAP left, MAP right, const float* weight, uint4* gate_up, uint4* activation, const float* row_scale,         \
+              const float* group_scale, const int* ends, int groups, int column_tiles, int steps, int width) {             \
+    const ExpertForward<FP8> finish = {{&right, width}, weight, gate_up, activation, {row_scale, group_scale}};            \
+    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, 0, column_tiles, steps));                                \
+  }
+GATE_UP_KERNEL(expert_gate_up, 0)
+GATE_UP_KERNEL(expert_gate_up_fp8, 1)
 
-KERNEL expert_down(MAP left, MAP right, uint4* out, const int* ends, int groups, int column_tiles, int steps) {
-  const Stored<ByOutputs> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0};
-  run_tiles(&left, finish, GroupedRows::make(ends, groups, column_tiles * COLUMNS, column_tiles, steps));
-}
+// `right_rows` of right are a group's.
+#define STORED_KERNEL(NAME, COLUMNS_AS, FP8)                                                                               \
+  KERNEL NAME(MAP left, MAP right, uint4* out, const float* row_scale, const float* group_scale, const int* ends,          \
+              int groups, int column_tiles, int steps, int right_rows) {                                                   \
+    const Stored<COLUMNS_AS, FP8> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0, {row_scale, group_scale}};     \
+    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, right_rows, column_tiles, steps));                       \
+  }
+STORED_KERNEL(expert_down, ByOutputs, 0)
+STORED_KERNEL(expert_dx, ByInputs, 0)
+STORED_KERNEL(expert_matmul_fp8, ByOutputs, 1)
 
-KERNEL expert_d_gate_up(MAP left, MAP right, MAP gate_up_map, const float* weight, const uint4* gate_up, uint4* d_gate_up,
-                        uint4* activation, float* d_weight, const int* ends, int groups, int column_tiles, int steps,
-                        int rows) {
-  const int width = column_tiles * COLUMNS;
-  const ExpertBackward finish = {{&right}, &gate_up_map, weight, gate_up, d_gate_up, activation, d_weight, rows, width};
-  run_tiles(&left, finish, GroupedRows::make(ends, groups, steps * DEPTH, column_tiles, steps));
-}
-
-KERNEL expert_dx(MAP left, MAP right, uint4* out, const int* ends, int groups, int column_tiles, int steps) {
-  const Stored<ByInputs> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0};
-  run_tiles(&left, finish, GroupedRows::make(ends, groups, steps * DEPTH, column_tiles, steps));
-}
+#define D_GATE_UP_KERNEL(NAME, COLUMNS_AS, FP8)                                                                            \
+  KERNEL NAME(MAP left, MAP right, MAP gate_up_map, const float* weight, const uint4* gate_up, uint4* d_gate_up,           \
+              uint4* activation, float* d_weight, const float* row_scale, const float* group_scale, const int* ends,       \
+              int groups, int column_tiles, int steps, int right_rows, int rows) {                                         \
+    const ExpertBackward<COLUMNS_AS, FP8> finish = {                                                                       \
+        {&right}, &gate_up_map, weight, gate_up, d_gate_up, activation, d_weight, rows, column_tiles * COLUMNS,            \
+        {row_scale, group_scale}};                                                                                         \
+    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, right_rows, column_tiles, steps));                       \
+  }
+D_GATE_UP_KERNEL(expert_d_gate_up, ByInputs, 0)
+D_GATE_UP_KERNEL(expert_d_gate_up_fp8, ByNarrowOutputs, 1)
 
 KERNEL expert_outer(MAP left, MAP right, uint4* out, const int* ends, int groups, int row_pairs, int column_tiles) {
-  const Stored<ByInputs> finish = {{&right}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS};
+  const Stored<ByInputs, 0> finish = {{&right}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS, {}};
   run_tiles(&left, finish, GroupedDepth{ends, groups, row_pairs, column_tiles});
 }

@@ -76,6 +76,7 @@ struct Steps {
 // Left is [m, k], and all of it is multiplied by one right.
 struct Dense {
   static constexpr int LEFT_TRANSPOSED = 0, FP8 = 0;
+  typedef Steps Depth;
   int row_pairs, column_tiles, steps;
 
   __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
@@ -162,7 +163,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
     u32 words[64], phase = 0, pieces = 0;
     int stage = 0;
 
-    auto add_step = [&](const auto& depth, int add) {
+    auto add_step = [&](const typename Plan::Depth& depth, int add) {
       wait(full + 8 * stage, phase);
       const u32 at = base + stage * STAGE_BYTES, left = at + group * (LEFT_BYTES / 2), right = at + LEFT_BYTES;
       depth.clear_rest(left, add);
@@ -194,7 +195,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
 
     for (int number = first; number < tiles; number += clusters) {
       int done = 0;
-      const auto depth = plan.depth(number);
+      const typename Plan::Depth depth = plan.depth(number);
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece) {
         add_step(depth, done);

@@ -18,6 +18,7 @@ constexpr int PAIR_ROWS = 2 * ROWS;
 // Left is [m, k], its rows sorted by group. Tiles are numbered group by group: call `pair` with rising numbers.
 template <int IS_FP8> struct GroupedRows {
   static constexpr int LEFT_TRANSPOSED = 0, FP8 = IS_FP8;
+  typedef Steps Depth;
   const int* ends;  // where the rows of each group end
   int groups, right_rows, column_tiles, steps;
   int group, first_tile, start, end;  // the group that the last number was in
@@ -69,6 +70,7 @@ struct GroupedSteps {
 // Left is [k, m] and right [k, n], and k are the rows of all groups: each group has sums of its own.
 struct GroupedDepth {
   static constexpr int LEFT_TRANSPOSED = 1, FP8 = 0;
+  typedef GroupedSteps Depth;
   const int* ends;
   int groups, row_pairs, column_tiles;
 

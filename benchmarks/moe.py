@@ -1,8 +1,9 @@
 """Mixtures of experts on one GPU compared with a torchtitan-style layer; writes benchmarks/results/moe.json.
 
-    PYTHONPATH=src python -W ignore benchmarks/moe.py layer steps fp8
+    PYTHONPATH=src python -W ignore benchmarks/moe.py kernels layer steps fp8
 
-Parts, of about two minutes each on an H200; a part keeps the results of the others:
+Parts, of at most about two minutes each on an H200; a part keeps the results of the others:
+- `kernels`: each matmul of the three layers next to torch's grouped matmul alone, in TFLOP/s, and how far they differ.
 - `layer`: forward and backward of one layer of three shapes next to the compiled reference of this file, which has the
   same weights. They take turns, and medians count, because a GPU gets slower as it heats up.
 - `steps`: whole training steps of an eight-layer Qwen3-MoE and of OLMoE-1B-7B with its whole training state.
@@ -33,13 +34,16 @@ from keepstep.config.load import load_config
 from keepstep.config.schema import ExpertsConfig, ModelConfig, RunConfig
 from keepstep.core.errors import KeepstepError
 from keepstep.core.files import write_json
+from keepstep.models.kernels import grouped_gemm
 from keepstep.models.moe import MoE
+from keepstep.models.ops import expert_matmuls, expert_rows
+from keepstep.models.ops.routed_experts import sort_by_expert
 from keepstep.models.size import peak_flops
 from keepstep.train.bench import bench_step
 from keepstep.train.trainer import train
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
-PARTS = ("layer", "steps", "fp8")
+PARTS = ("kernels", "layer", "steps", "fp8")
 KEYS = (
     "layer_ratio_olmoe", "layer_ratio_qwen3", "layer_ratio_mixtral", "qwen3_8layer_tokens_per_s", "olmoe_mfu",
     "fp8_over_bf16", "fp8_loss_difference",
@@ -216,6 +220,151 @@ def kernel_seconds(call: Callable[[], Any], device: torch.device, most: int = 16
     return {event.key[:100]: event.self_device_time_total / 1e6 for event in events[:most]}
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Random inputs of a layer's matmuls, and where each expert's rows end, uneven as a fresh router makes them."""
+
+    x: Tensor
+    d_out: Tensor
+    gate_up: Tensor
+    activation: Tensor
+    weight: Tensor
+    gate_up_weights: Tensor
+    down: Tensor
+    ends: Tensor
+    tokens: Tensor
+
+
+def random_rows(shape: Shape, device: torch.device) -> Rows:
+    torch.manual_seed(0)
+    rows, width, hidden, experts = shape.tokens * shape.top_k, shape.width, shape.hidden, shape.experts
+
+    def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16) * scale
+
+    scores = torch.randn(shape.tokens, experts, device=device) + 0.3 * torch.randn(experts, device=device)
+    chosen = scores.topk(shape.top_k).indices
+    routes = sort_by_expert(chosen, chosen.flatten().bincount(minlength=experts))
+    weights = draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5)
+    parts = draw(rows, hidden), draw(rows, hidden), draw(rows, 2 * width), draw(rows, width)
+    weight = torch.rand(rows, device=device)
+    return Rows(*parts, weight, *weights, routes.ends_e, routes.order_m // shape.top_k)
+
+
+def matmuls(rows: Rows) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], int]]:
+    """Of each matmul: ours, torch's without what is fused into ours, and the numbers that a row is multiplied by."""
+    ours, r = expert_matmuls, rows
+
+    def torchs(left: Tensor, right: Tensor) -> Tensor:
+        return torch._grouped_mm(left, right, offs=r.ends)
+
+    (_, n, d), f = r.gate_up_weights.shape, r.down.shape[2]
+    return {
+        "gate_up + SwiGLU": (
+            lambda: ours.expert_gate_up(r.x, r.gate_up_weights, r.weight, r.ends)[0],
+            lambda: torchs(r.x, r.gate_up_weights.transpose(1, 2)),
+            n * d,
+        ),
+        "down": (
+            lambda: ours.expert_down(r.activation, r.down, r.ends),
+            lambda: torchs(r.activation, r.down.transpose(1, 2)),
+            d * f,
+        ),
+        "d_gate_up + SwiGLU": (
+            lambda: ours.expert_d_gate_up(r.d_out, r.down, r.gate_up, r.weight, r.ends)[0],
+            lambda: expert_rows.weighted_swiglu_backward(torchs(r.d_out, r.down), r.gate_up, r.weight)[0],
+            d * f,
+        ),
+        "dx": (
+            lambda: ours.expert_dx(r.gate_up, r.gate_up_weights, r.ends),
+            lambda: torchs(r.gate_up, r.gate_up_weights),
+            n * d,
+        ),
+        "gate_up weights": (
+            lambda: ours.expert_outer(r.gate_up, r.x, r.ends),
+            lambda: torchs(r.gate_up.t(), r.x),
+            n * d,
+        ),
+        "down weights": (
+            lambda: ours.expert_outer(r.d_out, r.activation, r.ends),
+            lambda: torchs(r.d_out.t(), r.activation),
+            d * f,
+        ),
+    }
+
+
+def fp8_matmuls(rows: Rows) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], int]]:
+    """Ours of e4m3 numbers next to ours in bf16, on random bytes' worth of numbers; empty where we have none."""
+    r, (experts, n, d), f = rows, rows.gate_up_weights.shape, rows.down.shape[2]
+    if not rows.x.is_cuda or not grouped_gemm.can_multiply_fp8(r.x, r.gate_up_weights.shape):
+        return {}
+    scales = torch.ones(len(r.x), device=r.x.device), torch.full((experts,), 0.02, device=r.x.device)
+    x8, d_out8, gate_up8, activation8 = (
+        part.to(torch.float8_e4m3fn) for part in (r.x, r.d_out, r.gate_up, r.activation)
+    )
+    weights8, down8 = ((part * 50).to(torch.float8_e4m3fn) for part in (r.gate_up_weights, r.down))
+    weights8t, down8t = (part.transpose(1, 2).contiguous() for part in (weights8, down8))
+    bf16 = matmuls(rows)
+    return {
+        "fp8 gate_up + SwiGLU": (
+            lambda: grouped_gemm.expert_gate_up(x8, weights8, r.weight, r.ends, scales)[0],
+            bf16["gate_up + SwiGLU"][0],
+            n * d,
+        ),
+        "fp8 down": (
+            lambda: grouped_gemm.expert_matmul_fp8(activation8, down8, r.ends, scales),
+            bf16["down"][0],
+            d * f,
+        ),
+        "fp8 d_gate_up": (
+            lambda: grouped_gemm.expert_d_gate_up(d_out8, down8t, r.gate_up, r.weight, r.ends, scales)[0],
+            bf16["d_gate_up + SwiGLU"][0],
+            d * f,
+        ),
+        "fp8 dx": (
+            lambda: grouped_gemm.expert_matmul_fp8(gate_up8, weights8t, r.ends, scales),
+            bf16["dx"][0],
+            n * d,
+        ),
+    }
+
+
+def is_fused(rows: Rows) -> bool:
+    """Whether `ours` are our kernels; else they are torch's with more around them."""
+    return rows.x.is_cuda and grouped_gemm.can_multiply(rows.x, rows.gate_up_weights.shape)
+
+
+def kernels_part(result: dict[str, Any], args: argparse.Namespace) -> None:
+    device = torch.device("cpu" if args.tiny else "cuda")
+    clock, found = Clock(device), {}
+    for name, shape in (TINY_SHAPES if args.tiny else SHAPES).items():
+        fresh()
+        rows = random_rows(shape, device)
+        found[name] = {}
+        # In fp8, "torch" is ours in bf16.
+        for part, (ours, torchs, per_row) in {**matmuls(rows), **fp8_matmuls(rows)}.items():
+            one, other = ours().float(), torchs().float()
+            numbers = {"difference": ((one - other).norm() / other.norm()).item()}
+            numbers["our_kernel"] = float(is_fused(rows))
+            numbers["same_bits"] = float(torch.equal(one, ours().float()))
+            del one, other
+            for side, call in (("torch", torchs), ("ours", ours), ("torch again", torchs), ("ours again", ours)):
+                clock.seconds(2, call)
+                seconds = statistics.median(clock.seconds(2 if args.tiny else 15, call))
+                numbers[side] = 2 * len(rows.x) * per_row / seconds / 1e12
+            found[name][part] = numbers
+        x, place = rows.x[: shape.tokens], rows.tokens.argsort(stable=True)
+        moved = {
+            "gather": lambda rows=rows, x=x: expert_rows.gather_rows(x, rows.tokens),
+            "sum": lambda rows=rows, place=place, k=shape.top_k: expert_rows.sum_rows(rows.x, place, k),
+        }
+        found[name]["milliseconds"] = {
+            part: 1000 * statistics.median(clock.seconds(15, call)) for part, call in moved.items()
+        }
+        result["kernels"] = found
+        write_json(args.out, result)
+
+
 def layer_part(result: dict[str, Any], args: argparse.Namespace) -> None:
     device = torch.device("cpu" if args.tiny else "cuda")
     result.setdefault("layers", {})
@@ -293,7 +442,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     result["torch"] = torch.__version__
     result["device"] = "cpu" if args.tiny else torch.cuda.get_device_name()
-    measure = {"layer": layer_part, "steps": steps_part, "fp8": fp8_part}
+    measure = {"kernels": kernels_part, "layer": layer_part, "steps": steps_part, "fp8": fp8_part}
     for part in args.parts:
         started = time.perf_counter()
         try:
@@ -303,6 +452,9 @@ def main() -> None:
         print(f"{part}: {time.perf_counter() - started:.0f} s")
     for key in KEYS:
         print(f"{key:<28}{result.get(key)}")
+    for name, found in result.get("kernels", {}).items():
+        for part, numbers in found.items():
+            print(f"{name:<10}{part:<22}" + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
     for name, found in result.get("layers", {}).items():
         print(name, json.dumps({key: value for key, value in found.items() if key != "shape"}, indent=1))
 

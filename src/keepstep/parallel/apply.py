@@ -35,7 +35,7 @@ _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "keepstep::attention_forward",
 )
-_MATMULS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
+_MATMULS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "keepstep::expert_gate_up", "keepstep::expert_down")
 
 
 def apply_parallel(

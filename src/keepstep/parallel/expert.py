@@ -14,7 +14,8 @@ from torch import Tensor
 
 from keepstep.models.moe import Experts, MoE
 from keepstep.models.ops.backend import backend
-from keepstep.models.ops.routed_experts import Routes, gather_rows, sort_by_expert, sum_rows
+from keepstep.models.ops.expert_rows import gather_rows, sum_rows
+from keepstep.models.ops.routed_experts import Routes, sort_by_expert
 from keepstep.models.transformer import Transformer
 from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.parts import ROWS, WHOLE, place_module

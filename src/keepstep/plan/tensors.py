@@ -185,7 +185,10 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
             saved = needed
         case "selective":
             last = max(widths.hidden, int(token_copies(model) * widths.hidden))
-            matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + last
+            # The first matmul of experts that have no biases gives their activation too.
+            plain = not (model.experts.bias or model.experts.swiglu_limit)
+            activated = int(token_copies(model) * model.expert_size) if plain else 0
+            matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + activated + last
             # fp8 matmuls are cheap enough to repeat; the output of attention is saved.
             outputs = widths.query + (0 if work.precision == "fp8" else matmuls)
             saved = size * (work.stream_width + outputs) + FP32 * widths.heads

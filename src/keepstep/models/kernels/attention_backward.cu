@@ -512,15 +512,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(MAP queries, MAP gradients, MAP keys, MAP values, const float* stats,
                        const float* scales, int* query_sums, uint4* fused, const float* cosines, const float* sines, const int* lists, int list_length,
                        int table_rows, int tokens, int heads, int groups) {
-  extern __shared__ __align__(1024) char room[];
-  const u32 base = (u32)__cvta_generic_to_shared(room);
+  const u32 base = shared_memory();
   // The same for all of a warp, and known to be.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(base + FULL + 8 * i, 1), barrier_init(base + EMPTY + 8 * i, 2);
     for (int i = 0; i < SCORES; ++i) barrier_init(base + LAID + 8 * i, 8), barrier_init(base + FREED + 8 * i, 1);
     for (int i = 0; i < SLOTS; ++i) barrier_init(base + ARRIVED + 8 * i, 1), barrier_init(base + LEFT + 8 * i, 8);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_ready();
   }
   __syncthreads();
   const Task task = {&queries, &gradients, &keys, &values, stats, scales, cosines, sines, query_sums, fused, table_rows};
@@ -528,10 +527,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   walk.begin();
   // 168 registers a thread at the start: three warpgroups share 504.
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(504 - 2 * KEY_REGISTERS));
+    fewer_registers<504 - 2 * KEY_REGISTERS>();
     add_to_queries(base, task, walk);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(KEY_REGISTERS));
+    more_registers<KEY_REGISTERS>();
     keep_keys(base, task, walk, warpgroup - 1);
   }
 }

@@ -88,6 +88,7 @@ def source_of(*files: str) -> str:
     )
 
 
+@functools.cache
 def compile_source(source: str) -> bytes:
     """Machine code for Hopper; from the cache where this machine compiled the same before, for restarts to be quick."""
     major, minor = c_int(), c_int()

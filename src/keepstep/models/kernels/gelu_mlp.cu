@@ -6,11 +6,6 @@
 //
 // saved_grad takes the memory of wide, and the backward pass only has to multiply.
 
-__device__ __forceinline__ float inverse(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // x · Φ(x), and its derivative Φ + x · Φ'. The tail of Φ is a polynomial times Φ' (Abramowitz and Stegun 7.1.26), right to
 // 3e-7, and small tails keep their leading digits. So one exponential serves both.
 __device__ __forceinline__ float gelu(float x, float& derivative) {

@@ -5,7 +5,8 @@
 // tile, the multiplying warps hand the last one over through shared memory, 16 rows and a few columns at a time, and never
 // wait for what becomes of it. Two blocks, one above the other, share the columns that each fetches half of.
 //
-// A `Finish` says where right comes from and what becomes of a tile:
+// A plan (`Dense`; grouped_gemm.cu has more) says which tiles there are, and where left comes from. A `Finish` says where
+// right comes from and what becomes of a tile:
 //   PIECES        how many pieces of its columns a tile is handed over in
 //   STRIPS        strips of 32 columns in a piece
 //   TRANSPOSED    whether right is [k, n]; else [n, k]
@@ -23,17 +24,12 @@ constexpr int STRIP = 32, STRIP_BYTES = 16 * STRIP * 2;  // columns, and bytes w
 constexpr int HELPERS = 3;  // warps that work pieces out
 constexpr int SLOTS = 2;    // pieces that a warp may be ahead of their being worked out
 
-// 64 × 256 sums, each over 16 numbers.
-template <int TRANSPOSED> __device__ __forceinline__ void multiply(float (&sums)[128], u64 left, u64 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {@NUMBERS 128@}, %128, %129, p, 1, 1, 0, %131;\n}\n"
-               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add), "n"(TRANSPOSED));
-}
-
 // Offset of 8 numbers in a strip: swizzled, so that neither side's accesses have bank conflicts.
 __device__ __forceinline__ u32 in_strip(u32 row, u32 chunk) { return row * (STRIP * 2) + ((chunk ^ row / 2 % 4) << 4); }
 
-struct Tile { int row, column; };  // its first row, and its number in its row of tiles
+// Its first row and its number in its row of tiles. Where left's rows come in groups that each have a right of their own:
+// its group, the first row of that right, and where the group's rows end.
+struct Tile { int row, column, group, right, end; };
 
 // 16 rows of a piece on their way from a multiplying warp to one that works them out.
 struct Handed {
@@ -64,47 +60,71 @@ struct Handed {
 template <int GROUP> __device__ __forceinline__ Tile pair_tile(int number, int row_pairs, int column_tiles) {
   const int group = number / (GROUP * column_tiles), inside = number % (GROUP * column_tiles);
   const int first = group * GROUP, height = min(GROUP, row_pairs - first);
-  return {first + inside % height, inside / height};
+  return {(first + inside % height) * 2 * ROWS, inside / height};
+}
+__device__ __forceinline__ Tile tile_of_block(Tile pair, u32 rank) {
+  pair.row += rank * ROWS;
+  return pair;
 }
 
-template <class Finish>
-__device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish finish, int row_pairs, int column_tiles,
-                                          int steps) {
+// What every tile is summed over: the same number of steps.
+struct Steps {
+  int count;
+  __device__ __forceinline__ void clear_rest(u32, int) const {}
+};
+
+// Left is [m, k], and all of it is multiplied by one right.
+struct Dense {
+  static constexpr int LEFT_TRANSPOSED = 0, FP8 = 0;
+  typedef Steps Depth;
+  int row_pairs, column_tiles, steps;
+
+  __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
+  template <int GROUP> __device__ __forceinline__ Tile pair(int number) {
+    return pair_tile<GROUP>(number, row_pairs, column_tiles);
+  }
+  __device__ __forceinline__ Steps depth(int) const { return {steps}; }
+  __device__ __forceinline__ void fetch_left(u32 to, const TensorMap* map, int step, Tile tile, u32 barrier) const {
+    fetch(to, map, step * DEPTH, tile.row, barrier);
+  }
+};
+
+template <class Plan, class Finish>
+__device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish finish, const Plan plan) {
   constexpr int PIECES = Finish::PIECES, PIECE_BYTES = Finish::STRIPS * STRIP_BYTES, WARPS = 8;
-  extern __shared__ __align__(1024) char room[];
-  const u32 base = (u32)__cvta_generic_to_shared(room);
-  const u32 strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
+  const u32 base = shared_memory(), strips = base + STAGES * STAGE_BYTES, barriers = strips + WARPS * SLOTS * PIECE_BYTES;
   const u32 full = barriers, empty = full + 8 * STAGES, laid = empty + 8 * STAGES, freed = laid + 8 * WARPS * SLOTS;
   const u32 tags = freed + 8 * WARPS * SLOTS;  // the use that each slot holds
   const int warpgroup = threadIdx.x / 128;
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  const int clusters = gridDim.x / 2, first = blockIdx.x / 2, tiles = row_pairs * column_tiles;
+  const u32 rank = cluster_rank();
+  const int clusters = gridDim.x / 2, first = blockIdx.x / 2, tiles = plan.tiles();
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4);
     for (int i = 0; i < 2 * WARPS * SLOTS; ++i) barrier_init(laid + 8 * i, 1);
     for (int i = 0; i < WARPS * SLOTS; ++i) set_word(tags + 4 * i, ~0u);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_ready();
   }
   cluster_sync();
 
   // 168 registers a thread at the start; multiplying takes 128 for sums and 64 for those of the tile before.
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    fewer_registers<88>();
     const int helper = (int)threadIdx.x / 32 - 1;
     if (threadIdx.x == 0) {
       int stage = 0;
       u32 phase = 1;  // of the barriers that say a stage is empty: it is, at first
+      Plan mine = plan;
       for (int number = first; number < tiles; number += clusters) {
-        const Tile tile = pair_tile<Finish::GROUP>(number, row_pairs, column_tiles);
+        const Tile tile = tile_of_block(mine.template pair<Finish::GROUP>(number), rank);
+        const int steps = mine.depth(number).count;
         for (int step = 0; step < steps; ++step) {
           const u32 left = base + stage * STAGE_BYTES, barrier = full + 8 * stage;
           wait(empty + 8 * stage, phase);
           expect(barrier, STAGE_BYTES);
-          fetch(left, left_map, step * DEPTH, (tile.row * 2 + rank) * ROWS, barrier);
-          finish.fetch_right(left + LEFT_BYTES, step, tile.column, rank, barrier);
-          finish.warm_up(step, (tile.row * 2 + rank) * ROWS, tile.column);
+          mine.fetch_left(left, left_map, step, tile, barrier);
+          finish.fetch_right(left + LEFT_BYTES, step, tile, rank, barrier);
+          finish.warm_up(step, tile.row, tile.column);
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
       }
@@ -112,9 +132,9 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       // A unit is 16 rows of a piece: eight of them a piece, shared by three warps. Inputs are read one unit ahead.
       int number = first, unit = helper;
       u32 pieces = 0;  // of the tiles before
+      Plan mine = plan;
       auto spot_of = [&](int number) {
-        const Tile pair = pair_tile<Finish::GROUP>(number, row_pairs, column_tiles);
-        return finish.spot({(int)(pair.row * 2 + rank) * ROWS, pair.column});
+        return finish.spot(tile_of_block(mine.template pair<Finish::GROUP>(number), rank));
       };
       typename Finish::Spot spot = spot_of(number);
       typename Finish::Inputs ahead;
@@ -134,7 +154,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    more_registers<208>();
     const int group = warpgroup - 1, lane = threadIdx.x % 32;
     const u32 my_slots = (threadIdx.x / 32 - 4) * SLOTS;
     // This lane's row of 16 bytes in a strip, for four 8 × 8 matrices; the next 16 columns are 32 bytes from there, by xor.
@@ -143,14 +163,17 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
     u32 words[64], phase = 0, pieces = 0;
     int stage = 0;
 
-    auto add_step = [&](int add) {
+    auto add_step = [&](const typename Plan::Depth& depth, int add) {
       wait(full + 8 * stage, phase);
       const u32 at = base + stage * STAGE_BYTES, left = at + group * (LEFT_BYTES / 2), right = at + LEFT_BYTES;
+      depth.clear_rest(left, add);
       sums_begin();
 #pragma unroll
       for (int k = 0; k < DEPTH / 16; ++k) {
+        const u64 rows = Plan::LEFT_TRANSPOSED ? matrix(left + k * 2048, 8192) : matrix(left + k * 32, 16);
         const u64 columns = Finish::TRANSPOSED ? matrix(right + k * 2048, 8192) : matrix(right + k * 32, 16);
-        multiply<Finish::TRANSPOSED>(sums, matrix(left + k * 32, 16), columns, add | k);
+        if constexpr (Plan::FP8) multiply_fp8(sums, rows, columns, add | k);
+        else multiply<Plan::LEFT_TRANSPOSED, Finish::TRANSPOSED>(sums, rows, columns, add | k);
       }
       sums_commit();
     };
@@ -172,18 +195,19 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
 
     for (int number = first; number < tiles; number += clusters) {
       int done = 0;
+      const typename Plan::Depth depth = plan.depth(number);
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece) {
-        add_step(done);
+        add_step(depth, done);
         if (number != first) hand_over(words + piece * (64 / PIECES));
         sums_wait<1>();
         if (done) release_stage_before();
         advance();
         ++done;
-        const int until = piece + 1 == PIECES ? steps : (piece + 1) * (steps / PIECES);
+        const int until = piece + 1 == PIECES ? depth.count : (piece + 1) * (depth.count / PIECES);
 #pragma unroll 1
         for (; done < until; ++done) {
-          add_step(done);
+          add_step(depth, done);
           sums_wait<1>();
           release_stage_before();
           advance();
@@ -202,6 +226,12 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
   cluster_sync();
 }
 
+template <class Finish>
+__device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish finish, int row_pairs, int column_tiles,
+                                          int steps) {
+  run_tiles(left_map, finish, Dense{row_pairs, column_tiles, steps});
+}
+
 // ---- what finishes have in common ----
 
 // Right is [n, k], and its columns are handed over as they come, 64 at a time.
@@ -209,8 +239,9 @@ struct ByOutputs {
   static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
   const TensorMap* right;
 
-  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
-    fetch_for_both(to + rank * (RIGHT_BYTES / 2), right, step * DEPTH, column * COLUMNS + rank * (COLUMNS / 2), barrier);
+  __device__ __forceinline__ void fetch_right(u32 to, int step, Tile tile, u32 rank, u32 barrier) const {
+    const int first = tile.right + tile.column * COLUMNS + rank * (COLUMNS / 2);
+    fetch_for_both(to + rank * (RIGHT_BYTES / 2), right, step * DEPTH, first, barrier);
   }
   __device__ __forceinline__ void warm_up(int, int, int) const {}
   __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
@@ -228,9 +259,9 @@ struct ByInputs {
   static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8;
   const TensorMap* right;
 
-  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
+  __device__ __forceinline__ void fetch_right(u32 to, int step, Tile tile, u32 rank, u32 barrier) const {
     for (int i = rank * 2; i < rank * 2 + 2; ++i)
-      fetch_for_both(to + i * (RIGHT_BYTES / 4), right, column * COLUMNS + i * 64, step * DEPTH, barrier);
+      fetch_for_both(to + i * (RIGHT_BYTES / 4), right, tile.column * COLUMNS + i * 64, tile.right + step * DEPTH, barrier);
   }
   __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
     lay(at, words[0], words[1], words[2], words[3]);
@@ -238,4 +269,26 @@ struct ByInputs {
   }
 };
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)
+// Runs of eight gates and their eight ups alternate among the columns: a thread's sums hold both factors of each product.
+struct GatedColumns {
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  const TensorMap* gate_up;
+  int width;  // gates, and as many ups, make a block
+
+  __device__ __forceinline__ void fetch_right(u32 to, int step, Tile tile, u32 rank, u32 barrier) const {
+    const int per_block = width / (COLUMNS / 2), block = tile.group + tile.column / per_block;
+    const int run = tile.column % per_block * (COLUMNS / 16) + rank * (COLUMNS / 32);
+    fetch_runs_for_both(to + rank * (RIGHT_BYTES / 2), gate_up, step * DEPTH, run, block, barrier);
+  }
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32* w = words + half * 8;
+      lay(at ^ (half * 32), w[0], w[1], w[4], w[5]);
+      lay((at ^ (half * 32)) + STRIP_BYTES, w[2], w[3], w[6], w[7]);
+    }
+  }
+};
+
+__device__ __forceinline__ float sigmoid(float x) { return inverse(1.0f + power_of_two(x * -1.4426950408889634f)); }

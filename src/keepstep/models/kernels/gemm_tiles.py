@@ -1,7 +1,7 @@
 """Matmuls on the tile machinery of gemm_tiles.cu, each compiled with a file that holds its epilogue.
 
 They are the matmuls of a feed-forward with SwiGLU (swiglu_mlp.cu) or GELU (gelu_mlp.cu) inside, and the projection to
-queries, keys and values with rope inside (qkv_rope.cu).
+queries, keys and values with rope inside (qkv_rope.cu). Those of experts are in grouped_gemm.py.
 
 Shape legend: m tokens, k what is summed over (hidden), f feed-forward width; with SwiGLU a tensor [m, n = 2f] holds
 blocks of `width` gates' numbers, then those of their ups. In the projection n are its rows, g key-value heads, r query
@@ -30,24 +30,32 @@ from keepstep.models.kernels.cuda import (
 from keepstep.models.ops.swiglu import activate, activate_backward
 from keepstep.models.positions import apply_rope
 
-_ROWS, _COLUMNS, _DEPTH = 128, 256, 64
+ROWS, COLUMNS, DEPTH = 128, 256, 64
 """A tile of sums, and how many numbers each step adds to them."""
 _STAGES = 4
-_PAIR = 2 * _ROWS
-_THREADS = 384
+_PAIR = 2 * ROWS
+THREADS = 384
 _MULTIPLYING_WARPS, _PIECES_AHEAD, _STRIP_BYTES = 8, 2, 1024
 _BARRIERS_BYTES = 512
-_LEAST_DEPTH = 8 * _DEPTH
+_LEAST_DEPTH = 8 * DEPTH
 """A step for each piece of a tile."""
 _ALIGNED_BYTES = 16
 """Of eight numbers that are read together: a part of a larger tensor may start anywhere."""
 _HEAD_SIZE = 64
-_KERNELS = {
+TILE_KERNELS = {
     "swiglu_gemm_forward": ("swiglu_mlp", 2),
     "swiglu_gemm_backward": ("swiglu_mlp", 1),
     "gelu_gemm_forward": ("gelu_mlp", 2),
     "gelu_gemm_backward": ("gelu_mlp", 1),
     "qkv_rope_gemm": ("qkv_rope", 2),
+    "expert_gate_up": ("grouped_gemm", 2),
+    "expert_down": ("grouped_gemm", 2),
+    "expert_d_gate_up": ("grouped_gemm", 1),
+    "expert_dx": ("grouped_gemm", 1),
+    "expert_outer": ("grouped_gemm", 1),
+    "expert_gate_up_fp8": ("grouped_gemm", 2),
+    "expert_matmul_fp8": ("grouped_gemm", 2),
+    "expert_d_gate_up_fp8": ("grouped_gemm", 1),
 }
 """By name of the function: its file, and the strips that a piece is handed over in, as its `Finish` says."""
 
@@ -57,27 +65,30 @@ def fits(left_mk: Tensor, widest: int) -> bool:
 
     `widest` are the numbers in a row of the widest tensor: 31 bits must count that tensor's eights.
     """
-    if not left_mk.is_cuda or left_mk.dtype != torch.bfloat16:
-        return False
     rows, depth = left_mk.shape
-    whole = rows % _PAIR == 0 and depth % _DEPTH == 0 and depth >= _LEAST_DEPTH
-    return whole and rows * widest // 8 < 1 << 31 and is_hopper(left_mk.device)
+    whole = rows % _PAIR == 0 and depth % DEPTH == 0 and depth >= _LEAST_DEPTH
+    return whole and rows * widest // 8 < 1 << 31 and is_bf16_on_hopper(left_mk)
+
+
+def is_bf16_on_hopper(left_mk: Tensor) -> bool:
+    """Whether a GPU with the instructions holds numbers that the tiles are made of."""
+    return left_mk.is_cuda and left_mk.dtype == torch.bfloat16 and is_hopper(left_mk.device)
 
 
 def can_fuse_gelu(left_mk: Tensor, ffn: int) -> bool:
     """Whether the kernels support this matmul: the same answer for both directions of one feed-forward."""
-    return fits(left_mk, ffn) and ffn % _COLUMNS == 0 and works("gelu_mlp", left_mk.device, _prove_gelu)
+    return fits(left_mk, ffn) and ffn % COLUMNS == 0 and works("gelu_mlp", left_mk.device, _prove_gelu)
 
 
 def can_fuse_swiglu(left_mk: Tensor, ffn: int, width: int) -> bool:
     """Whether the kernels support this matmul: the same answer for both directions of one feed-forward."""
-    fit = fits(left_mk, 2 * ffn) and width % _COLUMNS == 0
+    fit = fits(left_mk, 2 * ffn) and width % COLUMNS == 0
     return fit and works("swiglu_mlp", left_mk.device, _prove_swiglu)
 
 
 def can_fuse_rope(x_mk: Tensor, rows: int, head_size: int) -> bool:
     """Whether the kernel supports this projection."""
-    shape = head_size == _HEAD_SIZE and rows % _COLUMNS == 0
+    shape = head_size == _HEAD_SIZE and rows % COLUMNS == 0
     return shape and fits(x_mk, rows) and works("qkv_rope", x_mk.device, _prove_rope)
 
 
@@ -88,7 +99,7 @@ def gelu_gemm_forward(x_mk: Tensor, up_fk: Tensor, bias_f: Tensor | None, by_tan
     if bias_f is not None and bias_f.data_ptr() % _ALIGNED_BYTES:
         bias_f = bias_f.clone()
     others = (_right_map(up_fk), bias_f, activation_mf, saved_grad_mf)
-    _launch("gelu_gemm_forward", x_mk, others, f // _COLUMNS, f // 8, int(by_tanh))
+    _launch("gelu_gemm_forward", x_mk, others, f // COLUMNS, f // 8, int(by_tanh))
     return activation_mf, saved_grad_mf
 
 
@@ -103,8 +114,8 @@ def swiglu_gemm_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[T
     saved_grad_mn, activation_mf = x_mk.new_empty((m, n)), x_mk.new_empty((m, n // 2))
     # Runs of eight gates and their eight ups alternate, so that a thread's sums hold both factors of each product.
     sizes, strides = (k, 8, 2, width // 8, n // (2 * width)), (k, width * k, 8 * k, 2 * width * k)
-    weights = tensor_map(gate_up_nk, sizes, strides, (_DEPTH, 8, 2, _COLUMNS // 2 // 16, 1))
-    _launch("swiglu_gemm_forward", x_mk, (weights, saved_grad_mn, activation_mf), n // _COLUMNS, width, n // 16)
+    weights = tensor_map(gate_up_nk, sizes, strides, (DEPTH, 8, 2, COLUMNS // 2 // 16, 1))
+    _launch("swiglu_gemm_forward", x_mk, (weights, saved_grad_mn, activation_mf), n // COLUMNS, width, n // 16)
     return activation_mf, saved_grad_mn
 
 
@@ -123,23 +134,23 @@ def qkv_rope_gemm(
     key, value = (x_mk.new_empty((m, groups * _HEAD_SIZE)) for _ in range(2))
     others = (_right_map(weight_nk), query, key, value, cosines, sines)
     table_rows = cosines.numel() // (_HEAD_SIZE // 2)
-    _launch("qkv_rope_gemm", x_mk, others, n // _COLUMNS, table_rows, queries_per_group, groups)
+    _launch("qkv_rope_gemm", x_mk, others, n // COLUMNS, table_rows, queries_per_group, groups)
     return query, key, value
 
 
 def _gemm_backward(name: str, d_out_mk: Tensor, down_kf: Tensor, saved_grad_mn: Tensor, *sizes: int) -> Tensor:
     (m, n), (k, f) = saved_grad_mn.shape, down_kf.shape
     d_up_mn = torch.empty_like(saved_grad_mn)
-    weights = tensor_map(down_kf, (f, k), (f,), (64, _DEPTH))
-    rows = tensor_map(saved_grad_mn, (n, m), (n,), (64, _ROWS))
-    _launch(name, d_out_mk, (weights, rows, saved_grad_mn, d_up_mn), f // _COLUMNS, *sizes)
+    weights = tensor_map(down_kf, (f, k), (f,), (64, DEPTH))
+    rows = tensor_map(saved_grad_mn, (n, m), (n,), (64, ROWS))
+    _launch(name, d_out_mk, (weights, rows, saved_grad_mn, d_up_mn), f // COLUMNS, *sizes)
     return d_up_mn
 
 
 def _right_map(right_nk: Tensor) -> TensorMap:
     """The right side, stored as [n, k]: two thread blocks fetch half a tile's columns each."""
     n, k = right_nk.shape
-    return tensor_map(right_nk, (k, n), (k,), (_DEPTH, _COLUMNS // 2))
+    return tensor_map(right_nk, (k, n), (k,), (DEPTH, COLUMNS // 2))
 
 
 def _launch(
@@ -149,16 +160,17 @@ def _launch(
     m, k = left_mk.shape
     with torch.cuda.device(left_mk.device):
         processors = torch.cuda.get_device_properties(left_mk.device).multi_processor_count
-        kernel = _kernel(name, left_mk.device)
-        left = tensor_map(left_mk, (k, m), (k,), (_DEPTH, _ROWS))
+        kernel = tile_kernel(name, left_mk.device)
+        left = tensor_map(left_mk, (k, m), (k,), (DEPTH, ROWS))
         # Thread blocks work in pairs.
-        kernel.launch(processors // 2 * 2, _THREADS, left, *others, m // _PAIR, column_tiles, k // _DEPTH, *sizes)
+        kernel.launch(processors // 2 * 2, THREADS, left, *others, m // _PAIR, column_tiles, k // DEPTH, *sizes)
 
 
 @functools.cache
-def _kernel(name: str, device: torch.device) -> Kernel:
-    file, strips = _KERNELS[name]
-    stages_bytes = _STAGES * (_ROWS + _COLUMNS) * _DEPTH * 2
+def tile_kernel(name: str, device: torch.device) -> Kernel:
+    """One of `TILE_KERNELS`, compiled at first use."""
+    file, strips = TILE_KERNELS[name]
+    stages_bytes = _STAGES * (ROWS + COLUMNS) * DEPTH * 2
     strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * strips * _STRIP_BYTES
     code = compile_source(source_of("hopper", "gemm_tiles", file))
     return Kernel(code, name, stages_bytes + strips_bytes + _BARRIERS_BYTES, device)

@@ -34,7 +34,30 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// ---- words in shared memory ----
+__device__ __forceinline__ void barriers_are_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// ---- registers of a warpgroup's threads ----
+
+template <int COUNT> __device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---- shared memory ----
+
+__device__ __forceinline__ u32 shared_memory() {
+  extern __shared__ __align__(1024) char room[];
+  return (u32)__cvta_generic_to_shared(room);
+}
 
 __device__ __forceinline__ u32 word(u32 at) {
   u32 value;
@@ -44,6 +67,12 @@ __device__ __forceinline__ u32 word(u32 at) {
 __device__ __forceinline__ void set_word(u32 at, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
+__device__ __forceinline__ void put_zeros(u32 at) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+}
+// Ordinary stores to shared memory before this, and tensor cores or copies after the next barrier.
+__device__ __forceinline__ void copies_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_sync(int name) { asm volatile("bar.sync %0, 128;" ::"r"(name) : "memory"); }
 
 // ---- copies ----
 
@@ -81,6 +110,20 @@ __device__ __forceinline__ u64 matrix(u32 at, u32 leading_bytes) {
   return (1ull << 62) | ((1024ull >> 4) << 32) | ((u64)(leading_bytes >> 4) << 16) | ((at & 0x3FFFF) >> 4);
 }
 
+// 64 × 256 sums, each over 16 numbers.
+template <int LEFT_TRANSPOSED, int TRANSPOSED> __device__ __forceinline__ void multiply(float (&sums)[128], u64 left, u64 right, int add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {@NUMBERS 128@}, %128, %129, p, 1, 1, %131, %132;\n}\n"
+               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add), "n"(LEFT_TRANSPOSED), "n"(TRANSPOSED));
+}
+
+// The same with e4m3 numbers, each sum over 32 of them: as many bytes. Both sides must be [.., k].
+__device__ __forceinline__ void multiply_fp8(float (&sums)[128], u64 left, u64 right, int add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {@NUMBERS 128@}, %128, %129, p, 1, 1;\n}\n"
+               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add));
+}
+
 // ---- pairs of bf16 numbers ----
 
 __device__ __forceinline__ u32 pack(float low, float high) {
@@ -93,6 +136,11 @@ __device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -117,3 +165,4 @@ __device__ __forceinline__ uint4 take(u32 at) {
 }
 
 #define MAP const __grid_constant__ TensorMap
+#define KERNEL extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1)

@@ -6,11 +6,6 @@
 //
 // saved_grad takes the memory of gates and ups, and the backward pass only has to multiply.
 
-__device__ __forceinline__ float sigmoid(float x) {
-  float s;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + power_of_two(x * -1.4426950408889634f)));
-  return s;
-}
 // Of two gates and two ups, which saved_grad replaces.
 __device__ __forceinline__ u32 product_and_saved_grad(u32& gates, u32& ups) {
   float product[2], by_gate[2], by_up[2];
@@ -26,29 +21,13 @@ __device__ __forceinline__ u32 product_and_saved_grad(u32& gates, u32& ups) {
   return pack(product[0], product[1]);
 }
 
-// Runs of eight gates and their eight ups alternate among the columns: a thread's sums hold both factors of each product.
-struct GatedForward {
-  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
-  const TensorMap* gate_up;
+struct GatedForward : GatedColumns {
   uint4 *saved_grad, *product;  // eight numbers each
-  int width, row_eights;    // of the product; a row of saved_grad is twice as long
+  int row_eights;                // of the product; a row of saved_grad is twice as long
   struct Spot { int saved_grad, product; };  // of this lane's first eight numbers
   struct Inputs {};
 
-  __device__ __forceinline__ void fetch_right(u32 to, int step, int column, u32 rank, u32 barrier) const {
-    const int per_block = width / (COLUMNS / 2), run = column % per_block * (COLUMNS / 16) + rank * (COLUMNS / 32);
-    fetch_runs_for_both(to + rank * (RIGHT_BYTES / 2), gate_up, step * DEPTH, run, column / per_block, barrier);
-  }
-  __device__ __forceinline__ void warm_up(int, int, int) const {}
   __device__ __forceinline__ Inputs inputs(Spot, int, int) const { return {}; }
-  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32* w = words + half * 8;
-      lay(at ^ (half * 32), w[0], w[1], w[4], w[5]);
-      lay((at ^ (half * 32)) + STRIP_BYTES, w[2], w[3], w[6], w[7]);
-    }
-  }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32, row = tile.row + lane / 4, per_block = width / (COLUMNS / 2);
     const int block = tile.column / per_block, inside = tile.column % per_block * (COLUMNS / 16) + lane % 4;
@@ -119,7 +98,7 @@ struct GatedBackward : ByInputs {
 
 KERNEL swiglu_gemm_forward(MAP left, MAP gate_up, uint4* saved_grad, uint4* product, int row_pairs, int column_tiles, int steps,
                      int width, int row_eights) {
-  const GatedForward finish = {&gate_up, saved_grad, product, width, row_eights};
+  const GatedForward finish = {{&gate_up, width}, saved_grad, product, row_eights};
   run_tiles(&left, finish, row_pairs, column_tiles, steps);
 }
 

@@ -1,0 +1,311 @@
+// The matmuls of experts: rows sorted by expert, each expert with weights of its own. One launch for all experts.
+//
+// Where an expert's rows end is read on the device, so the host never waits for it. A tile never holds rows of two experts:
+// at the end of an expert it computes rows of the next one too, and does not write them.
+//
+// expert_gate_up    gate_up[m, 2f] = x[m, d] · gate_up weights[2f, d]ᵀ, and activation[m, f] = silu(gate) · up · weight
+// expert_down       out[m, d] = activation · down[d, f]ᵀ
+// expert_d_gate_up  dy[m, f] = d_out[m, d] · down, which is never written: the gradient of gate_up, the activation again,
+//                   and the gradient of the weights, one sum for each 32 columns
+// expert_dx         dx[m, d] = d_gate_up · gate_up weights
+// expert_outer      leftᵀ · right over the rows of each expert: the gradients of weights
+//
+// With _fp8, both sides are e4m3 numbers, two of them in place of each bf16 number, and right is always [n, k]. A row of left
+// has a scale, and so has each expert; sums are multiplied by both.
+
+constexpr int PAIR_ROWS = 2 * ROWS;
+
+// Left is [m, k], its rows sorted by group. Tiles are numbered group by group: call `pair` with rising numbers.
+template <int IS_FP8> struct GroupedRows {
+  static constexpr int LEFT_TRANSPOSED = 0, FP8 = IS_FP8;
+  typedef Steps Depth;
+  const int* ends;  // where the rows of each group end
+  int groups, right_rows, column_tiles, steps;
+  int group, first_tile, start, end;  // the group that the last number was in
+
+  __device__ __forceinline__ static GroupedRows make(const int* ends, int groups, int right_rows, int column_tiles,
+                                                     int steps) {
+    return {ends, groups, right_rows, column_tiles, steps, 0, 0, 0, ends[0]};
+  }
+  __device__ __forceinline__ int row_pairs() const { return (end - start + PAIR_ROWS - 1) / PAIR_ROWS; }
+  // Called by whole warps.
+  __device__ __forceinline__ int tiles() const {
+    int pairs = 0;
+    for (int i = threadIdx.x % 32; i < groups; i += 32)
+      pairs += (ends[i] - (i ? ends[i - 1] : 0) + PAIR_ROWS - 1) / PAIR_ROWS;
+    return __reduce_add_sync(~0u, pairs) * column_tiles;
+  }
+  template <int GROUP> __device__ __forceinline__ Tile pair(int number) {
+    int here = row_pairs() * column_tiles;
+    while (number - first_tile >= here && group + 1 < groups) {
+      first_tile += here, start = end, end = ends[++group];
+      here = row_pairs() * column_tiles;
+    }
+    if (number - first_tile >= here) return {};  // past the last tile
+    const Tile inside = pair_tile<GROUP>(number - first_tile, row_pairs(), column_tiles);
+    return {start + inside.row, inside.column, group, group * right_rows, end};
+  }
+  __device__ __forceinline__ Steps depth(int) const { return {steps}; }
+  __device__ __forceinline__ void fetch_left(u32 to, const TensorMap* map, int step, Tile tile, u32 barrier) const {
+    fetch(to, map, step * DEPTH, tile.row, barrier);
+  }
+};
+
+// The rows of one group, in steps of 64. At least one step for each piece that the tile before is handed over in.
+struct GroupedSteps {
+  int count, rows;
+
+  // The last step may fetch rows of the next group: zeros instead. Called by a whole warpgroup with its 64 columns of left.
+  __device__ __forceinline__ void clear_rest(u32 left, int step) const {
+    const int valid = rows - step * DEPTH, thread = threadIdx.x % 128;
+    if (valid >= DEPTH) return;
+#pragma unroll
+    for (int row = thread / 8; row < DEPTH; row += 16)
+      if (row >= valid) put_zeros(left + row * 128 + thread % 8 * 16);
+    copies_see_stores();
+    warpgroup_sync(threadIdx.x / 128);
+  }
+};
+
+// Left is [k, m] and right [k, n], and k are the rows of all groups: each group has sums of its own.
+struct GroupedDepth {
+  static constexpr int LEFT_TRANSPOSED = 1, FP8 = 0;
+  typedef GroupedSteps Depth;
+  const int* ends;
+  int groups, row_pairs, column_tiles;
+
+  __device__ __forceinline__ int tiles() const { return groups * row_pairs * column_tiles; }
+  __device__ __forceinline__ int start(int group) const { return group ? ends[group - 1] : 0; }
+  template <int GROUP> __device__ __forceinline__ Tile pair(int number) const {
+    const int of_group = row_pairs * column_tiles, group = number / of_group;
+    if (group >= groups) return {};  // past the last tile
+    const Tile inside = pair_tile<GROUP>(number % of_group, row_pairs, column_tiles);
+    return {inside.row, inside.column, group, start(group), row_pairs * PAIR_ROWS};
+  }
+  __device__ __forceinline__ GroupedSteps depth(int number) const {
+    const int group = number / (row_pairs * column_tiles), rows = ends[group] - start(group);
+    return {max(8, (rows + DEPTH - 1) / DEPTH), rows};
+  }
+  __device__ __forceinline__ void fetch_left(u32 to, const TensorMap* map, int step, Tile tile, u32 barrier) const {
+    for (int i = 0; i < 2; ++i) fetch(to + i * (LEFT_BYTES / 2), map, tile.row + i * 64, tile.right + step * DEPTH, barrier);
+  }
+};
+
+// What sums of fp8 numbers are multiplied by.
+struct Scales {
+  const float *of_rows, *of_groups;
+
+  __device__ __forceinline__ float at(int row, int end, int group) const {
+    return row < end ? of_rows[row] * of_groups[group] : 0;
+  }
+};
+__device__ __forceinline__ u32 scaled(u32 both, float scale) { return pack(low(both) * scale, high(both) * scale); }
+__device__ __forceinline__ uint4 scaled(uint4 eight, float scale) {
+  return {scaled(eight.x, scale), scaled(eight.y, scale), scaled(eight.z, scale), scaled(eight.w, scale)};
+}
+
+// Right is [n, k], and its columns are handed over as they come, 32 at a time.
+struct ByNarrowOutputs : ByOutputs {
+  static constexpr int PIECES = 8, STRIPS = 1;
+  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
+    lay(at, words[0], words[1], words[2], words[3]);
+    lay(at ^ 32, words[4], words[5], words[6], words[7]);
+  }
+};
+
+// A tile is written as it is. Group i's first row is i · group_rows in `out`, or the tile's own where that is 0.
+template <class Columns, int FP8> struct Stored : Columns {
+  uint4* out;  // eight numbers each
+  int row_eights, group_rows;
+  Scales scales;
+  struct Spot { int place, row, end, group; };  // of this lane's first eight numbers
+  struct Inputs { float scale[2]; };
+
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
+  __device__ __forceinline__ Inputs inputs(Spot spot, int, int warp) const {
+    if (!FP8) return {};
+    const int row = spot.row + warp * 16;
+    return {{scales.at(row, spot.end, spot.group), scales.at(row + 8, spot.end, spot.group)}};
+  }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32, row = tile.row + lane / 4;
+    const int place = (tile.group * group_rows + row) * row_eights + tile.column * (COLUMNS / 8) + lane % 4;
+    return {place, row, tile.end, tile.group};
+  }
+  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 sums[Columns::STRIPS][2];
+    handed.await();
+#pragma unroll
+    for (int strip = 0; strip < Columns::STRIPS; ++strip) handed.read(sums[strip], strip);
+    handed.free();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int below = warp * 16 + i * 8;
+      if (spot.row + below >= spot.end) return;
+#pragma unroll
+      for (int strip = 0; strip < Columns::STRIPS; ++strip)
+        out[spot.place + below * row_eights + (piece * Columns::STRIPS + strip) * (STRIP / 8)] =
+            FP8 ? scaled(sums[strip][i], in.scale[i]) : sums[strip][i];
+    }
+  }
+};
+
+template <int FP8> struct ExpertForward : GatedColumns {
+  const float* weight;
+  uint4 *gate_up, *activation;
+  Scales scales;
+  struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { float weight[2], scale[2]; };
+
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32;
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 16) + lane % 4, tile.group};
+  }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int, int warp) const {
+    Inputs in = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      if (row < spot.end) in.weight[i] = weight[row];
+      if (FP8) in.scale[i] = scales.at(row, spot.end, spot.group);
+    }
+    return in;
+  }
+  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 gate[2], up[2];
+    handed.await();
+    handed.read(gate, 0);
+    handed.read(up, 1);
+    handed.free();
+    const int row_eights = width / 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8, column = spot.column + piece * (STRIP / 8);
+      if (row >= spot.end) return;
+      if (FP8) gate[i] = scaled(gate[i], in.scale[i]), up[i] = scaled(up[i], in.scale[i]);
+      uint4* to = gate_up + row * 2 * row_eights + column;
+      to[0] = gate[i];
+      to[row_eights] = up[i];
+      const float by = in.weight[i];
+      activation[row * row_eights + column] = {product(gate[i].x, up[i].x, by), product(gate[i].y, up[i].y, by),
+                                               product(gate[i].z, up[i].z, by), product(gate[i].w, up[i].w, by)};
+    }
+  }
+  __device__ __forceinline__ static float product(float gate, float up, float by) { return gate * sigmoid(gate) * up * by; }
+  __device__ __forceinline__ static u32 product(u32 gates, u32 ups, float by) {
+    return pack(product(low(gates), low(ups), by), product(high(gates), high(ups), by));
+  }
+};
+
+template <class Columns, int FP8> struct ExpertBackward : Columns {
+  const TensorMap* gate_up_map;
+  const float* weight;
+  const uint4* gate_up;
+  uint4 *d_gate_up, *activation;
+  float* d_weight;  // [f / 32, m]
+  int rows, width;
+  Scales scales;
+  struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { uint4 gate[2], up[2]; float weight[2], scale[2]; };
+
+  __device__ __forceinline__ void warm_up(int step, int row, int column) const {
+    // Four boxes of gates and four of ups.
+    if (step < 8) warm(gate_up_map, step / 4 * width + column * COLUMNS + step % 4 * 64, row);
+  }
+  __device__ __forceinline__ Spot spot(Tile tile) const {
+    const int lane = threadIdx.x % 32;
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 8) + lane % 4, tile.group};
+  }
+  __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
+    Inputs in = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      if (row >= spot.end) continue;
+      const uint4* from = gate_up + row * 2 * (width / 8) + spot.column + piece * (STRIP / 8);
+      in.gate[i] = from[0], in.up[i] = from[width / 8], in.weight[i] = weight[row];
+      if (FP8) in.scale[i] = scales.at(row, spot.end, spot.group);
+    }
+    return in;
+  }
+  __device__ __forceinline__ void work_out(Inputs in, const Handed& handed, Spot spot, int piece, int warp) const {
+    uint4 dy[2];
+    handed.await();
+    handed.read(dy, 0);
+    handed.free();
+    const int row_eights = width / 8, column = spot.column + piece * (STRIP / 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = spot.row + warp * 16 + i * 8;
+      const float weight = in.weight[i], scale = FP8 ? in.scale[i] : 1;
+      float total = 0;
+      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, weight, scale, total);
+      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, weight, scale, total);
+      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, weight, scale, total);
+      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, weight, scale, total);
+      // Four lanes have a row's 32 columns.
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (row >= spot.end) continue;
+      uint4* to = d_gate_up + row * 2 * row_eights + column;
+      to[0] = in.gate[i];
+      to[row_eights] = in.up[i];
+      activation[row * row_eights + column] = dy[i];
+      if (threadIdx.x % 4 == 0) d_weight[(long long)(column / 4) * rows + row] = total;
+    }
+  }
+  // Two gradients become activations, and gates and ups their gradients; what the weight's gradient gets is added to total.
+  __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, float weight, float scale,
+                                                       float& total) {
+    float activations[2], d_gates[2], d_ups[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float dy = (i ? high(dys) : low(dys)) * scale, gate = i ? high(gates) : low(gates);
+      const float up = i ? high(ups) : low(ups), s = sigmoid(gate), product = gate * s * up, d = dy * weight;
+      total += dy * product;
+      activations[i] = product * weight;
+      d_gates[i] = d * up * s * (1 + gate * (1 - s));
+      d_ups[i] = d * gate * s;
+    }
+    dys = pack(activations[0], activations[1]);
+    gates = pack(d_gates[0], d_gates[1]);
+    ups = pack(d_ups[0], d_ups[1]);
+  }
+};
+
+#define GATE_UP_KERNEL(NAME, FP8)                                                                                           \
+  KERNEL NAME(MAP left, MAP right, const float* weight, uint4* gate_up, uint4* activation, const float* row_scale,         \
+              const float* group_scale, const int* ends, int groups, int column_tiles, int steps, int width) {             \
+    const ExpertForward<FP8> finish = {{&right, width}, weight, gate_up, activation, {row_scale, group_scale}};            \
+    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, 0, column_tiles, steps));                                \
+  }
+GATE_UP_KERNEL(expert_gate_up, 0)
+GATE_UP_KERNEL(expert_gate_up_fp8, 1)
+
+// `right_rows` of right are a group's.
+#define STORED_KERNEL(NAME, COLUMNS_AS, FP8)                                                                               \
+  KERNEL NAME(MAP left, MAP right, uint4* out, const float* row_scale, const float* group_scale, const int* ends,          \
+              int groups, int column_tiles, int steps, int right_rows) {                                                   \
+    const Stored<COLUMNS_AS, FP8> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0, {row_scale, group_scale}};     \
+    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, right_rows, column_tiles, steps));                       \
+  }
+STORED_KERNEL(expert_down, ByOutputs, 0)
+STORED_KERNEL(expert_dx, ByInputs, 0)
+STORED_KERNEL(expert_matmul_fp8, ByOutputs, 1)
+
+#define D_GATE_UP_KERNEL(NAME, COLUMNS_AS, FP8)                                                                            \
+  KERNEL NAME(MAP left, MAP right, MAP gate_up_map, const float* weight, const uint4* gate_up, uint4* d_gate_up,           \
+              uint4* activation, float* d_weight, const float* row_scale, const float* group_scale, const int* ends,       \
+              int groups, int column_tiles, int steps, int right_rows, int rows) {                                         \
+    const ExpertBackward<COLUMNS_AS, FP8> finish = {                                                                       \
+        {&right}, &gate_up_map, weight, gate_up, d_gate_up, activation, d_weight, rows, column_tiles * COLUMNS,            \
+        {row_scale, group_scale}};                                                                                         \
+    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, right_rows, column_tiles, steps));                       \
+  }
+D_GATE_UP_KERNEL(expert_d_gate_up, ByInputs, 0)
+D_GATE_UP_KERNEL(expert_d_gate_up_fp8, ByNarrowOutputs, 1)
+
+KERNEL expert_outer(MAP left, MAP right, uint4* out, const int* ends, int groups, int row_pairs, int column_tiles) {
+  const Stored<ByInputs, 0> finish = {{&right}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS, {}};
+  run_tiles(&left, finish, GroupedDepth{ends, groups, row_pairs, column_tiles});
+}

@@ -1,0 +1,113 @@
+"""What happens to rows between the grouped matmuls of experts: gathered, summed, activated.
+
+On a GPU each is one pass over memory (`kernels/experts.py`).
+
+Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, f width of an expert.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from keepstep.models.kernels.cuda import CudaError, relative_difference, works
+from keepstep.models.ops.backend import has_triton
+
+
+@torch.library.custom_op("keepstep::gather_rows", mutates_args=())
+def gather_rows(source_nd: Tensor, index_m: Tensor) -> Tensor:
+    """Rows `index_m` of a matrix."""
+    if _has_kernels(source_nd):
+        from keepstep.models.kernels import experts
+
+        return experts.gather_rows(source_nd.contiguous(), index_m)
+    return source_nd.index_select(0, index_m)
+
+
+@gather_rows.register_fake
+def _(source_nd: Tensor, index_m: Tensor) -> Tensor:
+    return source_nd.new_empty(index_m.shape[0], source_nd.shape[1])
+
+
+@torch.library.custom_op("keepstep::sum_rows", mutates_args=())
+def sum_rows(source_md: Tensor, place_m: Tensor, copies: int) -> Tensor:
+    """Row i is the sum of the rows `place_m[i·copies : (i + 1)·copies]`, in that order, [m / copies, d]."""
+    if _has_kernels(source_md):
+        from keepstep.models.kernels import experts
+
+        return experts.sum_rows(source_md.contiguous(), place_m, copies)
+    each: Tensor = source_md.index_select(0, place_m).unflatten(0, (-1, copies))
+    return each.sum(1)
+
+
+@sum_rows.register_fake
+def _(source_md: Tensor, place_m: Tensor, copies: int) -> Tensor:
+    return source_md.new_empty(place_m.shape[0] // copies, source_md.shape[1])
+
+
+@torch.library.custom_op("keepstep::weighted_swiglu", mutates_args=())
+def weighted_swiglu(gate_up_mf: Tensor, weight_m: Tensor) -> Tensor:
+    """silu(gate) × up × weight of [m, 2f], first the gates."""
+    if _has_kernels(gate_up_mf):
+        from keepstep.models.kernels import experts
+
+        return experts.weighted_swiglu(gate_up_mf, weight_m)
+    gate_mf, up_mf = gate_up_mf.float().chunk(2, dim=1)
+    return (F.silu(gate_mf) * up_mf * weight_m[:, None]).to(gate_up_mf.dtype)
+
+
+@weighted_swiglu.register_fake
+def _(gate_up_mf: Tensor, weight_m: Tensor) -> Tensor:  # noqa: ARG001 - the operator's own signature
+    return gate_up_mf.new_empty(gate_up_mf.shape[0], gate_up_mf.shape[1] // 2)
+
+
+@torch.library.custom_op("keepstep::weighted_swiglu_backward", mutates_args=())
+def weighted_swiglu_backward(
+    gradient_mf: Tensor, gate_up_mf: Tensor, weight_m: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the gates and ups, the activation itself, and the gradient of the weights."""
+    if _has_kernels(gate_up_mf):
+        from keepstep.models.kernels import experts
+
+        return experts.weighted_swiglu_backward(gradient_mf.contiguous(), gate_up_mf, weight_m)
+    gate_mf, up_mf = gate_up_mf.float().chunk(2, dim=1)
+    sigmoid_mf, scale_m1 = torch.sigmoid(gate_mf), weight_m[:, None]
+    product_mf, dy_mf = gate_mf * sigmoid_mf * up_mf, gradient_mf.float() * scale_m1
+    d_gate_mf = dy_mf * up_mf * sigmoid_mf * (1 + gate_mf * (1 - sigmoid_mf))
+    d_gate_up_mf = torch.cat([d_gate_mf, dy_mf * gate_mf * sigmoid_mf], dim=1).to(gate_up_mf.dtype)
+    d_weight_m = (gradient_mf.float() * product_mf).sum(1)
+    return d_gate_up_mf, (product_mf * scale_m1).to(gate_up_mf.dtype), d_weight_m
+
+
+@weighted_swiglu_backward.register_fake
+def _(gradient_mf: Tensor, gate_up_mf: Tensor, weight_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(gate_up_mf), torch.empty_like(gradient_mf), torch.empty_like(weight_m)
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda and has_triton() and works("experts", tensor.device, _prove)
+
+
+def _prove(device: torch.device) -> float:
+    from keepstep.models.kernels import experts
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = (40, 96), (40, 192), (40, 1)
+    gradient, gate_up, weight = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    weight, order = weight.flatten().float(), torch.randperm(40, generator=generator)
+
+    def results(module: Any, where: torch.device) -> list[Tensor]:
+        d, g, w, o = (tensor.to(where) for tensor in (gradient, gate_up, weight, order))
+        backward = module.weighted_swiglu_backward(d, g, w)
+        rows = module.gather_rows(g, o // 4), module.sum_rows(g, o, 4)
+        return [part.cpu() for part in (*rows, module.weighted_swiglu(g, w), *backward)]
+
+    try:
+        ours = results(experts, device)
+    except Exception as error:  # whatever a compiler that we have never tested may raise
+        raise CudaError(str(error)) from error
+    return relative_difference(ours, results(sys.modules[__name__], torch.device("cpu")))

@@ -91,12 +91,17 @@ struct GroupedDepth {
   }
 };
 
-// What sums of fp8 numbers are multiplied by.
+// What sums of fp8 numbers are multiplied by. Both are read early and multiplied late: a warp waits for what it uses.
+struct Scale {
+  float of_row[2], of_group;
+  __device__ __forceinline__ float at(int i) const { return of_row[i] * of_group; }
+};
 struct Scales {
   const float *of_rows, *of_groups;
 
-  __device__ __forceinline__ float at(int row, int end, int group) const {
-    return row < end ? of_rows[row] * of_groups[group] : 0;
+  // Of two rows of a group, eight apart.
+  __device__ __forceinline__ Scale read(int row, int end, int group) const {
+    return {{row < end ? of_rows[row] : 0, row + 8 < end ? of_rows[row + 8] : 0}, of_groups[group]};
   }
 };
 __device__ __forceinline__ u32 scaled(u32 both, float scale) { return pack(low(both) * scale, high(both) * scale); }
@@ -119,13 +124,12 @@ template <class Columns, int FP8> struct Stored : Columns {
   int row_eights, group_rows;
   Scales scales;
   struct Spot { int place, row, end, group; };  // of this lane's first eight numbers
-  struct Inputs { float scale[2]; };
+  struct Inputs { Scale scale; };
 
   __device__ __forceinline__ void warm_up(int, int, int) const {}
   __device__ __forceinline__ Inputs inputs(Spot spot, int, int warp) const {
     if (!FP8) return {};
-    const int row = spot.row + warp * 16;
-    return {{scales.at(row, spot.end, spot.group), scales.at(row + 8, spot.end, spot.group)}};
+    return {scales.read(spot.row + warp * 16, spot.end, spot.group)};
   }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32, row = tile.row + lane / 4;
@@ -145,7 +149,7 @@ template <class Columns, int FP8> struct Stored : Columns {
 #pragma unroll
       for (int strip = 0; strip < Columns::STRIPS; ++strip)
         out[spot.place + below * row_eights + (piece * Columns::STRIPS + strip) * (STRIP / 8)] =
-            FP8 ? scaled(sums[strip][i], in.scale[i]) : sums[strip][i];
+            FP8 ? scaled(sums[strip][i], in.scale.at(i)) : sums[strip][i];
     }
   }
 };
@@ -155,7 +159,7 @@ template <int FP8> struct ExpertForward : GatedColumns {
   uint4 *gate_up, *activation;
   Scales scales;
   struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
-  struct Inputs { float weight[2], scale[2]; };
+  struct Inputs { float weight[2]; Scale scale; };
 
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
@@ -167,8 +171,8 @@ template <int FP8> struct ExpertForward : GatedColumns {
     for (int i = 0; i < 2; ++i) {
       const int row = spot.row + warp * 16 + i * 8;
       if (row < spot.end) in.weight[i] = weight[row];
-      if (FP8) in.scale[i] = scales.at(row, spot.end, spot.group);
     }
+    if (FP8) in.scale = scales.read(spot.row + warp * 16, spot.end, spot.group);
     return in;
   }
   __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
@@ -182,7 +186,7 @@ template <int FP8> struct ExpertForward : GatedColumns {
     for (int i = 0; i < 2; ++i) {
       const int row = spot.row + warp * 16 + i * 8, column = spot.column + piece * (STRIP / 8);
       if (row >= spot.end) return;
-      if (FP8) gate[i] = scaled(gate[i], in.scale[i]), up[i] = scaled(up[i], in.scale[i]);
+      if (FP8) gate[i] = scaled(gate[i], in.scale.at(i)), up[i] = scaled(up[i], in.scale.at(i));
       uint4* to = gate_up + row * 2 * row_eights + column;
       to[0] = gate[i];
       to[row_eights] = up[i];
@@ -206,7 +210,7 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
   int rows, width;
   Scales scales;
   struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
-  struct Inputs { uint4 gate[2], up[2]; float weight[2], scale[2]; };
+  struct Inputs { uint4 gate[2], up[2]; float weight[2]; Scale scale; };
 
   __device__ __forceinline__ void warm_up(int step, int row, int column) const {
     // Four boxes of gates and four of ups.
@@ -224,12 +228,14 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
       if (row >= spot.end) continue;
       const uint4* from = gate_up + row * 2 * (width / 8) + spot.column + piece * (STRIP / 8);
       in.gate[i] = from[0], in.up[i] = from[width / 8], in.weight[i] = weight[row];
-      if (FP8) in.scale[i] = scales.at(row, spot.end, spot.group);
     }
+    if (FP8) in.scale = scales.read(spot.row + warp * 16, spot.end, spot.group);
     return in;
   }
   __device__ __forceinline__ void work_out(Inputs in, const Handed& handed, Spot spot, int piece, int warp) const {
     uint4 dy[2];
+    float s[8];
+    sigmoids(s, in.gate[0]);
     handed.await();
     handed.read(dy, 0);
     handed.free();
@@ -237,12 +243,13 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = spot.row + warp * 16 + i * 8;
-      const float weight = in.weight[i], scale = FP8 ? in.scale[i] : 1;
+      const float weight = in.weight[i], scale = FP8 ? in.scale.at(i) : 1;
       float total = 0;
-      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, weight, scale, total);
-      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, weight, scale, total);
-      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, weight, scale, total);
-      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, weight, scale, total);
+      if (i) sigmoids(s, in.gate[i]);
+      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, s, weight, scale, total);
+      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, s + 2, weight, scale, total);
+      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, s + 4, weight, scale, total);
+      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, s + 6, weight, scale, total);
       // Four lanes have a row's 32 columns.
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
@@ -254,18 +261,26 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
       if (threadIdx.x % 4 == 0) d_weight[(long long)(column / 4) * rows + row] = total;
     }
   }
+  // All eight together: a warp has nothing else to do while it waits for one of them.
+  __device__ __forceinline__ static void sigmoids(float* s, uint4 gates) {
+    const u32 twos[] = {gates.x, gates.y, gates.z, gates.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i] = power_of_two((i % 2 ? high(twos[i / 2]) : low(twos[i / 2])) * -1.4426950408889634f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i] = inverse(1 + s[i]);
+  }
   // Two gradients become activations, and gates and ups their gradients; what the weight's gradient gets is added to total.
-  __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, float weight, float scale,
-                                                       float& total) {
+  __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, const float* sigmoids, float weight,
+                                                       float scale, float& total) {
     float activations[2], d_gates[2], d_ups[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float dy = (i ? high(dys) : low(dys)) * scale, gate = i ? high(gates) : low(gates);
-      const float up = i ? high(ups) : low(ups), s = sigmoid(gate), product = gate * s * up, d = dy * weight;
+      const float up = i ? high(ups) : low(ups), s = sigmoids[i], silu = gate * s, product = silu * up, d = dy * weight;
       total += dy * product;
       activations[i] = product * weight;
-      d_gates[i] = d * up * s * (1 + gate * (1 - s));
-      d_ups[i] = d * gate * s;
+      d_gates[i] = d * up * (s + silu * (1 - s));
+      d_ups[i] = d * silu;
     }
     dys = pack(activations[0], activations[1]);
     gates = pack(d_gates[0], d_gates[1]);

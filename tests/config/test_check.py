@@ -80,7 +80,10 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
             [*MIXTURE, "parallel.pipeline=2", "model.experts.aux_loss=1", "compute.recompute=full"],
             "it must be none with parallel.pipeline above 1 and losses of routers",
         ),
-        ([*MIXTURE, "precision=fp8"], "not supported with precision fp8: grouped matmuls run in bf16 or fp32"),
+        (
+            [*MIXTURE, "precision=fp8", "model.experts.bias=true"],
+            "precision is 'fp8', but it does not support experts with biases or clipped SwiGLU",
+        ),
         ([*MIXTURE, "lora.rank=8"], "has gate, and experts take no such adapter"),
         (["model=deepseek-v3", "lora.rank=8", "lora.targets=[q, k, o]"], "has k, and latent attention takes no such"),
         (["lora.rank=8", "precision=fp8"], "lora.rank is 8, but it needs matmuls in bf16, and precision is fp8"),

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from keepstep.config.schema import ModelConfig
+from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.models.linear import FORWARD, Fp8Linear, fp8_swiglu_mlp, to_fp8
 from keepstep.models.mlp import GatedMLP
+from keepstep.models.moe import MoE
+from keepstep.models.ops.expert_rows import quantize_rows
 from keepstep.models.ops.swiglu import swiglu
 
 
@@ -87,3 +89,65 @@ def test_a_gated_block_uses_the_fused_form() -> None:
     config = ModelConfig(hidden=32, heads=4, ffn_hidden=64, activation="swiglu", bias=False, linear="fp8")
     output = GatedMLP(config)(torch.randn(1, 16, 32))
     assert output.shape == (1, 16, 32)
+
+
+def in_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.float().abs().max() / 448
+    return (x.float() / scale).to(FORWARD).float(), scale
+
+
+def rounded_product(x_k: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
+    """Of e4m3 numbers with one scale for each side; their sums are bf16 before they are scaled, and after."""
+    (left_k, left_scale), (right_nk, right_scale) = in_e4m3(x_k), in_e4m3(weight_nk)
+    return ((right_nk @ left_k).bfloat16() * (left_scale * right_scale)).bfloat16()
+
+
+def mixture(linear: str) -> MoE:
+    torch.manual_seed(4)
+    experts = ExpertsConfig(count=4, top_k=2, ffn_hidden=48)
+    fields = {"layers": 1, "heads": 4, "activation": "swiglu", "bias": False, "init_std": 0.1}
+    return MoE(ModelConfig(hidden=64, vocab=64, seq_len=8, linear=linear, experts=experts, **fields)).bfloat16()  # type: ignore[arg-type]
+
+
+def test_experts_multiply_what_both_sides_round_to() -> None:
+    layer = mixture("fp8")
+    x_nd = torch.randn(24, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    # Scales of rows differ, and so do those of experts.
+    x_nd[3] *= 4
+    experts = layer.experts
+    with torch.no_grad():
+        experts.gate_up[1] *= 8
+        experts.down[2] *= 8
+        weights_nk, chosen_nk = layer.router(x_nd)
+        expected = torch.zeros(24, 64)
+        for token, (weights, chosen) in enumerate(zip(weights_nk, chosen_nk.tolist(), strict=True)):
+            for weight, expert in zip(weights, chosen, strict=True):
+                gate, up = rounded_product(x_nd[token], experts.gate_up[expert]).float().chunk(2)
+                activation = (F.silu(gate) * up * weight).bfloat16()
+                expected[token] += rounded_product(activation, experts.down[expert]).float()
+        each = (layer(x_nd[None])[0].float() - expected).norm(dim=1) / expected.norm(dim=1)
+        layer.experts.fp8 = False
+        wide = (layer(x_nd[None])[0].float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert each.max() < 0.01
+    assert wide.median() > 0.03
+
+
+def test_gradients_of_fp8_experts_are_those_of_bf16_within_fp8() -> None:
+    x = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    gradients = []
+    for linear in ("dense", "fp8"):
+        layer, inputs = mixture(linear), x.clone().requires_grad_()
+        layer(inputs).float().square().sum().backward()
+        gradients.append([inputs.grad, *(parameter.grad for parameter in layer.parameters())])
+    for wide, narrow in zip(*gradients, strict=True):
+        assert wide is not None
+        assert narrow is not None
+        assert not torch.equal(wide, narrow)
+        near(narrow.float(), wide.float(), 0.12)
+
+
+def test_rows_fill_the_format_and_zeros_stay_zero() -> None:
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(7)) * torch.tensor([[1e-3], [1e3], [0.0]])
+    small, undo = quantize_rows(x)
+    assert small.float().abs().amax(1).tolist() == [448, 448, 0]
+    near(small.float() * undo[:, None], x, 0.04)

@@ -144,13 +144,18 @@ class Experts(nn.Module):
             nn.init.normal_(parameter, std=config.init_std)
         self.swiglu_limit, biased = config.experts.swiglu_limit, config.experts.bias
         self.is_plain = not (self.swiglu_limit or biased)
+        self.fp8 = config.linear == "fp8"
         self.gate_up_bias = nn.Parameter(torch.zeros(count, 2 * width)) if biased else None
         self.down_bias = nn.Parameter(torch.zeros(count, config.hidden)) if biased else None
 
     def forward(self, x_nd: Tensor, weights_nk: Tensor, routes: Routes) -> Tensor:
         """The weighted sum of the outputs of each token's experts."""
         if self.is_plain:
-            return routed_experts(x_nd, weights_nk, self.gate_up.to(x_nd.dtype), self.down.to(x_nd.dtype), routes)
+            gate_up, down = self.gate_up.to(x_nd.dtype), self.down.to(x_nd.dtype)
+            # Other precisions are those of evaluations and exports, which compute what they hold.
+            return routed_experts(
+                x_nd, weights_nk, gate_up, down, routes, fp8=self.fp8 and x_nd.dtype == torch.bfloat16
+            )
         weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return biased_experts(x_nd, weights_nk, weights, self.swiglu_limit, routes)
 

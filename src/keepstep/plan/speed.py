@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from keepstep.models.size import active_width, flops_per_token, matmul_parameters
+from keepstep.models.size import active_width, flops_per_token, matmul_parameters, token_copies
 from keepstep.plan.cluster import Cluster
 from keepstep.plan.network import Network
 from keepstep.plan.tensors import StageParameters, stage_parameters
@@ -138,7 +138,11 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     wide = gpu.flops("fp32" if work.precision == "fp32" else "bf16")
     rate, head_rate = gpu.flops(work.precision) * gpu.matmul_share, wide * gpu.matmul_share
     block_flops = learned * block + 2 * repeated
-    matmul_s = tokens * (block_flops * blocks / rate + learned * head / head_rate) / degrees.tensor
+    # The backward of experts is not in fp8.
+    routed = 3 * token_copies(model) * model.expert_size * model.hidden if work.precision == "fp8" else 0.0
+    wide_flops = learned * head + (learned - 2) * routed * blocks
+    block_s = (block_flops - (learned - 2) * routed) * blocks / rate
+    matmul_s = tokens * (block_s + wide_flops / head_rate) / degrees.tensor
     passes = learned + (2 if work.recompute == "full" else 0)
     # `adapters` counts one tensor-parallel process already; they are never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate

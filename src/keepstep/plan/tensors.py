@@ -200,7 +200,7 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     travelling = model.hidden if work.degrees.expert > 1 else 0
     copied = int(token_copies(model) * (model.hidden + 2 * model.expert_size + travelling)) // work.degrees.tensor
     working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
-    quantised = _quantised_weights(model, widths) if work.precision == "fp8" else 0
+    quantised = _quantised_weights(model, widths, work.degrees.tensor) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
     return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens)
 
@@ -253,10 +253,11 @@ def _routing_bytes(work: Workload) -> int:
     model, size = work.model, work.compute_bytes
     # Rows that came from other processes, and where they go.
     arrived = 3 * 8 + FP32 + size * model.hidden if work.degrees.expert > 1 else 0
-    return (_own_routing_bytes(model, size) + int(token_copies(model) * arrived)) // work.degrees.tensor
+    own = _own_routing_bytes(model, size, fp8=work.precision == "fp8")
+    return (own + int(token_copies(model) * arrived)) // work.degrees.tensor
 
 
-def _own_routing_bytes(model: ModelConfig, size: int) -> int:
+def _own_routing_bytes(model: ModelConfig, size: int, fp8: bool) -> int:
     """Bytes per token that a block with experts saves on top of its inner tensors."""
     copies = token_copies(model)
     if not copies:
@@ -266,6 +267,10 @@ def _own_routing_bytes(model: ModelConfig, size: int) -> int:
     scores = FP32 * experts.count * model.expert_layers / model.layers
     # Where each copy of a token went and came from, in 64 bits, and its weights.
     each = 3 * 8 + 3 * FP32
+    if fp8:
+        # Their backward is bf16, so they save their input in it; both count as one byte so far.
+        scores += model.hidden * model.expert_layers / model.layers
+        return int(scores + copies * (each - model.expert_size))
     if not (experts.bias or experts.swiglu_limit):
         # Activations are computed again.
         return int(scores + copies * (each - size * model.expert_size))
@@ -295,10 +300,11 @@ def _fp32_norm_inputs(model: ModelConfig, widths: _Widths, work: Workload) -> in
     return norms + (FP32 * (widths.query + widths.key) if model.qk_norm else 0)
 
 
-def _quantised_weights(model: ModelConfig, widths: _Widths) -> int:
-    """Bytes of a block's weights in fp8, which each matmul saves for its backward."""
+def _quantised_weights(model: ModelConfig, widths: _Widths, tensor: int) -> int:
+    """Bytes of a block's weights in fp8, which each matmul saves for its backward; those of experts save none."""
     inner = 3 if model.gated else 2
-    return widths.hidden * (widths.qkv + widths.query + inner * widths.ffn)
+    routed = int(token_copies(model) * model.expert_size) // tensor
+    return widths.hidden * (widths.qkv + widths.query + inner * (widths.ffn - routed))
 
 
 def _saved_statistics(model: ModelConfig, widths: _Widths) -> int:

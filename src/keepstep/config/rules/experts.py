@@ -60,7 +60,7 @@ def experts_are_plain_swiglu(config: RunConfig) -> Found:
         return f"needs model.activation swiglu, and it is {model.activation}", "model.activation=swiglu"
     if model.bias:
         return "needs feed-forward blocks without biases, and model.bias is true", "model.bias=false"
-    if model.linear != "dense":
+    if model.linear not in ("dense", "fp8"):
         return f"needs model.linear dense, and it is {model.linear}", "model.linear=dense"
     return None
 
@@ -110,13 +110,14 @@ def pipelines_keep_router_losses(config: RunConfig) -> Found:
     return needs, "compute.recompute=none, or model.experts.aux_loss=0 with model.experts.balance_bias=true"
 
 
-@rule("model.experts.count", "precision")
-def experts_are_not_fp8(config: RunConfig) -> Found:
-    """Not supported yet."""
-    if not config.model.experts.count:
+@rule("precision", "model.experts.count", "model.experts.bias", "model.experts.swiglu_limit")
+def fp8_experts_are_plain(config: RunConfig) -> Found:
+    """The fp8 operators of experts have no biases and plain SwiGLU."""
+    experts = config.model.experts
+    if config.precision != "fp8" or not experts.count:
         return None
-    if config.precision == "fp8":
-        return "is not supported with precision fp8: grouped matmuls run in bf16 or fp32", "precision=bf16"
+    if experts.bias or experts.swiglu_limit:
+        return "does not support experts with biases or clipped SwiGLU", "precision=bf16"
     return None
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 _BLOCK = 1024
 _WARPS = 4
+_WIDEST_ROW = 16384
+"""Numbers of a row that fit in the registers of one block of threads."""
 
 
 @triton.jit
@@ -79,6 +81,30 @@ def _backward_kernel(
     tl.store(d_weight + row, tl.sum(total, 0))
 
 
+@triton.jit
+def _quantize_kernel(source, undo, output, width, highest, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * block + tl.arange(0, block)
+    inside = lane < width
+    x = tl.load(source + row * width + lane, mask=inside, other=0.0).to(tl.float32)
+    # Rounded right: half-way cases are frequent among short numbers.
+    x = tl.math.div_rn(x, tl.load(undo + row))
+    x = tl.minimum(tl.maximum(x, -highest), highest)
+    tl.store(output + row * width + lane, x.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_rows_kernel(source, undo, output, width, highest, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, block)
+    inside = lane < width
+    x = tl.load(source + row * width + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.math.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-12), highest)
+    tl.store(undo + row, scale)
+    x = tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -highest), highest)
+    tl.store(output + row * width + lane, x.to(output.dtype.element_ty), mask=inside)
+
+
 def gather_rows(source: Tensor, index_m: Tensor) -> Tensor:
     """Rows `index_m` of a contiguous matrix."""
     output = source.new_empty(index_m.shape[0], source.shape[1])
@@ -120,6 +146,24 @@ def weighted_swiglu_backward(
             num_warps=_WARPS,
         )  # fmt: skip
     return d_gate_up_mf, activation_mf, d_weight_m
+
+
+def quantize_rows(source: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in e4m3, the largest magnitude of each at the end of its range, and the fp32 factors that undo it."""
+    rows, width = source.shape
+    output = source.new_empty(source.shape, dtype=torch.float8_e4m3fn)
+    highest = torch.finfo(output.dtype).max
+    if output.numel() and width <= _WIDEST_ROW:
+        undo = source.new_empty(rows, dtype=torch.float32)
+        block = triton.next_power_of_2(width)
+        _quantize_rows_kernel[(rows,)](source, undo, output, width, highest, block, num_warps=_WARPS)
+        return output, undo
+    # Long rows are the weights of whole experts: many blocks of threads for each.
+    undo = torch.linalg.vector_norm(source, ord=float("inf"), dim=1, dtype=torch.float32).clamp_(min=1e-12) / highest
+    if output.numel():
+        grid = (rows, triton.cdiv(width, _BLOCK))
+        _quantize_kernel[grid](source, undo, output, width, highest, _BLOCK, num_warps=_WARPS)
+    return output, undo
 
 
 def _block(width: int) -> int:

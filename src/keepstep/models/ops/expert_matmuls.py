@@ -2,7 +2,12 @@
 
 None of them is differentiable: `routed_experts` puts them together.
 
-Shape legend: m rows sorted by expert, d hidden, e experts, f width of an expert; n and k as in leftᵀ · right, [n, k].
+With _fp8, both sides are e4m3 numbers: rows have a scale each, and so have the weights of each expert. The tensor cores
+add them up with about 14 bits, which outputs tolerate and gradients do not (`linear.py` says how much), so the backward
+pass is bf16.
+
+Shape legend: m rows sorted by expert, d hidden, e experts, f width of an expert; n and k as in leftᵀ · right, [n, k]; a
+trailing 8 is a tensor in e4m3, and `undo` what its numbers are to be multiplied by.
 """
 
 from __future__ import annotations
@@ -94,6 +99,51 @@ def expert_outer(left_mn: Tensor, right_mk: Tensor, ends_e: Tensor) -> Tensor:
 @expert_outer.register_fake
 def _(left_mn: Tensor, right_mk: Tensor, ends_e: Tensor) -> Tensor:
     return left_mn.new_empty((ends_e.shape[0], left_mn.shape[1], right_mk.shape[1]))
+
+
+@torch.library.custom_op("keepstep::expert_gate_up_fp8", mutates_args=())
+def expert_gate_up_fp8(
+    x8_md: Tensor, undo_m: Tensor, gate_up8: Tensor, undo_e: Tensor, weight_m: Tensor, ends_e: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`expert_gate_up` of e4m3 numbers; both results are bf16."""
+    if _fuses_fp8(x8_md, gate_up8.shape):
+        return grouped_gemm.expert_gate_up(x8_md, gate_up8, weight_m, ends_e, (undo_m, undo_e))
+    gate_up_mf = _scaled_matmul(x8_md, undo_m, gate_up8, undo_e, ends_e)
+    return gate_up_mf, weighted_swiglu(gate_up_mf, weight_m)
+
+
+@expert_gate_up_fp8.register_fake
+def _(x8_md: Tensor, undo_m: Tensor, gate_up8: Tensor, *_others: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    m, n = x8_md.shape[0], gate_up8.shape[1]
+    return x8_md.new_empty((m, n), dtype=torch.bfloat16), x8_md.new_empty((m, n // 2), dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("keepstep::expert_down_fp8", mutates_args=())
+def expert_down_fp8(activation8_mf: Tensor, undo_m: Tensor, down8: Tensor, undo_e: Tensor, ends_e: Tensor) -> Tensor:
+    """`expert_down` of e4m3 numbers; the result is bf16."""
+    if _fuses_fp8(activation8_mf, _gate_up_shape(down8)):
+        return grouped_gemm.expert_matmul_fp8(activation8_mf, down8, ends_e, (undo_m, undo_e))
+    return _scaled_matmul(activation8_mf, undo_m, down8, undo_e, ends_e)
+
+
+@expert_down_fp8.register_fake
+def _(activation8_mf: Tensor, undo_m: Tensor, down8: Tensor, *_others: Tensor) -> Tensor:  # noqa: ARG001
+    return activation8_mf.new_empty((activation8_mf.shape[0], down8.shape[1]), dtype=torch.bfloat16)
+
+
+def _scaled_matmul(left8_mk: Tensor, undo_m: Tensor, right8: Tensor, undo_e: Tensor, ends_e: Tensor) -> Tensor:
+    """What the kernels compute, in bf16, which holds every e4m3 number: sums are rounded before they are scaled."""
+    left_mk, right = left8_mk.bfloat16(), right8.bfloat16()
+    sums_mn = grouped_matmul(left_mk, right, ends_e, has_kernel=backend().has_grouped_matmul(left_mk))
+    row_m = torch.arange(len(undo_m), device=ends_e.device, dtype=ends_e.dtype)
+    return (sums_mn * (undo_m * undo_e[torch.searchsorted(ends_e, row_m, right=True)])[:, None]).bfloat16()
+
+
+def _fuses_fp8(left8_mk: Tensor, gate_up_shape: tuple[int, ...]) -> bool:
+    if not left8_mk.is_cuda:
+        return False
+    becomes = left8_mk.new_empty((left8_mk.shape[0], 0), dtype=torch.bfloat16)
+    return grouped_gemm.can_multiply_fp8(becomes, gate_up_shape)
 
 
 def _fuses(rows: Tensor, gate_up_shape: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,13 +89,29 @@ def _(gradient_mf: Tensor, gate_up_mf: Tensor, weight_m: Tensor) -> tuple[Tensor
     return torch.empty_like(gate_up_mf), torch.empty_like(gradient_mf), torch.empty_like(weight_m)
 
 
+@torch.library.custom_op("keepstep::quantize_rows", mutates_args=())
+def quantize_rows(source_md: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in e4m3, the largest magnitude of each at the end of its range, and the fp32 factors that undo it [m]."""
+    if source_md.is_cuda and has_triton() and works("quantize_rows", source_md.device, _prove_quantization):
+        from keepstep.models.kernels import experts
+
+        return experts.quantize_rows(source_md.contiguous())
+    highest = torch.finfo(torch.float8_e4m3fn).max
+    undo_m = source_md.float().abs().amax(1).clamp(min=1e-12) / highest
+    return (source_md.float() / undo_m[:, None]).clamp(-highest, highest).to(torch.float8_e4m3fn), undo_m
+
+
+@quantize_rows.register_fake
+def _(source_md: Tensor) -> tuple[Tensor, Tensor]:
+    small = source_md.new_empty(source_md.shape, dtype=torch.float8_e4m3fn)
+    return small, source_md.new_empty(source_md.shape[0], dtype=torch.float32)
+
+
 def _has_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda and has_triton() and works("experts", tensor.device, _prove)
 
 
 def _prove(device: torch.device) -> float:
-    from keepstep.models.kernels import experts
-
     generator = torch.Generator().manual_seed(0)
     sizes = (40, 96), (40, 192), (40, 1)
     gradient, gate_up, weight = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
@@ -105,6 +122,25 @@ def _prove(device: torch.device) -> float:
         backward = module.weighted_swiglu_backward(d, g, w)
         rows = module.gather_rows(g, o // 4), module.sum_rows(g, o, 4)
         return [part.cpu() for part in (*rows, module.weighted_swiglu(g, w), *backward)]
+
+    return _difference(results, device)
+
+
+def _prove_quantization(device: torch.device) -> float:
+    generator = torch.Generator().manual_seed(0)
+    # fp32: where half-way cases are frequent, the last bit of a scale shows. Short rows and long ones.
+    sources = [torch.randn(size, generator=generator) for size in ((40, 96), (3, 40000))]
+
+    def results(module: Any, where: torch.device) -> list[Tensor]:
+        pairs = [module.quantize_rows(source.to(where)) for source in sources]
+        return [part.float().cpu() for pair in pairs for part in pair]
+
+    return _difference(results, device)
+
+
+def _difference(results: Callable[[Any, torch.device], list[Tensor]], device: torch.device) -> float:
+    """How far `results` of the kernels are from those of this module."""
+    from keepstep.models.kernels import experts
 
     try:
         ours = results(experts, device)

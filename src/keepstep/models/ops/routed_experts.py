@@ -4,6 +4,9 @@ A row is multiplied by the router's weight inside SwiGLU and not after the secon
 not be saved. The backward pass gathers rows and computes SwiGLU again, so what is saved for each of a token's experts
 is its gates and ups alone.
 
+In fp8 the two matmuls of the forward pass take e4m3 numbers, tokens and activations with a scale for each row, weights
+with one for each expert. The backward pass is the same as in bf16, as if nothing had been rounded (straight-through).
+
 Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, e experts, f width of an expert.
 """
 
@@ -17,11 +20,13 @@ from torch import Tensor
 from keepstep.models.ops.expert_matmuls import (
     expert_d_gate_up,
     expert_down,
+    expert_down_fp8,
     expert_dx,
     expert_gate_up,
+    expert_gate_up_fp8,
     expert_outer,
 )
-from keepstep.models.ops.expert_rows import gather_rows, sum_rows
+from keepstep.models.ops.expert_rows import gather_rows, quantize_rows, sum_rows
 
 
 class Routes(NamedTuple):
@@ -50,21 +55,48 @@ def fp32_linear(x_nd: Tensor, weight_ed: Tensor) -> Tensor:
     return out_ne
 
 
-def routed_experts(x_nd: Tensor, weights_nk: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-    """The weighted sum of the outputs of each token's experts, [n, d]."""
-    out_nd: Tensor = _RoutedExperts.apply(x_nd, weights_nk, gate_up, down, *routes)  # type: ignore[no-untyped-call]
+def routed_experts(
+    x_nd: Tensor, weights_nk: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, *, fp8: bool = False
+) -> Tensor:
+    """The weighted sum of the outputs of each token's experts, [n, d]; with `fp8`, of bf16 tensors."""
+    out_nd: Tensor = _RoutedExperts.apply(x_nd, weights_nk, gate_up, down, fp8, *routes)  # type: ignore[no-untyped-call]
     return out_nd
+
+
+def _forward(
+    x_nd: Tensor, token_m: Tensor, gate_up: Tensor, weight_m: Tensor, down: Tensor, ends_e: Tensor
+) -> tuple[Tensor, Tensor]:
+    gate_up_mf, activation_mf = expert_gate_up(gather_rows(x_nd, token_m), gate_up, weight_m, ends_e)
+    return gate_up_mf, expert_down(activation_mf, down, ends_e)
+
+
+def _forward_fp8(
+    x_nd: Tensor, token_m: Tensor, gate_up: Tensor, weight_m: Tensor, down: Tensor, ends_e: Tensor
+) -> tuple[Tensor, Tensor]:
+    # Each token once, and then its copies: half the bytes, and a word holds two numbers.
+    x8_nd, undo_n = quantize_rows(x_nd)
+    x8_md = gather_rows(x8_nd.view(torch.int16), token_m).view(x8_nd.dtype)
+    gate_up8, down8 = _quantize_weights(gate_up), _quantize_weights(down)
+    gate_up_mf, activation_mf = expert_gate_up_fp8(x8_md, undo_n[token_m], *gate_up8, weight_m, ends_e)
+    return gate_up_mf, expert_down_fp8(*quantize_rows(activation_mf), *down8, ends_e)
+
+
+def _quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
+    small, undo_e = quantize_rows(weights.flatten(1))
+    return small.view_as(weights), undo_e
 
 
 class _RoutedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_nd: Tensor, weights_nk: Tensor, gate_up: Tensor, down: Tensor, *routes: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_nd: Tensor, weights_nk: Tensor, gate_up: Tensor, down: Tensor, fp8: bool, *routes: Tensor
+    ) -> Tensor:
         order_m, place_m, ends_e = routes
         ctx.top_k = top_k = weights_nk.shape[1]
         weight_m = weights_nk.flatten()[order_m]
         gate_up, down = gate_up.contiguous(), down.contiguous()
-        gate_up_mf, activation_mf = expert_gate_up(gather_rows(x_nd, order_m // top_k), gate_up, weight_m, ends_e)
-        out_md = expert_down(activation_mf, down, ends_e)
+        forward = _forward_fp8 if fp8 else _forward
+        gate_up_mf, out_md = forward(x_nd, order_m // top_k, gate_up, weight_m, down, ends_e)
         ctx.save_for_backward(x_nd, weight_m, gate_up, down, gate_up_mf, *routes)
         out_nd: Tensor = sum_rows(out_md, place_m, top_k)
         return out_nd
@@ -84,7 +116,7 @@ class _RoutedExperts(torch.autograd.Function):
             d_gate_up = expert_outer(d_gate_up_mf, gather_rows(x_nd, token_m), ends_e)
         dx_md = expert_dx(d_gate_up_mf, gate_up, ends_e)
         d_weights_nk = d_weight_m[place_m].unflatten(0, (-1, ctx.top_k))
-        return sum_rows(dx_md, place_m, ctx.top_k), d_weights_nk, d_gate_up, d_down, None, None, None
+        return sum_rows(dx_md, place_m, ctx.top_k), d_weights_nk, d_gate_up, d_down, None, None, None, None
 
 
 @torch.library.custom_op("keepstep::fp32_matmul", mutates_args=())

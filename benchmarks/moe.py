@@ -355,7 +355,7 @@ def kernels_part(result: dict[str, Any], args: argparse.Namespace) -> None:
             found[name][part] = numbers
         x, place = rows.x[: shape.tokens], rows.tokens.argsort(stable=True)
         moved = {
-            "gather": lambda rows=rows, x=x: expert_rows.gather_rows(x, rows.tokens),
+            "spread": lambda x=x, place=place, k=shape.top_k: expert_rows.spread_rows(x, place, k),
             "sum": lambda rows=rows, place=place, k=shape.top_k: expert_rows.sum_rows(rows.x, place, k),
         }
         found[name]["milliseconds"] = {

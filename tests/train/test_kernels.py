@@ -46,6 +46,7 @@ def test_the_attention_kernel_is_the_configured_one() -> None:
         ("gelu_gemm_backward", "matmul"),
         ("triton_red_fused_gelu_gelu_backward_sum_view_2", "other"),
         ("qkv_rope_gemm", "matmul"),
+        ("expert_d_gate_up", "matmul"),
         ("_split_rope_kernel", "other"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
         ("_adamw_kernel", "optimizer"),

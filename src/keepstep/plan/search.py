@@ -171,14 +171,15 @@ class Candidate:
         overrides = [*work.degrees.overrides(), f"microbatch={work.microbatch}", f"compute.recompute={work.recompute}"]
         if work.degrees.pipeline == 1:
             overrides.append(f"parallel.keep_gathered={str(work.keep_gathered).lower()}")
-        return [*overrides, f"precision={work.precision}"]
+        base = [f"lora.base={work.lora_base}"] if work.lora_base != "bf16" else []
+        return [*overrides, f"precision={work.precision}", *base]
 
 
 def precisions(work: Workload, cluster: Cluster, is_open: bool) -> tuple[Precision, ...]:
     """Precisions to search: fp8 as well where the run leaves its precision open and the GPU supports it."""
     # fp8 would replace any other kind of linear.
     choice = is_open and work.precision == "bf16" and "fp8" in cluster.gpu.tflops and work.model.linear == "dense"
-    choice = choice and not work.model.experts.count
+    choice = choice and not work.model.experts.count and not work.lora_rank
     return ("bf16", "fp8") if choice else (work.precision,)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from keepstep.models.init import init_weights
 from keepstep.models.lora import lora_modules, prepare_adapters
 from keepstep.models.quantized_weight import QuantizedWeight, weight_slots
 from keepstep.models.transformer import Transformer
+from tests.doc_blocks import ROOT
+from tests.patience import PATIENCE_S
 from tests.train.test_finetune import finetune_here
 from tests.train.tiny_runs import losses, run_here, run_processes
 
@@ -113,3 +118,15 @@ def test_two_processes_hold_the_same_base_and_learn_the_same(source: Path, tmp_p
     done = run_processes(tmp_path, 2, *words, "name=two")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_benchmark_streams_linked_layers(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = ["--tiny", "--part", "lora70b", "--steps", "1", "--bases", "nf4", "--out", str(out)]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "lora_h200.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["lora70b"]["base"] == "nf4"
+    assert {"lora70b_tokens_per_s", "lora70b_peak_gib", "lora70b_plan_over_peak"} <= set(result)

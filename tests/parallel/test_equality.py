@@ -130,6 +130,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "tp2 experts": ("tensor=2", ("balanced",)),
         "pp2 experts": ("pipeline=2", ("balanced",)),
         "dp2 muon": ("shard=2", ("muon",)),
+        "ddp2 muon": ("replicate=-1 shard=1", ("muon",)),
         "dp2 muon offload": ("shard=2 offload=true", ("muon",)),
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),

@@ -2,7 +2,8 @@
 
 The orthogonalisation needs whole matrices. Momentum is kept sharded like the weights. Matrices of one shape are
 orthogonalised together; where FSDP shards them by rows, each process gets some of them whole, orthogonalises these and
-sends the rows back, so that no process computes what another one does. A matrix has the same bits whoever computes it.
+sends the rows back. Replicas divide them too. So no process computes what another one does, and a matrix has the same
+bits whoever computes it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         """Where the momentum points, this process's part of it."""
         beta = group["momentum"]
         own, momentum = local(gradient), local(self.state[parameter]["momentum"])
-        if backend().has_adamw(own) and own.is_contiguous():
+        if own.numel() and backend().has_adamw(own) and own.is_contiguous():
             return backend().momentum_(own, momentum, factor, beta)
         counts = torch.isfinite(factor).float()
         scaled = torch.nan_to_num(own.float() * factor, nan=0.0, posinf=0.0, neginf=0.0)
@@ -111,7 +112,8 @@ def _orthogonal(directions: list[Tensor], parameters: list[nn.Parameter]) -> lis
     # Offloaded shards are communicated through the devices of the mesh.
     on_device = [each.to(first.device_mesh.device_type) for each in directions]
     if axis is not None:
-        return [each.to(first.device) for each in _shared(torch.stack(on_device), first.device_mesh.get_group(axis))]
+        shared = _shared(torch.stack(on_device), first.device_mesh.get_group(axis), _replicas(first))
+        return [each.to(first.device) for each in shared]
     return [_gathered(each, first).to(first.device) for each in on_device]
 
 
@@ -129,7 +131,13 @@ def _row_axis(parameter: DTensor) -> int | None:
     return dividing[0] if even and parameter.ndim == 2 else None
 
 
-def _shared(parts_nrc: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def _replicas(parameter: DTensor) -> dist.ProcessGroup | None:
+    """The processes that hold the same part of a parameter, if there is one axis of them."""
+    copies = [axis for axis, place in enumerate(parameter.placements) if place.is_replicate()]
+    return parameter.device_mesh.get_group(copies[0]) if len(copies) == 1 else None
+
+
+def _shared(parts_nrc: Tensor, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> list[Tensor]:
     """Rows of n orthogonalised matrices, from the same rows of the matrices; each process computes some of them."""
     count, processes = len(parts_nrc), group.size()
     share = -(-count // processes)
@@ -138,10 +146,23 @@ def _shared(parts_nrc: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     dist.all_to_all_single(received, padded, group=group)
     # From each process its rows of our share; a matrix is all rows of one of them.
     by_process = received.unflatten(0, (processes, share))
-    whole = orthogonalise(by_process.transpose(0, 1).flatten(1, 2).contiguous())
+    whole = _divided(by_process.transpose(0, 1).flatten(1, 2).contiguous(), replicas)
     back = whole.unflatten(1, (processes, -1)).transpose(0, 1).contiguous().flatten(0, 1)
     dist.all_to_all_single(received, back, group=group)
     return list(received[:count].unbind())
+
+
+def _divided(whole_nrc: Tensor, replicas: dist.ProcessGroup | None) -> Tensor:
+    """Matrices that all replicas have, orthogonalised: each replica computes some of them and sends them to all."""
+    if replicas is None or replicas.size() == 1:
+        return orthogonalise(whole_nrc)
+    count, share = len(whole_nrc), -(-len(whole_nrc) // replicas.size())
+    first = min(count, replicas.rank() * share)
+    own = whole_nrc[first : first + share]
+    padded = torch.cat([orthogonalise(own), own.new_zeros(share - len(own), *own.shape[1:])])
+    everyone = padded.new_empty((replicas.size() * share, *own.shape[1:]))
+    dist.all_gather_into_tensor(everyone, padded, group=replicas)
+    return everyone[:count]
 
 
 def _gathered(direction: Tensor, parameter: DTensor) -> Tensor:

@@ -52,6 +52,7 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="start", metavar="DIR", help="a run, a Hugging Face model, or OWNER/NAME on its Hub")
     add("--data", metavar="PATH", help="conversations: .jsonl, .json, .parquet, or toolcalls to generate some")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of all weights")
+    add("--base", choices=("bf16", "fp8", "nf4"), help="with --lora: format of the frozen weights (default: bf16)")
     add("--epochs", type=float, metavar="N", help="passes over the data")
     parser.set_defaults(call=_finetune)
 
@@ -241,6 +242,7 @@ def finetune_words(args: argparse.Namespace) -> list[str]:
         "finetune.start_from": args.start,
         "data.path": args.data,
         "lora.rank": args.lora,
+        "lora.base": args.base,
         "max_duration": None if args.epochs is None else f"{args.epochs:g}ep",
         "name": args.name,
     }

@@ -16,6 +16,7 @@ from keepstep.plan.tensors import (
     feed_forward_gradient,
     mask_bytes,
     process_layers,
+    quantised_bytes,
     stage_parameters,
 )
 from keepstep.plan.workload import Workload
@@ -169,10 +170,10 @@ class _StageMemory:
         """Allocated for the whole run."""
         if self.work.offload:
             return Parts()
-        weights = FP32 * self.counts.trained
+        weights, whole = FP32 * self.counts.trained, quantised_bytes(self.work, self.counts)
         if self.counts.adapters or self.work.reference:
-            weights += self.size * self.counts.total
-        return Parts(parameters=weights // self.shard, optimizer=moment_bytes(self.work, self.counts))
+            weights += self.size * (self.counts.total - self.counts.quantised_total)
+        return Parts(parameters=weights // self.shard + whole, optimizer=moment_bytes(self.work, self.counts))
 
     def instants(self) -> dict[str, Parts]:
         """Bytes at each instant that can be the peak."""
@@ -205,7 +206,7 @@ class _StageMemory:
             return 0
         counted = self.counts.trained if self.accumulates else done
         if self.local_gradients:
-            return FP32 * counted * self.counts.gathered // self.counts.total
+            return FP32 * counted * (self.counts.gathered + self.counts.quantised_total) // self.counts.total
         return FP32 * counted // self.shard
 
     def _gathered(self) -> int:

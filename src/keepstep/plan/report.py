@@ -129,9 +129,10 @@ def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> st
 def _run(plan: Plan) -> Iterator[str]:
     model, work, cluster = plan.config.model, plan.work, plan.cluster
     active = f" ({format_count(active_parameters(model))} active)" if model.expert_layers else ""
+    base = f" with frozen weights in {work.lora_base}" if work.lora_base != "bf16" else ""
     yield (
         f"run       {model.preset}, {format_count(parameter_count(model))} parameters{active}, "
-        f"rows of {model.seq_len:,} tokens, {work.precision}, recompute {work.recompute_text}"
+        f"rows of {model.seq_len:,} tokens, {work.precision}{base}, recompute {work.recompute_text}"
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
     yield f"cluster   {cluster.name}: {machines}{f' ({cluster.sku})' if cluster.sku else ''}"

@@ -73,13 +73,14 @@ def spread_model(
     one_process = mesh.layout.world_size == 1 and config.parallel.shard == -1
     alone = one_process and dtype == torch.bfloat16 and not config.parallel.offload
     sharded = not alone and config.reproducible != "elastic"
-    linear = "fp8" if config.precision == "fp8" else config.model.linear
+    adapted = config.lora.rank and not frozen
+    linear = "fp8" if config.precision == "fp8" and not adapted else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
     if frozen:
         freeze_weights(model.requires_grad_(False), dtype)
-    elif config.lora.rank:
-        prepare_adapters(model, config.lora, dtype)
+    elif adapted:
+        prepare_adapters(model, config.adapters, dtype)
     modes = modes or recompute_modes(config, mesh.layout, device)
     fused_attention = config.compute.attention == "auto" and has_kernel(device, config.model.head_size)
     shard_dtype = dtype if sharded else None

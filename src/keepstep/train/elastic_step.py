@@ -8,10 +8,13 @@ numbers. Every process then holds the same sum, bit for bit, and updates whole w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepstep.core import failpoints
@@ -90,6 +93,15 @@ class FixedPointSums:
         columns = self._numbers[:whole].view(-1, _COLUMNS).sum(dim=0)
         rest = self._numbers[whole:]
         return hashlib.sha256(torch.cat([columns, rest]).cpu().numpy().tobytes()).hexdigest()
+
+    def on_host(self) -> NDArray[np.int64]:
+        """After `reduce`, before `gradients`: all sums in host memory."""
+        numbers: NDArray[np.int64] = self._numbers.cpu().numpy()
+        return numbers
+
+    def load(self, numbers: NDArray[np.int64]) -> None:
+        """Take over sums that `on_host` returned elsewhere."""
+        self._numbers.copy_(torch.from_numpy(numbers))
 
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """After `reduce`: the sums over all micro batches, the loss first, whether a gradient did not fit, and the
@@ -187,14 +199,25 @@ class ElasticStep(TrainStep):
         before_update()
         if self.replica is not None:
             self.replica.commit(signals.step, total.checksum())
-        sums, self._overflow, summed = total.numbers()
-        self._optimizers.take_gradients(total.gradients())
+            self.replica.relay(lambda: {"targets": int(targets), "lr_share": lr_share}, total.on_host)
+        return self._apply(targets, lr_share)
+
+    def _apply(self, targets: Tensor, lr_share: float) -> Tensor:
+        """Update the weights with the sums; returns the numbers of the step."""
+        sums, self._overflow, summed = self._sums_of_step.numbers()
+        self._optimizers.take_gradients(self._sums_of_step.gradients())
         loss = (sums[0] / targets).float()
         norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
         if self.replica is not None:
             failpoints.reach("applied")
         metrics = self.objective.metrics(sums[1:]).float()
         return torch.stack([loss, norm, *summed, targets.float(), *metrics, *self._router_health])
+
+    def replay(self, facts: Mapping[str, Any], sums: NDArray[np.int64]) -> None:
+        """Update the weights with the sums of a step that other replicas have committed."""
+        self._sums_of_step.load(sums)
+        targets = torch.full((), facts["targets"], dtype=torch.int64, device=self.device)
+        self._apply(targets, facts["lr_share"])
 
     def warm_up(self, batch: Batch) -> None:
         """Compute a micro batch for nothing but what its first time compiles and allocates."""

@@ -23,7 +23,7 @@ class Copy:
         self.listener = wire.listen(folder / "replica")
         self.control, self.coordinator = socket.socketpair()
         self.senders = [Sender(str(folder / "replica"), self._header(part), self._part(part)) for part in range(3)]
-        self.receiver = Receiver(self.listener, self.control, lambda: True, SOURCES, copy=7)
+        self.receiver = Receiver(self.listener, self.control, lambda readable: readable, SOURCES, copy=7)
 
     def _header(self, part: int) -> wire.Message:
         return {"kind": "state", "copy": 7, "part": part, "step": 4}
@@ -95,3 +95,9 @@ def test_lost_member_makes_the_copy_start_over(copy: Copy) -> None:
     copy.relay(5, np.arange(10))
     with pytest.raises(ConnectionError):
         copy.receiver.next_sum(lambda count: np.zeros(count, np.int64))
+
+
+def test_word_of_the_coordinator_that_was_read_before_ends_the_copy(tmp_path: Path) -> None:
+    control, coordinator = socket.socketpair()
+    with wire.listen(tmp_path / "replica") as listener, control, coordinator, pytest.raises(ConnectionError):
+        Receiver(listener, control, lambda readable: not readable, SOURCES, copy=7)

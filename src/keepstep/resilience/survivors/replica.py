@@ -141,9 +141,10 @@ class Replica:
         finally:
             receiver.close()
 
-    def _copy_is_over(self) -> bool:
-        """Read what the coordinator sends; all but the membership that this replica enters ends its copy."""
-        self._read()
+    def _copy_is_over(self, readable: bool) -> bool:
+        """Whether the coordinator has sent anything but the membership that this replica enters."""
+        if readable:
+            self._read()
         return any(message["kind"] != "view" for message in self._messages)
 
     def at_boundary(self, state: ReplicaState) -> bool:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +91,14 @@ class Receiver:
     """Copies the state from all members. Its methods raise ConnectionError where that has to start over."""
 
     def __init__(
-        self, listener: socket.socket, control: socket.socket, interrupted: Callable[[], bool], parts: int, copy: int
+        self,
+        listener: socket.socket,
+        control: socket.socket,
+        interrupted: Callable[[bool], bool],
+        parts: int,
+        copy: int,
     ) -> None:
-        """`interrupted` reads what the coordinator sends through `control`; whether it ends this copy."""
+        """`interrupted` says whether the coordinator has ended this copy; its argument, whether `control` is readable."""
         self._control, self._interrupted = control, interrupted
         self._connections: list[socket.socket] = []
         """By part."""
@@ -163,12 +169,11 @@ class Receiver:
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(source, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if self._control in ready and self._interrupted():
+            ready: list[Any] = []
+            while source not in ready:
+                if self._interrupted(self._control in ready):
                     raise ConnectionError("the copy starts over")
-                if source in ready:
-                    return
+                ready = [key.fileobj for key, _ in selector.select()]
 
 
 def _receive_part(connection: socket.socket, pieces: Iterable[memoryview]) -> None:

@@ -121,6 +121,10 @@ class TrainStep:
         counted = self._settings.mesh.counts_loss
         return (sums, self.objective.count(part)) if counted else (torch.zeros_like(sums), 0)
 
+    def join(self, replica: Replica) -> None:
+        """From now on, sum over replicas that outlive each other."""
+        self.replica = replica
+
     def warm_up(self, batch: Batch) -> None:
         """Do ahead of time what only the first micro batch does; nothing, where steps do not need it."""
 

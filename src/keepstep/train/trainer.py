@@ -61,7 +61,8 @@ class Trainer:
         seed_everything(config.seed, context.world.ranks.rank)
         learner = build_learner(config, context.mesh, context.world.device, fill=fill, loaders=self._loaders)
         self._filled, self._step = fill, learner.step
-        self._step.replica = context.replica
+        if context.replica is not None:
+            self._step.join(context.replica)
         data = self._loaders.train
         self._state = TrainState(
             learner.model, learner.optimizers, learner.scaler, self._clock, learner.origin, data, learner.frozen

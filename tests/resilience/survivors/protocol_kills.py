@@ -85,6 +85,7 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     weights, clock = np.zeros(SIZE, np.int64), np.zeros(1, np.int64)
     state = ToyState(weights, clock)
     replica = Replica(coordinator, number)
+    total = replica.shared_numbers(SIZE + MICROBATCHES)
     if replica.leads:
         replica.enter(0)
     else:
@@ -93,7 +94,7 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     while clock[0] < steps:
         replica.at_boundary(state)
         step = int(clock[0]) + 1
-        total = _summed(replica, step, weights, pause_s)
+        _sum_step(replica, step, weights, total, pause_s)
         weights += total[:SIZE]
         clock[0] = step
         failpoints.reach("applied")
@@ -103,10 +104,10 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     replica.close()
 
 
-def _summed(replica: Replica, step: int, weights: Weights, pause_s: float) -> Weights:
+def _sum_step(replica: Replica, step: int, weights: Weights, total: Weights, pause_s: float) -> None:
     while True:
         try:
-            total = np.zeros(SIZE + MICROBATCHES, np.int64)
+            total[:] = 0
             for microbatch in range(replica.rank, MICROBATCHES, replica.ranks):
                 total[:SIZE] += gradient(step, microbatch, weights)
                 total[SIZE + microbatch] += 1
@@ -117,8 +118,8 @@ def _summed(replica: Replica, step: int, weights: Weights, pause_s: float) -> We
         except MembershipChangedError:
             replica.rejoin()
             continue
-        replica.relay(lambda: {"after": step - 1}, total.copy)
-        return total
+        replica.relay(lambda: {"after": step - 1}, lambda: total)
+        return
 
 
 def _in_process(*arguments: Any) -> None:

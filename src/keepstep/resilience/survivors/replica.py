@@ -14,7 +14,8 @@ import numpy as np
 from keepstep.core.errors import KeepstepError, StopRequested
 from keepstep.core.failpoints import reach
 from keepstep.resilience.survivors import wire
-from keepstep.resilience.survivors.exchange import Exchange, InterruptedSumError, Numbers, PeerLostError
+from keepstep.resilience.survivors.exchange import Exchange, InterruptedSumError, PeerLostError
+from keepstep.resilience.survivors.shared_numbers import Numbers, SharedNumbers, numbers_of
 from keepstep.resilience.survivors.state_copy import Bytes, Receiver, Sender, part_bounds
 from keepstep.resilience.survivors.wire import Message
 
@@ -74,6 +75,7 @@ class Replica:
         self._listener = wire.listen(address)
         self._view: Message = {"epoch": 0, "members": [[number, str(address)]]}
         self._exchange = Exchange(self._control, 0, {})
+        self._shared: SharedNumbers | None = None
         self._admitted: Message = {"joining": [], "entering": False}
         self._senders: list[Sender] = []
         self._step = 0
@@ -191,8 +193,19 @@ class Replica:
         self._exchange.close()
         self._listener.close()
         self._control.close()
+        if self._shared is not None:
+            self._shared.close()
 
     # ---------------------------------------------------------------- a step
+
+    def shared_numbers(self, count: int) -> Numbers:
+        """Memory for the sums of a step, before this replica is a member. `sum_` is fastest with exactly this array."""
+        address: str = self._view["members"][0][1]
+        if not address.startswith("/"):
+            # Replicas of other nodes do not read it.
+            return np.zeros(count, np.int64)
+        self._shared = SharedNumbers(address, count)
+        return self._shared.numbers
 
     def sum_(self, numbers: Numbers) -> None:
         """Replace whole numbers by their sum over the members; MembershipChangedError if these change meanwhile."""
@@ -250,12 +263,25 @@ class Replica:
             peers: dict[int, socket.socket] = {}
             try:
                 self._connect(peers)
-                self._exchange = Exchange(self._control, self.rank, peers)
+                self._exchange = Exchange(self._control, self.rank, peers, self._numbers_of_all())
                 reach("exchange_formed")
                 return
             except MembershipChangedError:
                 for connection in peers.values():
                     connection.close()
+
+    def _numbers_of_all(self) -> dict[int, Numbers]:
+        """By rank; none where this replica shares none."""
+        if self._shared is None:
+            return {}
+        found = {self.rank: self._shared.numbers}
+        for rank, (number, address) in enumerate(self._view["members"]):
+            if number != self.number:
+                try:
+                    found[rank] = numbers_of(address)
+                except OSError:
+                    self._await_change(lost=rank)
+        return found
 
     def _connect(self, peers: dict[int, socket.socket]) -> None:
         """Call those who have been members for longer, and wait for the calls of the others."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from keepstep.core.failpoints import reach
 from keepstep.resilience.survivors import wire
+from keepstep.resilience.survivors.shared_numbers import Numbers
 from keepstep.resilience.survivors.wire import Message
 
 PIECE_BYTES = 1 << 20
@@ -31,7 +32,6 @@ BUFFER_BYTES = 1 << 22
 MOST_SUMS_BEHIND = 8
 """Sums that a member holds for a replica that is slower than the steps: then the members wait for it."""
 Bytes = NDArray[np.uint8]
-Numbers = NDArray[np.int64]
 
 
 def part_bounds(size: int, part: int, parts: int) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class Receiver:
         parts: int,
         copy: int,
     ) -> None:
-        """`interrupted` says whether the coordinator has ended this copy; its argument, whether `control` is readable."""
+        """`interrupted` says whether the coordinator has ended this copy; it is given whether `control` is readable."""
         self._control, self._interrupted = control, interrupted
         self._connections: list[socket.socket] = []
         """By part."""

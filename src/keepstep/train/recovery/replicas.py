@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepstep.resilience.survivors.exchange import Numbers
+from keepstep.resilience.survivors.shared_numbers import Numbers
 from keepstep.resilience.survivors.state_copy import Bytes, part_bounds
 from keepstep.train.recovery.rollback import local_tensors
 from keepstep.train.state import TrainState

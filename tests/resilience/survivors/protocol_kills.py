@@ -108,7 +108,7 @@ def _sum_step(replica: Replica, step: int, weights: Weights, total: Weights, pau
     while True:
         try:
             total[:] = 0
-            for microbatch in range(replica.rank, MICROBATCHES, replica.ranks):
+            for microbatch in replica.share(MICROBATCHES):
                 total[:SIZE] += gradient(step, microbatch, weights)
                 total[SIZE + microbatch] += 1
                 time.sleep(pause_s)

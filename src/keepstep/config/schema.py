@@ -672,6 +672,9 @@ class ResilienceConfig:
     survive: bool = False
     """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
     replacement copies their state. Every process is a replica. Needs `reproducible: elastic` and one node."""
+    spares: NonNegativeInt = 0
+    """With `survive`: processes that have built the run and wait. One of them takes the place of a lost replica, and
+    another is started behind it. On GPUs each needs a GPU of its own. The same as `--spares`."""
     lease_s: Annotated[float, Range(min=1, max=3600)] = 30.0
     """A run holds its folder against other runs by a heartbeat in the folder. After this many seconds without one,
     another run may take over. Raise it where the storage shows changes of other machines late."""

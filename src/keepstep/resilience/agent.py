@@ -83,6 +83,8 @@ def run_processes(
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
     if settings.resilience.survive and group and group.max_nodes > 1:
         raise UsageError("resilience.survive keeps replicas of one node only", "resilience.survive=false")
+    if settings.resilience.spares and processes == 1:
+        raise UsageError("a spare copies the state of a replica that is left: one is not enough", "--procs 2 or more")
     with scratch_folder() as scratch:
         rendezvous = ElasticRendezvous(group) if group and group.max_nodes > 1 else Rendezvous(scratch)
         return _Agent(task, processes, rendezvous, settings, scratch).run()
@@ -97,9 +99,11 @@ class _Agent:
         register_companion(scratch, fork_server_folder())
         self._registration = AgentRegistration(settings.run_folder) if settings.run_folder else None
         self._workers = Workers(task)
-        self._heartbeats = HeartbeatTable(processes)
+        self._slots = processes + settings.resilience.spares
+        """Processes with those that wait to replace a lost one."""
+        self._heartbeats = HeartbeatTable(self._slots)
         # The agent owns this memory, so snapshots in it survive the processes.
-        self._memory = [[os.memfd_create(MEMORY_NAME) for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
+        self._memory = [[os.memfd_create(MEMORY_NAME) for _ in range(MEMORY_BUFFERS)] for _ in range(self._slots)]
         self._launch = secrets.token_hex(8)
         self._signals = AgentSignals()
         self._shutdown_s = shutdown_s()
@@ -109,8 +113,7 @@ class _Agent:
         self._policy = RestartPolicy(settings.resilience.max_restarts)
         self._full_disk = FullDisk(settings.storage_wait_s, settings.run_folder, scratch)
         survive = settings.resilience.survive and processes > 1
-        max_restarts = settings.resilience.max_restarts
-        self._supervisor = Supervisor(scratch, processes, max_restarts, settings.on_event) if survive else None
+        self._supervisor = Supervisor(scratch, processes, settings.resilience, settings.on_event) if survive else None
         self._environments: list[dict[str, str]] = []
         self._next_hang_check = 0.0
 
@@ -172,11 +175,11 @@ class _Agent:
             self._registration.refresh()
         # Cleaners of temporary files remove what nobody has touched for days.
         self._scratch.mkdir(parents=True, exist_ok=True)
-        for local_rank in range(self._processes):
+        for local_rank in range(self._slots):
             self._cause_file(local_rank).unlink(missing_ok=True)
         also = self._supervisor.begin_attempt() if self._supervisor is not None else {}
-        local_ranks = range(self._processes)
-        self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in local_ranks]
+        slots = range(self._slots)
+        self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in slots]
         self._workers.start(self._environments)
         self._attempts += 1
 
@@ -306,7 +309,7 @@ class _Agent:
         return first_cause(causes)
 
     def _hang(self) -> Cause | None:
-        records = [self._heartbeats.read(local_rank) for local_rank in range(self._processes)]
+        records = [self._heartbeats.read(local_rank) for local_rank in range(self._slots)]
         # A rank that waits for data reports it, so the silence of the others is not counted as a hang.
         if any(record.waits_for_data and not record.overdue for record in records):
             self._rendezvous.report_data_wait()
@@ -317,11 +320,11 @@ class _Agent:
             return None
         if not any(record.overdue for record in records):
             return None
-        stacks = [self._stacks_file(local_rank) for local_rank in range(self._processes)]
+        stacks = [self._stacks_file(local_rank) for local_rank in range(self._slots)]
         return hang_cause(self._workers, stacks, records, self._first_rank)
 
     def _newest_step(self) -> int:
-        return max(self._heartbeats.read(local_rank).step for local_rank in range(self._processes))
+        return max(self._heartbeats.read(local_rank).step for local_rank in range(self._slots))
 
     def _prepare_restart(self, cause: Cause) -> int | None:
         """Report a fault and do what must happen before a restart; the exit code if there is none."""

@@ -196,6 +196,10 @@ class ElasticStep(TrainStep):
         metrics = self.objective.metrics(sums[1:]).float()
         return torch.stack([loss, norm, *summed, targets.float(), *metrics, *self._router_health])
 
+    def warm_up(self, batch: Batch) -> None:
+        """Compute a micro batch for nothing but what its first time compiles and allocates."""
+        torch.autograd.backward(self._sums(batch)[0])
+
     def _place(self) -> tuple[int, int]:
         """Which of how many shares of the micro batches is this process's."""
         if self.replica is not None:

@@ -120,6 +120,9 @@ class TrainStep:
         counted = self._settings.mesh.counts_loss
         return (sums, self.objective.count(part)) if counted else (torch.zeros_like(sums), 0)
 
+    def warm_up(self, batch: Batch) -> None:
+        """Do ahead of time what only the first micro batch does; nothing, where steps do not need it."""
+
     def run(
         self,
         batches: Sequence[Batch],

@@ -86,6 +86,9 @@ class Trainer:
             self._loaders,
         )
         if self._joins and self._context.replica is not None:
+            # What a first step compiles and allocates is ready before the others wait for it.
+            self._step.warm_up(self._loaders.train.rows(0, self._context.config.microbatch))
+            self._context.replica.waiting = self._context.heartbeat.busy
             newest.adopt("living replicas", copy_state(self._context.replica, self._state))
             return
         found = newest.load()

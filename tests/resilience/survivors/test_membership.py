@@ -36,6 +36,10 @@ class Recorded:
         epoch = next(message["epoch"] for message in reversed(self.sent[number]) if message["kind"] == "view")
         self.membership.receive(number, {"kind": "prepared", "epoch": epoch, "step": step, "checksum": checksum})
 
+    def prepare_all(self, step: int) -> None:
+        for number in self.membership.members:
+            self.prepare(number, step)
+
 
 @pytest.fixture
 def three() -> Recorded:
@@ -135,3 +139,41 @@ def test_replica_that_fails_to_copy_after_the_end_changes_nothing(three: Recorde
     three.membership.lost(1)
     three.membership.receive(2, {"kind": "ready", "epoch": epoch})
     assert three.last(2) == {"kind": "over"}
+
+
+def test_spare_waits_and_takes_a_free_place(three: Recorded) -> None:
+    three.join(3)
+    three.prepare_all(step=1)
+    assert three.last(3) == {"kind": "welcome", "leads": False}
+    assert three.membership.is_spare(3)
+    three.membership.lost(1)
+    three.prepare_all(step=2)
+    assert three.last(0)["joining"] == [[3, "address 3"]]
+    three.join(1)
+    three.membership.receive(3, {"kind": "copied", "epoch": three.last(3)["epoch"]})
+    assert three.membership.members == (0, 2, 3)
+    assert three.membership.is_spare(1)
+
+
+def test_lost_spare_disturbs_nobody_and_is_noted(three: Recorded) -> None:
+    three.join(3)
+    three.prepare_all(step=1)
+    sent = {number: len(three.sent[number]) for number in range(3)}
+    three.membership.lost(3)
+    assert {number: len(three.sent[number]) for number in range(3)} == sent
+    assert [(note["kind"], note["step"]) for note in three.notes] == [("spare_ready", 0), ("spare_lost", 1)]
+    assert three.membership.is_spare(3)
+
+
+def test_run_starts_with_the_replica_that_has_a_snapshot() -> None:
+    sent: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    membership = Membership(2, lambda number, message: sent[number].append(message), lambda **_: None, first=2)
+    for number in (0, 1):
+        membership.hello(number, f"address {number}")
+        membership.receive(number, {"kind": "ready", "epoch": 0})
+    assert not membership.members
+    membership.hello(2, "address 2")
+    membership.receive(2, {"kind": "ready", "epoch": 0})
+    assert sent[2][0] == {"kind": "welcome", "leads": True}
+    assert membership.members == (2,)
+    assert sent[2][1]["joining"] == [[0, "address 0"]]

@@ -189,6 +189,14 @@ def survivors_hold_whole_states(config: RunConfig) -> Found:
     return None
 
 
+@rule("resilience.spares", "resilience.survive")
+def spares_replace_lost_replicas(config: RunConfig) -> Found:
+    """Without survivors there is no state in memory that a spare could copy."""
+    if config.resilience.spares and not config.resilience.survive:
+        return "needs replicas that outlive each other", "resilience.survive=true"
+    return None
+
+
 @rule(
     "reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.offload",
     "precision",

@@ -20,12 +20,13 @@ SEND_TIMEOUT_S = 1.0
 class Coordinator:
     """Listens at `path` for the replicas of one attempt until it is closed."""
 
-    def __init__(self, path: Path, expected: int) -> None:
+    def __init__(self, path: Path, expected: int, first: int | None = None) -> None:
+        """`expected` replicas train. The `first` one has the state that the others copy, if that is known."""
         self.path = path
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """Changes of membership that the agent has not recorded yet."""
         self._connections: dict[int, socket.socket] = {}
-        self._membership = Membership(expected, self._send, self._note)
+        self._membership = Membership(expected, self._send, self._note, first)
         self._selector = selectors.DefaultSelector()
         self._listener = wire.listen(path)
         self._wakeup, self._woken = socket.socketpair()
@@ -53,6 +54,15 @@ class Coordinator:
     def leader(self) -> int | None:
         """The replica that writes for all."""
         return self._membership.leader
+
+    @property
+    def leader_of_last_step(self) -> int | None:
+        """The leader when a step was committed last: nobody has taken part for longer."""
+        return self._membership.leader_of_last_step
+
+    def is_spare(self, number: int) -> bool:
+        """Whether this replica waits to take the place of another one, or did so to its end."""
+        return self._membership.is_spare(number)
 
     def close(self) -> None:
         """Stop, and close all connections: nothing can be committed any more."""

@@ -38,14 +38,23 @@ class _Replica:
 class Membership:
     """The state of the protocol. Its methods are called for what arrives, and send what follows."""
 
-    def __init__(self, expected: int, send: Send, note: Note) -> None:
-        """The first epoch begins when `expected` replicas are there."""
+    def __init__(self, expected: int, send: Send, note: Note, first: int | None = None) -> None:
+        """The first epoch begins when `expected` replicas are there; more than these wait as spares.
+
+        `first` makes or loads the state that the others copy: the first one that connects, if it is None.
+        """
         self._expected, self._send, self._note = expected, send, note
         self._replicas: dict[int, _Replica] = {}
+        self._gone: dict[int, _Replica] = {}
+        """By number: the newest replica that is gone."""
         self._members: list[int] = []
         """The longest-serving first: it leads, because it knows most about the steps so far."""
-        self._first: int | None = None
+        self._first = first
+        self.leader_of_last_step: int | None = None
+        """The leader when a step was committed last."""
         self._epoch = 0
+        self._step = 0
+        """Committed last."""
         self._admitting = False
         self._changes: list[Message] = []
         """Changes of membership since the last commit, which are noted with the time that they cost."""
@@ -65,6 +74,11 @@ class Membership:
     def members(self) -> tuple[int, ...]:
         """The replicas of this epoch."""
         return tuple(self._members)
+
+    def is_spare(self, number: int) -> bool:
+        """Whether a replica waits for a free place, or did so until it was gone."""
+        replica = self._replicas.get(number) or self._gone.get(number)
+        return replica is not None and replica.phase == "waiting"
 
     def hello(self, number: int, address: str) -> None:
         """A replica has connected; the first one makes or loads the state that the others copy."""
@@ -98,7 +112,10 @@ class Membership:
         if replica is None or self.over:
             return
         self._send(number, {"kind": "evicted"})
+        self._gone[number] = replica
         if replica.phase != "member":
+            if replica.phase == "waiting" and self._members:
+                self._note_spare("spare_lost", number, what=why)
             # Without the first replica there is no state yet that the others could copy.
             self.all_lost = self.all_lost or (not self._members and number == self._first)
             self._try_next_epoch()
@@ -120,18 +137,23 @@ class Membership:
         replica.phase = "waiting"
         # It may have failed to copy: the members wait for the end of that.
         self._try_next_epoch()
-        if self._members or len(self._in_phase("waiting")) < self._expected:
+        waiting = self._in_phase("waiting")
+        if self._members and len(self._members) >= self._expected:
+            self._note_spare("spare_ready", replica.number)
+        if self._members or len(waiting) < self._expected or self._first not in [each.number for each in waiting]:
             return
         assert self._first is not None
         self._replicas[self._first].phase = "member"
         self._members = [self._first]
         self._epoch += 1
         self._send(self._first, {**self._view(), "joining": self._admit()})
+        for each in self._in_phase("waiting"):
+            self._note_spare("spare_ready", each.number)
         self._try_next_epoch()
 
     def _admit(self) -> list[list[int | str]]:
-        """Whom the members serve now; those get a message too."""
-        joining = self._in_phase("waiting")
+        """Whom the members serve now; those get a message too. Spares wait until there is a place."""
+        joining = self._in_phase("waiting")[: self._expected - len(self._members)]
         self._admitting = bool(joining)
         for each in joining:
             each.phase = "copying"
@@ -178,6 +200,7 @@ class Membership:
         for each in members:
             each.checksum = ""
         self._note_changes(leader.step)
+        self.leader_of_last_step, self._step = leader.number, leader.step
         commit = {"kind": "commit", "epoch": self._epoch, "step": leader.step, "joining": self._admit()}
         for each in members:
             self._send(each.number, commit)
@@ -195,6 +218,9 @@ class Membership:
             facts = {"step": step, "ranks": len(self._members), "stall_s": stall_s, "usual_step_s": usual_s}
             self._note(**change, **facts)
         self._changes.clear()
+
+    def _note_spare(self, kind: str, number: int, **facts: str) -> None:
+        self._note(kind=kind, replica=number, step=self._step, ranks=len(self._members), **facts)
 
     def _finished(self) -> None:
         self.over = True

@@ -49,6 +49,9 @@ class Joining:
 class Replica:
     """This process among the replicas of its run."""
 
+    waiting: Callable[[], None] = staticmethod(lambda: None)
+    """Called again and again while this replica waits for its place among the members."""
+
     def __init__(self, coordinator: Path, number: int, stopped: Callable[[], bool] = lambda: False) -> None:
         """Connect to the coordinator. `stopped` says whether this process was asked to stop."""
         self.number, self._stopped = number, stopped
@@ -235,8 +238,10 @@ class Replica:
                 selector.register(self._control, selectors.EVENT_READ)
                 if selector.select(POLL_S):
                     self._read()
-                elif self._stopped() and "copy" in kinds:
-                    raise StopRequested("stopped on request before this replica had joined the others")
+                elif "copy" in kinds:
+                    self.waiting()
+                    if self._stopped():
+                        raise StopRequested("stopped on request before this replica had joined the others")
 
     def _read(self) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from keepstep.config.schema import ResilienceConfig
 from keepstep.core import proc
 from keepstep.core.ranks import COORDINATOR
 from keepstep.resilience.failure_cause import Cause, Kind
@@ -22,10 +23,16 @@ Verdict = Literal["replace", "leave out", "fault"]
 class Supervisor:
     """Holds the coordinator of an attempt, and decides about processes that end."""
 
-    def __init__(self, scratch: Path, processes: int, max_restarts: int, on_event: Callable[..., None]) -> None:
+    def __init__(
+        self, scratch: Path, processes: int, settings: ResilienceConfig, on_event: Callable[..., None]
+    ) -> None:
+        """`processes` train; the spares of `settings` wait until one of these is lost."""
         self._path, self._processes, self._on_event = scratch / "membership", processes, on_event
-        self._policies = [RestartPolicy(max_restarts) for _ in range(processes)]
+        self._max_restarts = settings.max_restarts
+        self._policies = [RestartPolicy(self._max_restarts) for _ in range(processes + settings.spares)]
         self._coordinator: Coordinator | None = None
+        self._last_leader: int | None = None
+        """Of the attempt before: its memory holds the newest snapshot."""
         self._causes: dict[int, str] = {}
         """Why processes ended, until their membership has ended too."""
         self.left_out: set[int] = set()
@@ -35,7 +42,7 @@ class Supervisor:
         """Start over with new replicas; returns their environment."""
         self.close()
         self.left_out.clear()
-        self._coordinator = Coordinator(self._path, self._processes)
+        self._coordinator = Coordinator(self._path, self._processes, self._last_leader)
         return {COORDINATOR: str(self._path)}
 
     def judge(self, cause: Cause, local_rank: int, step: int) -> Verdict:
@@ -46,6 +53,9 @@ class Supervisor:
             return "leave out"
         if cause.kind not in REPLACEABLE or not self._coordinator.can_replace:
             return "fault"
+        if self._coordinator.is_spare(local_rank):
+            # It had built the run and waited: what ended it says nothing about the next one.
+            self._policies[local_rank] = RestartPolicy(self._max_restarts)
         decision = self._policies[local_rank].decide(cause, step)
         return "replace" if decision.restart else "leave out"
 
@@ -56,20 +66,23 @@ class Supervisor:
                 event = self._coordinator.events.get_nowait()
             except queue.Empty:
                 return
-            if event["kind"] == "left":
+            if "what" in event:
                 event["what"] = self._causes.pop(event["replica"], event["what"])
-            print(
-                f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
-                f"stalled for {event['stall_s']:.2f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            # Spares delay nobody.
+            if "stall_s" in event:
+                print(
+                    f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
+                    f"stalled for {event['stall_s']:.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._on_event(**event)
 
     def close(self) -> None:
         """End the attempt."""
         if self._coordinator is not None:
             self._coordinator.close()
+            self._last_leader = self._coordinator.leader_of_last_step
             self.record_events()
             self._coordinator = None
 

@@ -28,7 +28,7 @@ from keepstep.observe.run_folder import JsonLines, RunFolder, number
 from keepstep.observe.verdict import find_straggler
 from keepstep.resilience.fault_injection import ALL_RANKS, Fault, happened_at, to_environment
 
-_NOTICED = ("fault", "left", "warning", "guard", "stop")
+_NOTICED = ("fault", "left", "spare_lost", "warning", "guard", "stop")
 """Kinds of events by which a run reports that something is wrong."""
 KINDS = ("kill", "kill", "kill_all", "exception", "oom", "terminate", "kill_launcher")
 """What strikes; the more frequent a fault is in practice, the more often it is listed."""
@@ -108,14 +108,17 @@ def judge(experiment: Experiment, scenario: Scenario, baseline: Mapping[int, flo
     detected_s = None if noticed is None else noticed - struck_at
     recovered_s = number(resumed["time"]) - struck_at if resumed else _next_step_after_s(folder, struck_at)
     steps_lost = max(0, _newest_step(folder, struck_at) - int(resumed["step"])) if resumed else 0
-    note = _complaint(scenario, exit_code, detected_s)
+    restarted = any(event.get("kind") in ("restart", "resize", "resume") for event in later)
+    note = _complaint(scenario, exit_code, detected_s, restarted)
     passed = equal and not note
     return Outcome(scenario.kind, scenario.title, passed, detected_s, recovered_s, steps_lost, equal, note)
 
 
-def _complaint(scenario: Scenario, exit_code: int | None, detected_s: float | None) -> str:
+def _complaint(scenario: Scenario, exit_code: int | None, detected_s: float | None, restarted: bool) -> str:
     if exit_code != 0:
         return f"ended with {exit_code}"
+    if scenario.survivors and restarted:
+        return "the other replicas were restarted"
     if detected_s is None:
         return "" if scenario.may_be_unnoticed else "nobody noticed"
     limit_s = scenario.detect_within_s

@@ -74,6 +74,15 @@ def test_chaos_two_hosts_lose_network_and_host(tmp_path: Path) -> None:
     assert resumed[0]["folder"] == "memory", "the new host's state comes from the memory of the other one"
 
 
+@pytest.mark.cluster
+def test_chaos_replicas_without_network_stop_and_join_again(tmp_path: Path) -> None:
+    report = chaos(tmp_path, "--kinds", "split-network", "--timeout", "200")
+    assert report["passed"]
+    (path,) = tmp_path.glob("chaos-*/split-network/events.jsonl")
+    kinds = [line["kind"] for line in map(json.loads, path.read_text().splitlines())]
+    assert [kind for kind in kinds if kind in ("left", "joined")] == ["left", "joined"]
+
+
 def test_chaos_cancelled_leaves_no_run_behind(tmp_path: Path) -> None:
     words = [*TINY, f"runs_dir={tmp_path}", "--steps", "1000000", "--kinds", "nan"]
     process = subprocess.Popen(

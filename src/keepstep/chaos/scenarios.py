@@ -87,6 +87,7 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
             ("data-server", partial(_data_server, experiment)),
             simple("lost-network", "no network between two hosts", run=two_hosts.lose_network),
             simple("lost-host", "a host is lost and replaced", run=two_hosts.lose_host),
+            survive("split-network", "replicas on two hosts without network", run=two_hosts.split_network),
         ]
     )
 
@@ -110,7 +111,7 @@ def _survive(
     kind: str, title: str, experiment: Experiment, faults: Sequence[Fault], spares: int = 0, **options: Any
 ) -> Scenario:
     """Without a fault of its own, the first replica that copies the state of another one is killed meanwhile."""
-    overrides = ["reproducible=elastic", "resilience.survive=true", f"resilience.spares={spares}"]
+    overrides = [*two_hosts.SURVIVE, f"resilience.spares={spares}"]
     if experiment.processes < 2:
         raise UnavailableError("one process has no other replicas")
     try:
@@ -118,7 +119,7 @@ def _survive(
     except ConfigError as error:
         raise UnavailableError(error.message) from None
     options = {"overrides": overrides, "own_baseline": True, "survivors": True, **options}
-    if faults or "inject" in options:
+    if faults or "inject" in options or "run" in options:
         return Scenario(kind, title, faults, **options)
     mark = experiment.folder / f"{kind}.mark"
     failpoint = {"KEEPSTEP_FAILPOINT": "copying:1", "KEEPSTEP_FAILPOINT_MARK": str(mark)}

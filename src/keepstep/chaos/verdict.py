@@ -108,22 +108,30 @@ def judge(experiment: Experiment, scenario: Scenario, baseline: Mapping[int, flo
     detected_s = None if noticed is None else noticed - struck_at
     recovered_s = number(resumed["time"]) - struck_at if resumed else _next_step_after_s(folder, struck_at)
     steps_lost = max(0, _newest_step(folder, struck_at) - int(resumed["step"])) if resumed else 0
-    restarted = any(event.get("kind") in ("restart", "resize", "resume") for event in later)
-    note = _complaint(scenario, exit_code, detected_s, restarted)
+    note = _complaint(scenario, exit_code, detected_s)
+    if scenario.survivors and not note:
+        note = _survivors_complaint(folder, [str(event.get("kind")) for event in later])
     passed = equal and not note
     return Outcome(scenario.kind, scenario.title, passed, detected_s, recovered_s, steps_lost, equal, note)
 
 
-def _complaint(scenario: Scenario, exit_code: int | None, detected_s: float | None, restarted: bool) -> str:
+def _complaint(scenario: Scenario, exit_code: int | None, detected_s: float | None) -> str:
     if exit_code != 0:
         return f"ended with {exit_code}"
-    if scenario.survivors and restarted:
-        return "the other replicas were restarted"
     if detected_s is None:
         return "" if scenario.may_be_unnoticed else "nobody noticed"
     limit_s = scenario.detect_within_s
     if limit_s is not None and detected_s > limit_s:
         return f"noticed only after {detected_s:.1f} s, wanted within {limit_s:.0f} s"
+    return ""
+
+
+def _survivors_complaint(folder: RunFolder, kinds: Sequence[str]) -> str:
+    if {"restart", "resize", "resume"} & set(kinds):
+        return "the other replicas were restarted"
+    steps = [line["step"] for line in JsonLines(folder.metrics).read() if "loss" in line]
+    if len(steps) > len(set(steps)):
+        return "steps were done twice"
     return ""
 
 

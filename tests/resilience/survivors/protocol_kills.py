@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from keepstep.core import failpoints
 from keepstep.core.errors import KeepstepError
+from keepstep.core.ranks import COORDINATOR
 from keepstep.resilience.survivors import state_copy
 from keepstep.resilience.survivors.coordinator import Coordinator
 from keepstep.resilience.survivors.replica import Joining, MembershipChangedError, Replica
@@ -61,7 +62,7 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
         for each in joining:
             state_copy.send(each.address, part, parts, epoch, buffers, {"from": number} if part == 0 else {})
 
-    replica = Replica(coordinator, number)
+    replica = Replica(os.environ.get(COORDINATOR) or coordinator, number)
     if replica.leads:
         replica.enter()
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keepstep.config.load import load_config
-from keepstep.core import proc
+from keepstep.core import failpoints, proc
 from keepstep.core.errors import ConfigError
 from tests.train.tiny_runs import BackgroundRun, committed_steps, losses, run_here
 
@@ -65,9 +65,9 @@ def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path
 
 
 def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
-    run = BackgroundRun(
-        tmp_path / "survive", 2, *SURVIVE, "max_duration=120ba", "--spares", "1", output=tmp_path / "output"
-    )
+    # Slow steps leave time for two more processes, whatever the machine.
+    slow, words = {failpoints.VARIABLE: "applied:sleep=0.1"}, [*SURVIVE, "max_duration=80ba", "--spares", "1"]
+    run = BackgroundRun(tmp_path / "survive", 2, *words, output=tmp_path / "output", environment=slow)
     root, before = tmp_path / "survive", dict[int, int]()
 
     def ready_spare(count: int) -> int:
@@ -88,7 +88,7 @@ def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     assert ready_spare(3) == lost
     assert [event["replica"] for event in events(root, "spare_lost")] == [lost]
     assert run.end() == 0, run.output
-    run_here(tmp_path / "alone", *WORDS, "max_duration=120ba")
+    run_here(tmp_path / "alone", *WORDS, "max_duration=80ba")
     assert losses(root) == losses(tmp_path / "alone")
     assert [event["replica"] for event in events(root, "left")] == [lost]
 

@@ -63,7 +63,7 @@ def test_replica_without_its_coordinator_ends_and_saves_nothing(tmp_path: Path) 
     replica = Replica(coordinator.address, 0)
     coordinator.close()
     with pytest.raises(EvictedError):
-        replica.enter()
+        replica.enter(0)
     replica.close()
 
 

@@ -671,7 +671,8 @@ class ResilienceConfig:
     them."""
     survive: bool = False
     """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
-    replacement copies their state. Every process is a replica. Needs `reproducible: elastic`."""
+    replacement copies their state. Every process is a replica with whole weights. With `reproducible: elastic` the
+    losses do not depend on who was lost."""
     spares: NonNegativeInt = 0
     """With `survive`: processes that have built the run and wait. One of them takes the place of a lost replica, and
     another is started behind it. On GPUs each needs a GPU of its own. The same as `--spares`."""
@@ -743,6 +744,11 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether every process holds whole weights, and takes micro batches whose gradients are summed as integers."""
+        return self.reproducible == "elastic" or self.resilience.survive
 
     @property
     def has_reference(self) -> bool:

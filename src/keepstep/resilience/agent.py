@@ -49,6 +49,8 @@ from keepstep.resilience.workers import STACKS_FILE, Task, Workers, hang_cause
 
 POLL_S = 0.25
 """Between two checks of running processes; the end of a process is noticed immediately."""
+STOPPED_POLL_S = 0.1
+"""The same among replicas that outlive each other: all of them wait for one that a signal has stopped."""
 WAITING_NODES_S = 1.0
 SETTLE_S = 0.1
 """After the first process failed: how long to wait for another one that may know the cause better."""
@@ -222,7 +224,7 @@ class _Agent:
         signals = self._signals
         forwarded, asked_at, making_room = 0, 0.0, False
         while True:
-            self._workers.wait(POLL_S, also=signals.wakeup_fd)
+            self._workers.wait(POLL_S if self._supervisor is None else STOPPED_POLL_S, also=signals.wakeup_fd)
             with suppress(BlockingIOError):
                 os.read(signals.wakeup_fd, 4096)
             if self._supervisor is not None:

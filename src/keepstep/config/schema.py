@@ -671,8 +671,8 @@ class ResilienceConfig:
     them."""
     survive: bool = False
     """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
-    replacement copies their state. Every process is a replica with whole weights. Needs one node. With `reproducible:
-    elastic` the losses do not depend on who was lost."""
+    replacement copies their state. Every process is a replica with whole weights. With `reproducible: elastic` the
+    losses do not depend on who was lost."""
     spares: NonNegativeInt = 0
     """With `survive`: processes that have built the run and wait. One of them takes the place of a lost replica, and
     another is started behind it. On GPUs each needs a GPU of its own. The same as `--spares`."""

@@ -27,7 +27,15 @@ from keepstep.core.errors import (
     StopRequested,
     UsageError,
 )
-from keepstep.core.ranks import HEARTBEAT_FILE, LAUNCH, MEMORY_FILES, MEMORY_NAME, RENDEZVOUS_SECRET, NodeGroup
+from keepstep.core.ranks import (
+    HEARTBEAT_FILE,
+    LAUNCH,
+    MEMORY_FILES,
+    MEMORY_NAME,
+    RENDEZVOUS_SECRET,
+    NodeGroup,
+    node_number,
+)
 from keepstep.resilience.failure_cause import CAUSE_FILE, Cause, first_cause, read_cause
 from keepstep.resilience.heartbeat import HeartbeatTable
 from keepstep.resilience.registration import AgentRegistration
@@ -35,6 +43,7 @@ from keepstep.resilience.rendezvous import REPORT_VALID_S, ElasticRendezvous, Re
 from keepstep.resilience.restart_policy import FullDisk, RestartPolicy
 from keepstep.resilience.scratch import fork_server_folder, register_companion, scratch_folder
 from keepstep.resilience.signals import AgentSignals, WaitInterruptedError, shutdown_s
+from keepstep.resilience.survivors.remote import RemoteSupervisor, SurvivorRendezvous, make_supervisor
 from keepstep.resilience.survivors.supervisor import Supervisor, is_stopped
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers, hang_cause
 
@@ -83,12 +92,16 @@ def run_processes(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if settings is None:
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
-    if settings.resilience.survive and group and group.max_nodes > 1:
-        raise UsageError("resilience.survive keeps replicas of one node only", "resilience.survive=false")
-    if settings.resilience.spares and processes == 1:
+    several = group if group and group.max_nodes > 1 else None
+    if settings.resilience.spares and processes == 1 and not several:
         raise UsageError("a spare copies the state of a replica that is left: one is not enough", "--procs 2 or more")
     with scratch_folder() as scratch:
-        rendezvous = ElasticRendezvous(group) if group and group.max_nodes > 1 else Rendezvous(scratch)
+        if several is None:
+            rendezvous = Rendezvous(scratch)
+        elif settings.resilience.survive:
+            rendezvous = SurvivorRendezvous(several, node_number(os.environ))
+        else:
+            rendezvous = ElasticRendezvous(several)
         return _Agent(task, processes, rendezvous, settings, scratch).run()
 
 
@@ -114,8 +127,7 @@ class _Agent:
         self._attempts = 0
         self._policy = RestartPolicy(settings.resilience.max_restarts)
         self._full_disk = FullDisk(settings.storage_wait_s, settings.run_folder, scratch)
-        survive = settings.resilience.survive and processes > 1
-        self._supervisor = Supervisor(scratch, processes, settings.resilience, settings.on_event) if survive else None
+        self._supervisor = make_supervisor(rendezvous, scratch, processes, settings.resilience, settings.on_event)
         self._environments: list[dict[str, str]] = []
         self._next_hang_check = 0.0
 
@@ -165,13 +177,13 @@ class _Agent:
 
     def _start(self, nodes: RendezvousResult) -> None:
         world_size = nodes.nodes * self._processes
-        if self._attempts:
+        if self._attempts and not isinstance(self._supervisor, RemoteSupervisor):
             facts: dict[str, Any] = {"world_size": world_size, "attempt": self._attempts}
             if self._world_size != world_size:
                 self._settings.on_event("resize", before=self._world_size, **facts)
             else:
                 self._settings.on_event("restart", **facts)
-        self._world_size, self._first_rank = world_size, nodes.node_rank * self._processes
+        self._world_size, self._first_rank = world_size, nodes.node_rank * self._slots
         self._heartbeats.clear(self._settings.resilience.start_timeout_s)
         if self._registration is not None:
             self._registration.refresh()
@@ -180,6 +192,8 @@ class _Agent:
         for local_rank in range(self._slots):
             self._cause_file(local_rank).unlink(missing_ok=True)
         also = self._supervisor.begin_attempt() if self._supervisor is not None else {}
+        if also:
+            self._rendezvous.publish({LAUNCH: self._launch, **also})
         slots = range(self._slots)
         self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in slots]
         self._workers.start(self._environments)
@@ -188,9 +202,9 @@ class _Agent:
     def _environment(self, nodes: RendezvousResult, local_rank: int) -> dict[str, str]:
         # Buffers for its own snapshots and, with several nodes, for those of a process on another node.
         buffers = self._memory[local_rank]
-        memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (buffers if nodes.nodes > 1 else buffers[:2])]
+        copies = nodes.nodes > 1 and self._supervisor is None
+        memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (buffers if copies else buffers[:2])]
         return {
-            **nodes.environment,
             "RANK": str(self._first_rank + local_rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_RANK": str(local_rank),
@@ -201,6 +215,7 @@ class _Agent:
             MEMORY_FILES: os.pathsep.join(memory),
             CAUSE_FILE: str(self._cause_file(local_rank)),
             STACKS_FILE: str(self._stacks_file(local_rank)),
+            **nodes.environment,
         }
 
     def _watch(self) -> int | Cause | None:
@@ -212,8 +227,10 @@ class _Agent:
             self._workers.wait(POLL_S if self._supervisor is None else STOPPED_POLL_S, also=signals.wakeup_fd)
             with suppress(BlockingIOError):
                 os.read(signals.wakeup_fd, 4096)
-            if self._supervisor is not None and (fault := self._keep_replicas(self._supervisor)) is not None:
-                return fault
+            if self._supervisor is not None:
+                fault = self._keep_replicas(self._supervisor)
+                if fault is not None or self._supervisor.cut_off:
+                    return fault
             codes = self._exit_codes()
             if all(code in (0, EXIT_STOPPED) for code in codes):
                 code = max(code or 0 for code in codes)
@@ -252,7 +269,7 @@ class _Agent:
         left_out = self._supervisor.left_out if self._supervisor is not None else ()
         return [code for rank, code in enumerate(self._workers.exit_codes) if rank not in left_out]
 
-    def _keep_replicas(self, supervisor: Supervisor) -> Cause | None:
+    def _keep_replicas(self, supervisor: Supervisor | RemoteSupervisor) -> Cause | None:
         """Replace processes that ended while others continue; the cause where nobody can."""
         supervisor.record_events()
         for local_rank, pid in enumerate(self._workers.pids):

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from keepstep.core import failpoints
 from keepstep.core.errors import KeepstepError
+from keepstep.core.ranks import COORDINATOR
 from keepstep.resilience.survivors.coordinator import Coordinator
 from keepstep.resilience.survivors.replica import MembershipChangedError, Replica
 from keepstep.resilience.survivors.state_copy import Bytes, part_bounds
@@ -84,7 +85,7 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     os.setpgid(0, 0)
     weights, clock = np.zeros(SIZE, np.int64), np.zeros(1, np.int64)
     state = ToyState(weights, clock)
-    replica = Replica(coordinator, number)
+    replica = Replica(os.environ.get(COORDINATOR) or coordinator, number)
     total = replica.shared_numbers(SIZE + MICROBATCHES)
     if replica.leads:
         replica.enter(0)
@@ -161,7 +162,8 @@ class Job:
                     event = coordinator.events.get()
                     self.losses += event["kind"] == "left"
                     self.lost_or_joined += {"left": -1, "joined": 1}[event["kind"]]
-                noticed = self.losses >= self.kills and not self.lost_or_joined
+                full = not self.lost_or_joined and len(coordinator.members) == self.replicas
+                noticed = self.losses >= self.kills and full
                 complete = noticed and coordinator.can_replace
                 if self.kills < random_kills and time.monotonic() > next_kill and complete:
                     self._kill(dice)
@@ -207,7 +209,7 @@ def kill_at(point: str, folder: Path, occurrence: int) -> bool:
     if point in WHEN_JOINING:
         # At the start only one replica has a state; later ones join because others are killed at random.
         environment[failpoints.VARIABLE] = f"{point}:1"
-        job = Job(folder, replicas=3, steps=60, pause_s=0.004, environment_of_replacements=environment)
+        job = Job(folder, replicas=3, steps=150, pause_s=0.004, environment_of_replacements=environment)
         weights = job.run(random_kills=6, seed=occurrence)
     else:
         job = Job(folder, replicas=3, steps=12, environment=environment)

@@ -66,14 +66,13 @@ class Replica:
     waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called again and again while this replica waits for its place among the members."""
 
-    def __init__(self, coordinator: Path, number: int, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, coordinator: Path | str, number: int, stopped: Callable[[], bool] = lambda: False) -> None:
         """Connect to the coordinator. `stopped` says whether this process was asked to stop."""
-        self.number, self._stopped = number, stopped
-        self._control = wire.connect(str(coordinator))
+        self.number, self._stopped, self._coordinator = number, stopped, str(coordinator)
+        self._control = wire.connect(self._coordinator)
         self._inbox, self._messages = wire.Inbox(), list[Message]()
-        address = coordinator.with_name(f"replica-{number}")
-        self._listener = wire.listen(address)
-        self._view: Message = {"epoch": 0, "members": [[number, str(address)]], "history": [[number]]}
+        self._listener, address = wire.listen_for_peers(self._coordinator, number, self._control)
+        self._view: Message = {"epoch": 0, "members": [[number, address]], "history": [[number]]}
         self.changed_numbers = False
         """Whether a sum that was interrupted has changed the numbers already."""
         self._exchange = Exchange(self._control, 0, {})
@@ -82,7 +81,7 @@ class Replica:
         self._senders: list[Sender] = []
         self._step = 0
         """Committed last."""
-        self._send({"kind": "hello", "number": number, "address": str(address)})
+        self._send({"kind": "hello", "number": number, "address": address})
         self.leads = bool(self._next("welcome")["leads"])
         """Whether this replica writes for all: the one that has been a member for longest."""
 
@@ -191,7 +190,7 @@ class Replica:
 
     def finish(self) -> None:
         """This replica has done its last step."""
-        with suppress(CoordinatorLostError):
+        with suppress(CoordinatorLostError, EvictedError):
             self._send({"kind": "finished"})
 
     def close(self) -> None:
@@ -319,7 +318,13 @@ class Replica:
         try:
             wire.send(self._control, message)
         except OSError as error:
-            raise CoordinatorLostError from error
+            raise self._coordinator_lost() from error
+
+    def _coordinator_lost(self) -> Exception:
+        """On another node the others may continue without this one, which has nothing that it may save."""
+        if wire.is_network(self._coordinator):
+            return EvictedError("no connection to the node that coordinates the replicas")
+        return CoordinatorLostError()
 
     def _next(self, *kinds: str) -> Message:
         """Wait for a message of one of these kinds; others are of an epoch that is over."""
@@ -342,7 +347,7 @@ class Replica:
         try:
             self._messages += self._inbox.read(self._control)
         except OSError as error:
-            raise CoordinatorLostError from error
+            raise self._coordinator_lost() from error
 
     @staticmethod
     def _raise_if_out(kind: str) -> None:

@@ -10,10 +10,10 @@ from typing import Literal
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core import proc
-from keepstep.core.ranks import COORDINATOR
+from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET
 from keepstep.resilience.failure_cause import Cause, Kind
 from keepstep.resilience.restart_policy import RestartPolicy
-from keepstep.resilience.survivors.coordinator import Coordinator
+from keepstep.resilience.survivors.coordinator import Coordinator, Network
 
 REPLACEABLE: frozenset[Kind] = frozenset({"crash", "hang", "peer"})
 """What one process may suffer while the others are well. Anything else would meet its replacement too."""
@@ -23,11 +23,21 @@ Verdict = Literal["replace", "leave out", "fault"]
 class Supervisor:
     """Holds the coordinator of an attempt, and decides about processes that end."""
 
+    cut_off = False
+    """Whether this node has to join the others again."""
+
     def __init__(
-        self, scratch: Path, processes: int, settings: ResilienceConfig, on_event: Callable[..., None]
+        self,
+        scratch: Path,
+        processes: int,
+        settings: ResilienceConfig,
+        on_event: Callable[..., None],
+        network: Network | None = None,
+        nodes: int = 1,
     ) -> None:
-        """`processes` train; the spares of `settings` wait until one of these is lost."""
-        self._path, self._processes, self._on_event = scratch / "membership", processes, on_event
+        """`processes` of each node train; the spares of `settings` wait until one of these is lost."""
+        self._path, self._processes, self._on_event = scratch / "membership", processes * nodes, on_event
+        self._network = network
         self._max_restarts = settings.max_restarts
         self._policies = [RestartPolicy(self._max_restarts) for _ in range(processes + settings.spares)]
         self._coordinator: Coordinator | None = None
@@ -42,8 +52,13 @@ class Supervisor:
         """Start over with new replicas; returns their environment."""
         self.close()
         self.left_out.clear()
-        self._coordinator = Coordinator(self._path, self._processes, self._last_leader)
-        return {COORDINATOR: str(self._path)}
+        first = self._last_leader
+        if self._network and (first is None or first >= len(self._policies)):
+            # One of this node: the others may be gone for good.
+            first = 0
+        self._coordinator = Coordinator(self._path, self._processes, first, self._network)
+        secret = {REPLICA_SECRET: self._network.secret.decode()} if self._network else {}
+        return {COORDINATOR: self._coordinator.address, **secret}
 
     def judge(self, cause: Cause, local_rank: int, step: int) -> Verdict:
         """What follows from the end of a process. `step` is the newest that it has finished, or -1."""

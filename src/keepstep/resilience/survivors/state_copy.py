@@ -4,7 +4,7 @@ Every member copies one part of its state between two steps, and sends it from a
 step that is committed meanwhile follow, again one part from every member. The last message is the end.
 
 All bytes carry a CRC-32. It finds any burst of wrong bits up to 32, and all but one in four billion other errors. Only
-this user reaches the sockets, so nothing more is needed; SHA-256 would take several times as long as the copy itself.
+this run reaches the sockets, so nothing more is needed; SHA-256 would take several times as long as the copy itself.
 """
 
 from __future__ import annotations

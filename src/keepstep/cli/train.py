@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("words", nargs="*", metavar="run.yaml | section.field=value", help=CONFIG_HELP)
     add("--procs", default="auto", metavar="N", help="processes on this machine (default: auto, one per GPU)")
+    add("--spares", type=int, metavar="N", help="processes that wait to replace a lost one (see resilience.survive)")
     add("--ui", action="store_true", help="serve the live page while training, and print its link")
     add(
         "--on",
@@ -61,6 +62,8 @@ def _train(args: argparse.Namespace) -> int:
     """Train: as a worker if a launcher started this process, else by starting the workers."""
     if args.name is not None:
         args.words = [*args.words, f"name={written(args.name)}"]
+    if args.spares is not None:
+        args.words = [*args.words, f"resilience.spares={args.spares}"]
     path, overrides = split_words(args.words)
     ranks = from_environment()
     keys = {override.partition("=")[0] for override in overrides}
@@ -83,10 +86,11 @@ def _train(args: argparse.Namespace) -> int:
     from keepstep.config.layout import check_layout
     from keepstep.launch.local import check_memory_here, process_count
 
-    processes = process_count(args.procs, config.compute.device)
+    spares = config.resilience.spares
+    processes = process_count(args.procs, config.compute.device, spares)
     # Here, before any process starts: otherwise each of them would report the same problem.
     check_layout(config, processes)
-    check_memory_here(config, processes, processes)
+    check_memory_here(config, processes, processes + spares)
     if processes == 1 and not config.resilience.max_restarts:
         from keepstep.train.trainer import train
 

@@ -675,7 +675,11 @@ class ResilienceConfig:
     them."""
     survive: bool = False
     """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
-    replacement copies their state. Every process is a replica. Needs `reproducible: elastic` and one node."""
+    replacement copies their state. Every process is a replica with whole weights. With `reproducible: elastic` the
+    losses do not depend on who was lost."""
+    spares: NonNegativeInt = 0
+    """With `survive`: processes that have built the run and wait. One of them takes the place of a lost replica, and
+    another is started behind it. On GPUs each needs a GPU of its own. The same as `--spares`."""
     lease_s: Annotated[float, Range(min=1, max=3600)] = 30.0
     """A run holds its folder against other runs by a heartbeat in the folder. After this many seconds without one,
     another run may take over. Raise it where the storage shows changes of other machines late."""
@@ -744,6 +748,11 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether every process holds whole weights, and takes micro batches whose gradients are summed as integers."""
+        return self.reproducible == "elastic" or self.resilience.survive
 
     @property
     def has_reference(self) -> bool:

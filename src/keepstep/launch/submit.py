@@ -126,6 +126,7 @@ def training_job(
         min_nodes=min(profile.min_nodes, count),
         config_text=path.read_text() if path else "{}\n",
         working_dir=Path.cwd(),
+        survives=config.resilience.survive and count > 1,
     )
 
 

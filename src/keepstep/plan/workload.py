@@ -157,7 +157,7 @@ def workload_of(
         device_bytes=device_bytes,
         offload=config.parallel.offload,
         explicit_shard=config.parallel.shard != -1,
-        elastic=config.reproducible == "elastic",
+        elastic=config.whole_weights,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets if config.lora.rank else (),
         lora_base=config.adapters.base if config.lora.rank else "bf16",

@@ -72,7 +72,7 @@ def spread_model(
     # One process has nothing to shard: with weights already in half precision it does without FSDP's copies.
     one_process = mesh.layout.world_size == 1 and config.parallel.shard == -1
     alone = one_process and dtype == torch.bfloat16 and not config.parallel.offload
-    sharded = not alone and config.reproducible != "elastic"
+    sharded = not alone and not config.whole_weights
     adapted = config.lora.rank and not frozen
     linear = "fp8" if config.precision == "fp8" and not adapted else config.model.linear
     with torch.device("meta"):
@@ -123,7 +123,7 @@ def fill_learner(
         objective=make_objective(config, model, reference, loaders),
     )
     frozen = model if config.lora.rank else reference
-    if config.reproducible == "elastic":
+    if config.whole_weights:
         microbatches = config.global_batch // config.microbatch
         exact = ElasticStep(model, optimizers, scaler, settings, seed=config.seed, microbatches=microbatches)
         return Learner(model, optimizers, scaler, exact, origin, frozen)

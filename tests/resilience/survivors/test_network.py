@@ -1,0 +1,90 @@
+"""Replicas over TCP, as between nodes: the same protocol, and strangers do not take part."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET
+from keepstep.resilience.survivors import wire
+from keepstep.resilience.survivors.coordinator import Coordinator, Network
+from keepstep.resilience.survivors.replica import EvictedError, Replica
+from tests.resilience.survivors import protocol_kills
+from tests.resilience.survivors.protocol_kills import Job, undisturbed
+
+NETWORK = Network("127.0.0.1", b"of this attempt")
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPLICA_SECRET, NETWORK.secret.decode())
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    found = Coordinator(tmp_path / "membership", expected=1, network=NETWORK)
+    yield found
+    found.close()
+
+
+def test_random_kills_over_the_network_leave_equal_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Coordinators(Coordinator):
+        def __init__(self, path: Path, expected: int) -> None:
+            super().__init__(path, expected, network=NETWORK)
+            monkeypatch.setenv(COORDINATOR, self.address)
+
+    monkeypatch.setattr(protocol_kills, "Coordinator", Coordinators)
+    job = Job(tmp_path, replicas=3, steps=40, pause_s=0.004)
+    assert job.run(random_kills=6, seed=2) == {undisturbed(40)}
+    assert job.kills == 6
+
+
+def test_stranger_neither_joins_nor_holds_up_the_coordinator(coordinator: Coordinator) -> None:
+    host, port = coordinator.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as silent:
+        with pytest.raises(ConnectionError):
+            wire.connect_network(coordinator.address, b"another secret")
+        # The silent one is still there.
+        replica = Replica(coordinator.address, 0)
+        assert replica.leads
+        replica.close()
+        assert silent.fileno() >= 0
+
+
+def test_replica_without_its_coordinator_ends_and_saves_nothing(tmp_path: Path) -> None:
+    """Others may continue elsewhere: on one node it would save and stop instead."""
+    coordinator = Coordinator(tmp_path / "membership", expected=2, network=NETWORK)
+    replica = Replica(coordinator.address, 0)
+    coordinator.close()
+    with pytest.raises(EvictedError):
+        replica.enter(0)
+    replica.close()
+
+
+def test_connection_breaks_where_a_node_says_nothing(coordinator: Coordinator) -> None:
+    replica = Replica(coordinator.address, 0)
+    options = partial(replica._control.getsockopt, socket.IPPROTO_TCP)
+    assert options(socket.TCP_USER_TIMEOUT) == wire.LOST_S * 1000
+    assert options(socket.TCP_KEEPIDLE) + options(socket.TCP_KEEPINTVL) * options(socket.TCP_KEEPCNT) <= 10
+    replica.close()
+
+
+def test_replica_on_the_coordinators_node_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own connection may run over the loopback interface, where no other node reaches it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as control:
+        listener, address = wire.listen_for_peers("tcp://node-1:4000", 0, control)
+        assert address == f"tcp://node-1:{listener.getsockname()[1]}"
+        listener.close()
+
+
+def test_refused_connection_names_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(ConnectionError, match=os.strerror(errno.ECONNREFUSED)):
+        wire.connect(address)

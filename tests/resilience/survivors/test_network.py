@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET
+from keepstep.core.errors import UsageError
+from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET, NodeGroup
 from keepstep.resilience.survivors import wire
 from keepstep.resilience.survivors.coordinator import Coordinator, Network
-from keepstep.resilience.survivors.replica import EvictedError, Replica
+from keepstep.resilience.survivors.remote import SurvivorRendezvous
+from keepstep.resilience.survivors.replica import EvictedError, Replica, RunOverError
 from tests.resilience.survivors import protocol_kills
 from tests.resilience.survivors.protocol_kills import Job, undisturbed
 
@@ -88,3 +90,14 @@ def test_refused_connection_names_the_address() -> None:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(ConnectionError, match=os.strerror(errno.ECONNREFUSED)):
         wire.connect(address)
+
+
+def test_node_that_was_cut_off_does_not_wait_for_a_run_that_is_over() -> None:
+    group = NodeGroup(2, 2, "127.0.0.1:9", "run", secret=b"of all nodes", join_timeout_s=60)
+    with pytest.raises(RunOverError):
+        SurvivorRendezvous(group, 1, lambda: True).next()
+
+
+def test_survivors_need_a_fixed_number_of_nodes() -> None:
+    with pytest.raises(UsageError, match="fixed number"):
+        SurvivorRendezvous(NodeGroup(2, 4, "127.0.0.1:9", "run"), 1)

@@ -126,6 +126,12 @@ def make_supervisor(
 ) -> Supervisor | RemoteSupervisor | None:
     """What keeps the replicas of this node; None where all processes start and end together."""
     if isinstance(rendezvous, SurvivorRendezvous):
+        silence_s = wire.LOST_S + wire.CONNECT_TIMEOUT_S
+        if settings.hang_s <= silence_s:
+            wrong = (
+                f"resilience.hang_s is {settings.hang_s:g}, but replicas wait {silence_s:g} s for a node that is gone"
+            )
+            raise UsageError(wrong, "resilience.hang_s=10 or more")
         if not rendezvous.is_host:
             return RemoteSupervisor(rendezvous, processes + settings.spares, settings.max_restarts)
         network = Network(rendezvous.host, secrets.token_hex(16).encode())

@@ -9,6 +9,7 @@ step beyond the usual one, in steps: `stall_*` when a replica left, `join_stall_
 the usual step against that of the same run without `resilience.survive`, medians of alternating runs.
 `stall_over_torchft` divides our stall by that of survive_torchft.py with torchft's documented settings,
 `stall_over_torchft_tuned` by that with shorter timeouts. --only measures one part again.
+`copy_over_loopback` is the speed of a state copy from three members, with its checks, over that of the bare sockets.
 `protocol_kills` are those of tests/resilience/survivors/protocol_kills.py. What was not measured is null.
 """
 
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import survive_copy
 import survive_torchft
 from safetensors.numpy import load_file
 
@@ -225,7 +227,7 @@ def main() -> int:
     parser.add_argument("--protocol-kills", type=int, default=50, help="at each point of the protocol")
     parser.add_argument("--turns", type=int, default=3, help="alternating runs that measure the overhead")
     parser.add_argument("--torchft", type=int, default=5, help="kills of the same model through torchft, twice")
-    parser.add_argument("--only", choices=["survival", "restart", "overhead", "protocol", "torchft"])
+    parser.add_argument("--only", choices=["survival", "restart", "overhead", "copy", "protocol", "torchft"])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "survive.json")
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.output.read_text()) if args.only else {}
@@ -235,6 +237,7 @@ def main() -> int:
             "survival": lambda: survival(folder, args.kills),
             "restart": lambda: {"restart_stall_s": round(restart_stall_s(folder, args.restarts), 4)},
             "overhead": lambda: {"overhead": round(overhead(folder, args.turns), 4)},
+            "copy": lambda: survive_copy.measure(folder / "copy"),
             "protocol": lambda: protocol(args.protocol_kills),
             "torchft": lambda: survive_torchft.measure(folder / "torchft", args.torchft, WORDS),
         }

@@ -21,7 +21,7 @@ from keepstep.core import failpoints
 from keepstep.data.batch import Batch
 from keepstep.models.ops.backend import backend
 from keepstep.models.transformer import Transformer
-from keepstep.resilience.survivors.replica import Replica
+from keepstep.resilience.survivors.replica import MembershipChangedError, Replica
 from keepstep.train.optim.loss_scaler import LossScaler
 from keepstep.train.optim.optimizer import Optimizers
 from keepstep.train.step import STOP, VOID, StepSettings, StepSignals, TrainStep, own_seconds
@@ -175,6 +175,8 @@ class ElasticStep(TrainStep):
         self._sums_of_step = FixedPointSums(optimizers.parameters, microbatches, settings.device, sum_count)
         self._shared: NDArray[np.int64] | None = None
         """Among replicas: memory that all of those on this node read."""
+        self._step_in_flight, self._done = -1, set[int]()
+        """Among replicas: a step that is not committed yet, and the micro batches whose gradients are in its sums."""
         self._overflow = torch.zeros((), dtype=torch.bool, device=settings.device)
 
     def run(
@@ -185,13 +187,17 @@ class ElasticStep(TrainStep):
         before_update: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Learn from this process's micro batches, of which other processes may have more or fewer."""
-        rank, ranks = self._place()
+        share = self._share()
         targets = torch.full((), sum(map(self.objective.count, batches)), dtype=torch.int64, device=self.device)
         self._sum_(targets)
         weight = self._poisoned(1.0 / targets)
         total = self._sums_of_step
-        total.start()
-        most = -(-self._microbatches // ranks)
+        if signals.step != self._step_in_flight:
+            total.start()
+            self._done.clear()
+        # Only among replicas may a step be tried again.
+        self._step_in_flight = signals.step if self.replica is not None else -1
+        most = -(-self._microbatches // self._ranks)
         for place in range(most):
             # Every process asks equally often, also one that has a micro batch less.
             if signals.abandon(place, most):
@@ -200,12 +206,15 @@ class ElasticStep(TrainStep):
                 break
             if self.replica is not None:
                 self.replica.raise_if_changed()
+            if share[place] in self._done:
+                continue
             batch = batches[place]
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
             self._weigh_routers(weight * self.objective.count(batch))
             sums = self._sums(batch)
             torch.autograd.backward(sums[0] * weight)
-            total.add_loss(rank + place * ranks, sums.detach())
+            total.add_loss(share[place], sums.detach())
+            self._done.add(share[place])
         total.reduce(signals, self._sum_)
         before_update()
         if self.replica is not None:
@@ -241,12 +250,15 @@ class ElasticStep(TrainStep):
         """Compute a micro batch for nothing but what its first time compiles and allocates."""
         torch.autograd.backward(self._sums(batch)[0])
 
-    def _place(self) -> tuple[int, int]:
-        """Which of how many shares of the micro batches is this process's."""
+    def _share(self) -> Sequence[int]:
+        """This process's micro batches of the step, by their number in the global batch."""
         if self.replica is not None:
-            return self.replica.rank, self.replica.ranks
-        mesh = self._settings.mesh
-        return mesh.data_rank, mesh.layout.data_ranks
+            return self.replica.share(self._microbatches)
+        return range(self._settings.mesh.data_rank, self._microbatches, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        return self._settings.mesh.layout.data_ranks
 
     def _sum_(self, numbers: Tensor) -> None:
         """Add up whole numbers over all processes, in place."""
@@ -260,11 +272,19 @@ class ElasticStep(TrainStep):
             return
         assert self._shared is not None
         shared = torch.from_numpy(self._shared)
-        if numbers.data_ptr() != shared.data_ptr():
+        in_place = numbers.data_ptr() == shared.data_ptr()
+        if not in_place:
             shared.copy_(numbers)
-        self.replica.sum_(self._shared)
-        if numbers.data_ptr() != shared.data_ptr():
+        try:
+            self.replica.sum_(self._shared)
+        except MembershipChangedError:
+            if in_place and self.replica.changed_numbers:
+                self._step_in_flight = -1
+            raise
+        if not in_place:
             numbers.copy_(shared)
+        # What is there now is no longer this process's own part.
+        self._step_in_flight = -1
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

@@ -200,14 +200,12 @@ class Trainer:
         """Copy the step just done, with its numbers, into the agent's memory."""
         self._snapshots.take(self._clock.step, self._values(), self._recorder.last_loss)
 
-    def at_boundary(self, settle: Callable[[], bool]) -> bool:
-        """Before a step: let replicas join; whether the membership is another one now."""
+    def at_boundary(self, settle: Callable[[], bool]) -> None:
+        """Before a step: let replicas join."""
         replica = self._context.replica
         assert replica is not None
-        changed = replica.at_boundary(CommonState(self._state, self._step, self._values, settle))
-        if changed:
+        if replica.at_boundary(CommonState(self._state, self._step, self._values, settle)):
             self._take_over_roles()
-        return changed
 
     def rejoin(self) -> None:
         """A replica was lost in the middle of a step: form the new membership with the others."""

@@ -109,7 +109,7 @@ def _sum_step(replica: Replica, step: int, weights: Weights, total: Weights, pau
     while True:
         try:
             total[:] = 0
-            for microbatch in range(replica.rank, MICROBATCHES, replica.ranks):
+            for microbatch in replica.share(MICROBATCHES):
                 total[:SIZE] += gradient(step, microbatch, weights)
                 total[SIZE + microbatch] += 1
                 time.sleep(pause_s)
@@ -162,7 +162,8 @@ class Job:
                     event = coordinator.events.get()
                     self.losses += event["kind"] == "left"
                     self.lost_or_joined += {"left": -1, "joined": 1}[event["kind"]]
-                noticed = self.losses >= self.kills and not self.lost_or_joined
+                full = not self.lost_or_joined and len(coordinator.members) == self.replicas
+                noticed = self.losses >= self.kills and full
                 complete = noticed and coordinator.can_replace
                 if self.kills < random_kills and time.monotonic() > next_kill and complete:
                     self._kill(dice)
@@ -208,7 +209,7 @@ def kill_at(point: str, folder: Path, occurrence: int) -> bool:
     if point in WHEN_JOINING:
         # At the start only one replica has a state; later ones join because others are killed at random.
         environment[failpoints.VARIABLE] = f"{point}:1"
-        job = Job(folder, replicas=3, steps=60, pause_s=0.004, environment_of_replacements=environment)
+        job = Job(folder, replicas=3, steps=150, pause_s=0.004, environment_of_replacements=environment)
         weights = job.run(random_kills=6, seed=occurrence)
     else:
         job = Job(folder, replicas=3, steps=12, environment=environment)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from keepstep.resilience.survivors.membership import Membership
+from keepstep.resilience.survivors.replica import deal
 
 
 class Recorded:
@@ -236,3 +237,23 @@ def test_run_starts_with_the_replica_that_has_a_snapshot() -> None:
     assert sent[2][0] == {"kind": "welcome", "leads": True}
     assert membership.members == (2,)
     assert sent[2][1]["joining"] == [[0, "address 0"]]
+
+
+def test_survivors_keep_their_micro_batches_and_share_the_rest() -> None:
+    assert deal([[4, 0, 2]], 8) == {4: [0, 3, 6], 0: [1, 4, 7], 2: [2, 5]}
+    assert deal([[4, 0, 2], [4, 2]], 8) == {4: [0, 3, 6, 4], 2: [2, 5, 1, 7]}
+    assert deal([[4, 0, 2], [4, 2], [2]], 8)[2][:4] == [2, 5, 1, 7]
+    assert sorted(deal([[4, 0, 2], [4, 2], [2]], 8)[2]) == list(range(8))
+
+
+def test_members_hear_who_was_lost_since_the_step_began(three: Recorded) -> None:
+    three.prepare_all(step=1)
+    three.membership.lost(1)
+    three.membership.lost(0)
+    assert three.last(2)["history"] == [[0, 1, 2], [0, 2], [2]]
+    three.prepare_all(step=2)
+    three.join(0)
+    three.prepare_all(step=3)
+    three.copied(0, step=3)
+    three.prepare_all(step=4)
+    assert three.last(2)["history"] == [[2, 0]]

@@ -47,6 +47,8 @@ class Exchange:
         """`peers` by rank; `shared` are the numbers of all members, where they are in memory that all of them read."""
         self._control, self._rank, self._peers = control, rank, dict(peers)
         self._shared = dict(shared or {})
+        self.changed_numbers = False
+        """Whether the last sum, if it was interrupted, has changed its numbers."""
         part = -(-SLICE // (len(self._peers) + 1))
         # Allocated once: the system takes longer to give new memory than to fill it.
         self._arrived = {peer: np.empty(part, np.int64) for peer in self._peers}
@@ -62,6 +64,7 @@ class Exchange:
 
     def sum_(self, numbers: Numbers) -> None:
         """Replace `numbers` by their sum over all members: whole numbers, so no order of adding matters."""
+        self.changed_numbers = False
         if not self._peers:
             return
         if len(numbers) <= FEW:
@@ -69,6 +72,7 @@ class Exchange:
         elif numbers is self._shared.get(self._rank):
             self._sum_shared(numbers)
         else:
+            self.changed_numbers = True
             for start in range(0, len(numbers), SLICE):
                 self._sum_slice(numbers[start : start + SLICE])
 
@@ -84,6 +88,7 @@ class Exchange:
         Nobody changes a part that others still read: the next change comes after the commit, which waits for all.
         """
         self._wait_for_all()
+        self.changed_numbers = True
         ranks = len(self._peers) + 1
         first, end = part_bounds(len(numbers), self._rank, ranks)
         for start in range(first, end, BLOCK):

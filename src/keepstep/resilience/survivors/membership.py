@@ -59,6 +59,8 @@ class Membership:
         self._epoch = 0
         self._step = 0
         """Committed last."""
+        self._history: list[list[int]] = []
+        """The members when the step in flight began, and after each loss since then."""
         self._copy = 0
         """Counts the copies of the state: what belongs to an earlier one is out of date."""
         self._holds = False
@@ -198,10 +200,12 @@ class Membership:
             self._enter()
             self._holds = False
             self._committed_at = time.monotonic()
+            self._history = []
             self._next_epoch()
 
     def _next_epoch(self) -> None:
         self._epoch += 1
+        self._history.append(list(self._members))
         for each in self._in_phase("member"):
             each.checksum = ""
         for number in self._members:
@@ -209,7 +213,7 @@ class Membership:
 
     def _view(self) -> Message:
         members = [[number, self._replicas[number].address] for number in self._members]
-        return {"kind": "view", "epoch": self._epoch, "members": members}
+        return {"kind": "view", "epoch": self._epoch, "members": members, "history": self._history}
 
     def _try_commit(self) -> None:
         members = self._in_phase("member")
@@ -233,6 +237,7 @@ class Membership:
         admitted = {"copy": self._copy, "joining": []} if entering else self._admit()
         for each in members:
             self._send(each.number, {"kind": "commit", "step": leader.step, **admitted, "entering": entering})
+        self._history = [] if entering else [list(self._members)]
         if entering:
             self._next_epoch()
 

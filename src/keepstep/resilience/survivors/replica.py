@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,7 +72,9 @@ class Replica:
         self._control = wire.connect(self._coordinator)
         self._inbox, self._messages = wire.Inbox(), list[Message]()
         self._listener, address = wire.listen_for_peers(self._coordinator, number, self._control)
-        self._view: Message = {"epoch": 0, "members": [[number, address]]}
+        self._view: Message = {"epoch": 0, "members": [[number, address]], "history": [[number]]}
+        self.changed_numbers = False
+        """Whether a sum that was interrupted has changed the numbers already."""
         self._exchange = Exchange(self._control, 0, {})
         self._shared: SharedNumbers | None = None
         self._admitted: Message = {"joining": [], "entering": False}
@@ -94,6 +96,10 @@ class Replica:
     def rank(self) -> int:
         """This replica's place among them; 0 leads."""
         return [number for number, _ in self._view["members"]].index(self.number)
+
+    def share(self, microbatches: int) -> list[int]:
+        """Which of the micro batches of the step in flight this replica computes."""
+        return deal(self._view["history"], microbatches)[self.number]
 
     def enter(self, step: int) -> None:
         """The first replica, with the state of `step`: wait for all others, which copy it at the next boundary."""
@@ -208,13 +214,13 @@ class Replica:
 
     def sum_(self, numbers: Numbers) -> None:
         """Replace whole numbers by their sum over the members; MembershipChangedError if these change meanwhile."""
+        self.changed_numbers = False
         self.raise_if_changed()
         try:
             self._exchange.sum_(numbers)
-        except InterruptedSumError:
-            self._await_change()
-        except PeerLostError as error:
-            self._await_change(lost=error.peer)
+        except (InterruptedSumError, PeerLostError) as error:
+            self.changed_numbers = self._exchange.changed_numbers
+            self._await_change(error.peer if isinstance(error, PeerLostError) else None)
 
     def commit(self, step: int, checksum: str) -> None:
         """Return when every member holds the sums of this step, so that all of them will apply it."""
@@ -227,6 +233,7 @@ class Replica:
             raise MembershipChangedError
         reach("committed")
         self._step, self._admitted = step, message
+        self._view["history"] = [[number for number, _ in self._view["members"]]]
 
     def raise_if_changed(self) -> None:
         """Raise MembershipChangedError if a new epoch has started: no need to finish the work for the old one."""
@@ -348,3 +355,18 @@ class Replica:
             raise RunOverError("the run ended before this replica had joined the others")
         if kind == "evicted":
             raise EvictedError("the other replicas continue without this one")
+
+
+def deal(history: Sequence[Sequence[int]], microbatches: int) -> dict[int, list[int]]:
+    """Who computes which micro batches of a step, by the members at its start and after each loss since then.
+
+    Everybody keeps what was theirs, so that nothing is computed twice, and gets an equal part of what is left.
+    """
+    first = history[0]
+    shares = {number: list(range(rank, microbatches, len(first))) for rank, number in enumerate(first)}
+    for members in history[1:]:
+        orphans = sorted(each for number, share in shares.items() if number not in members for each in share)
+        shares = {number: shares[number] for number in members}
+        for orphan in orphans:
+            min(shares.values(), key=len).append(orphan)
+    return shares

@@ -62,6 +62,10 @@ class Sender:
         """The replica starts over with other members."""
         self._gone.set()
 
+    def join(self) -> None:
+        """Wait until everything is sent, or the replica is gone."""
+        self._thread.join()
+
     def _run(self) -> None:
         with suppress(OSError), wire.connect(self._address) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from keepstep.cli.main import main
+from keepstep.config.load import load_config
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.launch import slurm
 from keepstep.launch.job import Job, JobRecord, Target
 from keepstep.launch.profiles import SlurmProfile
-from keepstep.launch.submit import ReportJob, run_report_job, submit
+from keepstep.launch.submit import ReportJob, run_report_job, submit, training_job
 from tests.launch.manifests import REPOSITORY
 from tests.patience import PATIENCE_S
 
@@ -91,6 +92,15 @@ def test_batch_run_that_survived_a_lost_node_is_done(tmp_path: Path, survives: b
         "--kill-on-bad-exit=1", *(["--no-kill", "--kill-on-bad-exit=0"] if survives else [])
     ]  # fmt: skip
     assert ("\n#SBATCH --no-kill\n" in (simulated.job_folder / "job.sbatch").read_text()) is survives
+
+
+@pytest.mark.parametrize(("nodes", "survives"), [(1, False), (2, True)])
+def test_job_of_several_nodes_survives_if_its_replicas_do(nodes: int, survives: bool) -> None:
+    config = load_config(None, ["data=synthetic", "reproducible=elastic", "resilience.survive=true"]).config
+    job = training_job(Target("slurm"), SlurmProfile(), None, [], config, nodes)
+    assert job.survives is survives
+    with pytest.raises(UsageError, match="starts with all 4 nodes"):
+        training_job(Target("slurm"), SlurmProfile(min_nodes=2), None, [], config, 4)
 
 
 @pytest.mark.parametrize(("node", "code", "marked"), [("0", 0, True), ("1", 0, False), ("0", 1, False)])

@@ -186,6 +186,10 @@ def start_processes(
     events = JsonLines(folder.events)
 
     lost: list[str] = []
+    before = len(events.read())
+
+    def is_over() -> bool:
+        return any(event.get("kind") == "finish" for event in events.read()[before:])
 
     def record(kind: str, **facts: Any) -> None:
         # The disk may be full, which is often the fault itself: the restart matters more than the event.
@@ -205,7 +209,9 @@ def start_processes(
         _WARM_MODULES + (("tensorboard.summary.writer.record_writer",) if config.observe.tensorboard else ()),
     )
     with recording(folder.logs, "agent", node_number(os.environ)) as logger:
-        settings = AgentSettings(config.resilience, config.checkpoint.retry_s, folder.root, folder.logs, record)
+        settings = AgentSettings(
+            config.resilience, config.checkpoint.retry_s, folder.root, folder.logs, record, is_over
+        )
         return run_processes(task, processes, group, settings)
 
 

@@ -82,7 +82,7 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield "#SBATCH --open-mode=append"
     yield "#SBATCH --requeue"
     if job.survives:
-        # A lost node does not end the job; the loss of the first one, on which this script runs, requeues it.
+        # A lost node does not end the job, unless it is the first one, on which this script runs.
         yield "#SBATCH --no-kill"
     # Without `B:` the signal goes to the job steps, which are the training processes.
     yield f"#SBATCH --signal=USR1@{profile.warn_before_end_s}"

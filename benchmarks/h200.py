@@ -31,6 +31,7 @@ from keepstep.core.files import write_json
 from keepstep.data.formats.megatron import MegatronWriter
 from keepstep.models.size import flops_per_token, mfu_llm_foundry, peak_flops
 from keepstep.train.bench import bench_step
+from keepstep.train.optim import newton_schulz
 from keepstep.train.telemetry.recorder import Recorder
 from keepstep.train.trainer import train
 
@@ -188,6 +189,31 @@ def parity(steps: int, pairs: int, result: dict[str, Any], out: Path) -> None:
         write_json(out, result)
 
 
+def against_adamw(steps: int) -> dict[str, Any]:
+    """Muon's step over AdamW's, which runs before and after it; its orthogonalisation with and without our kernel."""
+    adamw, muon = config(*LLAMA_1B), config(*LLAMA_1B, "optimizer=muon")
+    before_s, own, after_s = ours(adamw, steps)["step_s"], ours(muon, steps), ours(adamw, steps)["step_s"]
+    adamw_s = (before_s + after_s) / 2
+    fresh()
+    directions = [
+        torch.randn(muon.model.layers, *shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+    ]
+
+    def orthogonalise_all() -> Tensor:
+        for stack in directions:
+            newton_schulz.orthogonalise(stack)
+        return stack
+
+    symmetric_s = timed(orthogonalise_all, steps, warmup=3)["step_s"]
+    with mock.patch.object(newton_schulz, "_SYMMETRIC_FROM", 1 << 30):
+        whole_s = timed(orthogonalise_all, steps, warmup=3)["step_s"]
+    return {
+        "llama1b_muon": {**own, "adamw_step_s": adamw_s, "symmetric_s": symmetric_s, "whole_matmuls_s": whole_s},
+        "muon_over_adamw": own["step_s"] / adamw_s,
+    }
+
+
 def measure(steps: int, out: Path) -> dict[str, Any]:
     """Measure everything, the longest part last. Each part is written immediately: time on a rented GPU may run out."""
     llama_1b = config(*LLAMA_1B)
@@ -215,6 +241,7 @@ def measure(steps: int, out: Path) -> dict[str, Any]:
     quiet = ("checkpoint.at_end=false", "evaluate.at_end=false")
     real = config(*LLAMA_1B, "max_duration=40ba", *quiet)
     result["side_costs"] = side_costs(real, 40)
+    result |= against_adamw(steps)
     result["data_wait_share"] = result["side_costs"]["data_wait_share"]
     result["telemetry_share"] = result["side_costs"]["telemetry_share"]
     write_json(out, result)
@@ -228,9 +255,15 @@ def main() -> None:
     parser.add_argument("--parity-pairs", type=int, default=3)
     parser.add_argument("--no-hugging-face", action="store_true")
     parser.add_argument("--only-hugging-face", action="store_true", help="add this comparison to existing results")
+    parser.add_argument("--only-muon", action="store_true", help="add Muon against AdamW to existing results, if any")
     parser.add_argument("--only-parity", action="store_true", help="add pairs of long runs to existing results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.only_muon:
+        result = {**(json.loads(args.out.read_text()) if args.out.is_file() else {}), **against_adamw(args.steps)}
+        write_json(args.out, result)
+        print(json.dumps(result["llama1b_muon"], indent=2), f"\nmuon_over_adamw {result['muon_over_adamw']:.3f}")
+        return
     if args.only_hugging_face or args.only_parity:
         result = json.loads(args.out.read_text())
     else:
@@ -243,6 +276,7 @@ def main() -> None:
     for name in (
         "llama1b_bf16_vs_titan",
         "llama1b_fp8_vs_titan",
+        "muon_over_adamw",
         "mpt1b_mfu",
         "llama8b_mfu",
         "data_wait_share",

@@ -51,6 +51,15 @@ def test_chaos_recovered_runs_end_with_the_same_losses(tmp_path: Path) -> None:
         assert fault["steps_lost"] <= 1, fault
 
 
+def test_chaos_survivors_of_two_replicas_and_of_a_spare_continue(tmp_path: Path) -> None:
+    report = chaos(tmp_path, "--kinds", "kill-two-replicas,kill-spare", "--steps", "12")
+    assert report["passed"], report
+    for kind, expected in (("kill-two-replicas", ["left", "left"]), ("kill-spare", ["spare_lost"])):
+        (events,) = tmp_path.glob(f"chaos-*/{kind}/events.jsonl")
+        kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
+        assert [kind for kind in kinds if kind in ("left", "spare_lost", "restart")] == expected
+
+
 def test_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     report = chaos(tmp_path, "--random", "4", "--mtbf", "3", "--seed", "2")
     assert report["passed"]
@@ -63,6 +72,15 @@ def test_chaos_two_hosts_lose_network_and_host(tmp_path: Path) -> None:
     (events,) = tmp_path.glob("chaos-*/lost-host/events.jsonl")
     resumed = [line for line in map(json.loads, events.read_text().splitlines()) if line["kind"] == "resume"]
     assert resumed[0]["folder"] == "memory", "the new host's state comes from the memory of the other one"
+
+
+@pytest.mark.cluster
+def test_chaos_replicas_without_network_stop_and_join_again(tmp_path: Path) -> None:
+    report = chaos(tmp_path, "--kinds", "split-network", "--timeout", "200")
+    assert report["passed"]
+    (path,) = tmp_path.glob("chaos-*/split-network/events.jsonl")
+    kinds = [line["kind"] for line in map(json.loads, path.read_text().splitlines())]
+    assert [kind for kind in kinds if kind in ("left", "joined")] == ["left", "joined"]
 
 
 def test_chaos_cancelled_leaves_no_run_behind(tmp_path: Path) -> None:

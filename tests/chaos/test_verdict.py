@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keepstep.chaos import scenarios, verdict
-from keepstep.chaos.experiment import Outcome, UnavailableError
+from keepstep.chaos.experiment import Experiment, Outcome, Scenario, UnavailableError
 from keepstep.cli.main import main
 from keepstep.core.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT
 
@@ -72,3 +72,23 @@ def test_report_counts_skipped_scenarios_as_no_pass(
 def test_chaos_refuses_impossible_numbers(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "model=mpt-tiny", "data=synthetic", word]) == EXIT_CONFIG
     assert word.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kinds", "note"),
+    [
+        (["left", "joined"], ""),
+        (["spare_lost"], ""),
+        (["left", "fault", "restart", "resume"], "the other replicas were restarted"),
+        (["joined"], "nobody noticed"),
+    ],
+)
+def test_survivors_pass_only_without_a_restart(kinds: list[str], note: str, tmp_path: Path) -> None:
+    experiment = Experiment([], tmp_path, 24, 3, 60.0)
+    folder = experiment.run_folder("kill-replica").create()
+    folder.metrics.write_text(json.dumps({"step": 1, "loss": 2.5, "time": 9.0}) + "\n")
+    events = [{"kind": kind, "time": 11.0, "step": 1} for kind in kinds]
+    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    scenario = Scenario("kill-replica", "", survivors=True)
+    judged = verdict.judge(experiment, scenario, {1: 2.5}, (10.0, 0))
+    assert (judged.passed, judged.note) == (not note, note)

@@ -53,11 +53,12 @@ def kinds(run: Path) -> list[str]:
 
 
 def submit(
-    cluster: SlurmCluster, folder: Path, name: str, steps: int, profile: str = PROFILE, nodes: int = 2
+    cluster: SlurmCluster, folder: Path, name: str, steps: int, profile: str = PROFILE, nodes: int = 2, *more: str
 ) -> JobRecord:
     path = folder / "profile.yaml"
     path.write_text(profile)
-    words = ["train", f"name={name}", f"max_duration={steps}ba", *TINY, "--on", f"slurm:{path}", "-N", str(nodes)]
+    run = [f"name={name}", f"max_duration={steps}ba", *TINY, *more]
+    words = ["train", *run, "--on", f"slurm:{path}", "-N", str(nodes)]
     assert name in cluster.keepstep(*words, cwd=folder)
     return load_record(folder / "runs", name)
 
@@ -81,6 +82,24 @@ def test_a_node_lost_during_the_run_costs_no_loss_value(
     assert losses(run) == expected
     assert "finished" in rested.keepstep("jobs", cwd=tmp_path)
     assert "attempt 1" in rested.keepstep("logs", "lost", "--follow", cwd=tmp_path)
+
+
+@pytest.mark.cluster
+def test_replicas_survive_a_node_without_network_and_the_job_is_not_requeued(
+    rested: SlurmCluster, tmp_path: Path
+) -> None:
+    steps, survive = 150, ["reproducible=elastic", "resilience.survive=true"]
+    record = submit(rested, tmp_path, "survives", steps, PROFILE, 2, *survive)
+    run = tmp_path / "runs" / "survives"
+    wait_step(rested, run, 12)
+    rested.cable("n2", up=False)
+    job = rested.wait_state(record.job_id, {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"}, 150, Path(record.log))
+    assert job["JobState"] == "COMPLETED", Path(record.log).read_text()
+    assert job["Restarts"] == "0"
+    assert [kind for kind in kinds(run) if kind in ("left", "restart", "resume")] == ["left"]
+    words = ["train", "name=alone", f"max_duration={steps}ba", *TINY, "reproducible=elastic"]
+    rested.keepstep(*words, cwd=tmp_path)
+    assert losses(run) == losses(tmp_path / "runs" / "alone")
 
 
 @pytest.mark.cluster

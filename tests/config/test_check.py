@@ -86,7 +86,13 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
         ),
         ([*MIXTURE, "lora.rank=8"], "has gate, and experts take no such adapter"),
         (["model=deepseek-v3", "lora.rank=8", "lora.targets=[q, k, o]"], "has k, and latent attention takes no such"),
-        (["lora.rank=8", "precision=fp8"], "lora.rank is 8, but it needs matmuls in bf16, and precision is fp8"),
+        (["lora.base=fp8"], "lora.base is 'fp8', but it is for the frozen weights under adapters, and lora.rank is 0"),
+        (
+            ["lora.rank=8", "lora.base=nf4", "precision=fp8"],
+            "lora.base is 'nf4', but it computes in bf16, and precision",
+        ),
+        (["lora.rank=8", "precision=fp8", "parallel.pipeline=2"], "whole on each GPU: needs parallel.pipeline=1"),
+        ([*MIXTURE, "lora.rank=8", "lora.targets=[q]", "lora.base=fp8"], "does not quantise experts"),
         (["lora.rank=8", "model.linear=bitnet"], "lora.rank is 8, but it needs model.linear dense, and it is bitnet"),
         (["model.dropout=1"], "model.dropout is 1.0, but it must be at least 0 and below 1"),
         (

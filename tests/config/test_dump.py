@@ -63,7 +63,7 @@ def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: p
     parallel = replace(config.parallel, async_tensor=False)
     compute = replace(config.compute, attention="auto")
     data = replace(config.data, order="keepstep")
-    lora = replace(config.lora, rank=0)
+    lora = replace(config.lora, rank=0, base="bf16")
     objectives = {
         "preference": replace(config.preference, method="none", label_smoothing=0.0),
         "rl": replace(config.rl, method="none"),

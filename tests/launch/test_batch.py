@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from keepstep.cli.main import main
+from keepstep.config.load import load_config
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.launch import slurm
 from keepstep.launch.job import Job, JobRecord, Target
 from keepstep.launch.profiles import SlurmProfile
-from keepstep.launch.submit import ReportJob, run_report_job, submit
+from keepstep.launch.submit import ReportJob, run_report_job, submit, training_job
 from tests.launch.manifests import REPOSITORY
 from tests.patience import PATIENCE_S
 
@@ -75,6 +77,39 @@ def test_batch_retry_excludes_only_failed_nodes(tmp_path: Path) -> None:
     simulated.program("srun", f"echo n2 > {simulated.job_folder}/failed-nodes; exit 5")
     assert simulated.run() == 5
     assert [line.split()[2] for line in simulated.submitted()] == ["--exclude=n2"]
+
+
+@pytest.mark.parametrize(("survives", "done", "code"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_batch_run_that_survived_a_lost_node_is_done(tmp_path: Path, survives: bool, done: bool, code: int) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.job = replace(simulated.job, survives=survives)
+    mark = f"touch {simulated.job_folder}/done; " if done else ""
+    simulated.program("srun", f"{mark}exit 1")
+    assert simulated.run() == code
+    (line,) = [line for line in simulated.calls.read_text().splitlines() if line.startswith("srun")]
+    # The last one counts.
+    assert [word for word in line.split() if "kill" in word] == [
+        "--kill-on-bad-exit=1", *(["--no-kill", "--kill-on-bad-exit=0"] if survives else [])
+    ]  # fmt: skip
+    assert ("\n#SBATCH --no-kill\n" in (simulated.job_folder / "job.sbatch").read_text()) is survives
+
+
+@pytest.mark.parametrize(("nodes", "survives"), [(1, False), (2, True)])
+def test_job_of_several_nodes_survives_if_its_replicas_do(nodes: int, survives: bool) -> None:
+    config = load_config(None, ["data=synthetic", "reproducible=elastic", "resilience.survive=true"]).config
+    job = training_job(Target("slurm"), SlurmProfile(), None, [], config, nodes)
+    assert job.survives is survives
+    with pytest.raises(UsageError, match="starts with all 4 nodes"):
+        training_job(Target("slurm"), SlurmProfile(min_nodes=2), None, [], config, 4)
+
+
+@pytest.mark.parametrize(("node", "code", "marked"), [("0", 0, True), ("1", 0, False), ("0", 1, False)])
+def test_first_node_reports_a_run_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, code: int, marked: bool
+) -> None:
+    monkeypatch.setenv("SLURM_NODEID", node)
+    assert slurm.record_exit(tmp_path, code) == code
+    assert (tmp_path / "done").exists() is marked
 
 
 def test_batch_stopped_run_is_not_resubmitted_after_hardware_failure(tmp_path: Path) -> None:

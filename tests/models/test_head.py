@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from keepstep.models.head import default_chunks, head_logits, head_loss
+from keepstep.models.head import capped_output, default_chunks, head_logits, head_loss, token_losses
 from tests.models.model_variants import VARIANTS, build, random_tokens
 
 VOCAB, ROWS = 61, 64
@@ -103,3 +103,25 @@ def test_the_models_loss_is_the_sum_over_its_logits(name: str) -> None:
     logits_nv = model(tokens_bt)[..., : config.vocab].flatten(0, 1)
     expected = F.cross_entropy(logits_nv, targets_bt.flatten(), reduction="sum")
     torch.testing.assert_close(model(tokens_bt, targets_bt, loss_chunks=3), expected)
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_each_loss_equal_autograd(cap: float, chunks: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden_btd = torch.randn(2, 7, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight_vd = torch.randn(12, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets_bt = torch.randint(0, 10, (2, 7), generator=generator)
+    targets_bt[0, :3] = -100
+    worth_bt = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    logits_btv = hidden_btd @ weight_vd.t()
+    capped_btv = (cap * torch.tanh(logits_btv / cap) if cap else logits_btv)[..., :10]
+    expected_bt = F.cross_entropy(capped_btv.transpose(1, 2), targets_bt, reduction="none")
+    expected = torch.autograd.grad((expected_bt * worth_bt).sum(), (hidden_btd, weight_vd))
+    losses_bt = token_losses(hidden_btd, weight_vd, targets_bt, 10, chunks, cap=cap)
+    torch.testing.assert_close(losses_bt, expected_bt.to(losses_bt.dtype))
+    found = torch.autograd.grad((losses_bt * worth_bt).sum(), (hidden_btd, weight_vd))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    if cap:
+        total = capped_output(hidden_btd, weight_vd, targets_bt, 10, chunks, cap=cap)
+        torch.testing.assert_close(total, expected_bt.sum().to(total.dtype))

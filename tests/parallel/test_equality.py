@@ -129,6 +129,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "cp2 ep2": ("context=2 expert=2", ("balanced",)),
         "tp2 experts": ("tensor=2", ("balanced",)),
         "pp2 experts": ("pipeline=2", ("balanced",)),
+        "dp2 muon": ("shard=2", ("muon",)),
+        "ddp2 muon": ("replicate=-1 shard=1", ("muon",)),
+        "dp2 muon offload": ("shard=2 offload=true", ("muon",)),
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),
         "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama", "deep lora")),
@@ -138,7 +141,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
     4: {
         "dp2 tp2": ("shard=2 tensor=2", (*EVERY_MODEL, "muon")),
         "pp2 tp2": ("pipeline=2 tensor=2", (*EVERY_MODEL, "muon")),
-        "hsdp 2x2": ("replicate=2 shard=2 microbatch=1", (*EVERY_MODEL, "experts")),
+        "hsdp 2x2": ("replicate=2 shard=2 microbatch=1", (*EVERY_MODEL, "experts", "muon")),
         "dp4 experts": ("shard=4 microbatch=1", ("experts",)),
         "ep4": ("shard=4 expert=4 microbatch=1", ("shared",)),
         "hsdp 2x2 ep2": ("replicate=2 shard=2 expert=2 microbatch=1", ("shared",)),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.config.load import load_config
-from keepstep.plan.memory import plan_memory
+from keepstep.plan.memory import plan_memory, stage_memory
+from keepstep.plan.tensors import stage_parameters
 from keepstep.plan.workload import Workload, workload_of
 from keepstep.train.dryrun.dryrun import dry_run
 
@@ -47,6 +48,8 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} microbatch=4 global_batch=20 reproducible=elastic", 3),
         (f"{LLAMA} microbatch=1 global_batch=5 reproducible=elastic lora.rank=16", 3),
         (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16", 2),
+        (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16 lora.base=fp8", 1),
+        (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16 lora.base=nf4", 2),
         (f"{LLAMA} microbatch=4 global_batch=16 precision=fp16", 2),
         (f"{LLAMA} model.vocab=128256 microbatch=1 global_batch=8 reproducible=elastic", 2),
         (f"{LLAMA} {GEMMA2} microbatch=8 global_batch=8", 1),
@@ -126,6 +129,30 @@ def test_adapters_alone_have_gradients_and_moments() -> None:
     assert parts.optimizer == 2 * 4 * numbers // 8
     assert parts.parameters < whole.parameters
     assert parts.gradients < whole.gradients / 10
+
+
+def test_quantised_base_fits_70b_on_one_gpu() -> None:
+    words = "model=llama-70b model.seq_len=4096 microbatch=1 global_batch=8 compute.recompute=full lora.rank=16"
+    plans = {
+        base: plan_memory(replace(workload(f"{words} lora.base={base}", 1), device_bytes=H200_BYTES))
+        for base in ("bf16", "fp8", "nf4")
+    }
+    assert plans["bf16"].needed > H200_BYTES > plans["fp8"].needed > plans["nf4"].needed
+    # 80 blocks of 8192 × (10240 + 8192 + 3 × 28672) weights; NF4 has half a byte and an fp32 scale for 64 of them.
+    matrices = 80 * 8192 * (10240 + 8192 + 3 * 28672)
+    for base, each in (("fp8", 1.0), ("nf4", 0.5625)):
+        saved = plans["bf16"].parts.parameters - plans[base].parts.parameters
+        assert saved == pytest.approx((2 - each) * matrices, rel=1e-3)
+    same = workload(f"{words} precision=fp8", 1)
+    assert (same.precision, same.lora_base, same.matmul_precision) == ("bf16", "fp8", "fp8")
+
+
+def test_quantised_weights_are_whole_on_every_process() -> None:
+    words = f"{LLAMA} microbatch=1 global_batch=8 lora.rank=8 lora.base=fp8"
+    one, eight = (stage_memory(workload(words, count), 0).parts.parameters for count in (1, 8))
+    counts = stage_parameters(workload(words, 8), 0)
+    assert eight > counts.quantised_total > 0
+    assert one > eight
 
 
 def test_sharding_over_twice_the_processes_halves_the_state() -> None:

@@ -225,9 +225,12 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
 
     parser = argparse.ArgumentParser()
     add_finetune(parser)
-    args = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "--lora", "8", "--epochs", "2", "seed=4"])
+    args = parser.parse_args(
+        ["--from", "hf", "--data", "rows.jsonl", "--lora", "8", "--base", "nf4", "--epochs", "2", "seed=4"]
+    )
     words = finetune_words(args)
     config = load_config(None, words).config
+    assert config.lora.base == "nf4"
     assert (config.finetune.start_from, config.data.path, config.lora.rank, config.seed) == ("hf", "rows.jsonl", 8, 4)
     assert (str(config.max_duration), config.optimizer.lr, config.evaluate.keep_best) == ("2ep", 2e-4, True)
     # A share of the data, whatever its size; a length in steps says nothing about the data.

@@ -7,9 +7,11 @@ from torch import nn
 from keepstep.config.schema import ModelConfig, OptimizerConfig
 from keepstep.models.init import init_weights
 from keepstep.models.transformer import Transformer
+from keepstep.train.optim import muon, newton_schulz
 from keepstep.train.optim.gradients import clip_factor, gradient_norm, scale_gradients
 from keepstep.train.optim.loss_scaler import LossScaler
-from keepstep.train.optim.muon import Muon, orthogonalise
+from keepstep.train.optim.muon import Muon
+from keepstep.train.optim.newton_schulz import orthogonalise
 from keepstep.train.optim.optimizer import Optimizers
 
 ONE = torch.ones(())
@@ -88,7 +90,66 @@ def test_orthogonalise_treats_each_matrix_of_a_stack_alone() -> None:
     for shape in ((3, 8, 5), (3, 5, 8)):
         stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         expected = torch.stack([orthogonalise(matrix) for matrix in stack])
-        torch.testing.assert_close(orthogonalise(stack), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(orthogonalise(stack), expected)
+    # Layers of experts: a stack of stacks.
+    layers = torch.randn(2, 3, 4, 9, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(orthogonalise(layers)[1, 2], orthogonalise(layers[1, 2]))
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (20, 24), (24, 20), (16, 16)])
+def test_orthogonalise_is_five_rounds_of_the_iteration(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    exact = matrix.double() / matrix.double().norm()
+    for _ in range(5):
+        gram = exact @ exact.mT
+        exact = newton_schulz.A * exact + (newton_schulz.B * gram + newton_schulz.C * gram @ gram) @ exact
+    torch.testing.assert_close(orthogonalise(matrix).double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64)])
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_rounds_on_small_matrices_stay_bounded_in_bf16(
+    shape: tuple[int, int], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.randn(shape[0], rank, generator=generator) @ torch.randn(rank, shape[1], generator=generator)
+    matrix += 1e-3 * torch.randn(shape, generator=generator)
+    # The rounding of a GPU: every result in bf16.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.bfloat16)
+    values = torch.linalg.svdvals(orthogonalise(matrix).double())
+    assert 0.6 < values.max() < 1.3
+
+
+@pytest.mark.parametrize("batch", [1, 700, 1 << 28])
+def test_muon_gives_equal_bits_in_batches_of_any_size(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "_BATCH", batch)
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(16, 24), (24, 16), (16, 24), (3, 8, 12), (16, 24), (3, 8, 12)]
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    optimizer = Muon(weights, lr=0.05, momentum=0.9, weight_decay=0.1)
+    alone = []
+    for weight in weights:
+        optimizer.state[weight] = {"momentum": torch.zeros_like(weight)}
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        single = nn.Parameter(weight.detach().clone())
+        single.grad = weight.grad.clone()
+        one = Muon([single], lr=0.05, momentum=0.9, weight_decay=0.1)
+        one.state[single] = {"momentum": torch.zeros_like(single)}
+        one.update(ONE)
+        alone.append(single)
+    optimizer.update(ONE)
+    assert all(map(torch.equal, weights, alone))
+
+
+def test_muon_skips_a_step_whose_factor_is_not_finite() -> None:
+    weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(6)))
+    before = weight.detach().clone()
+    optimizer = Muon([weight], lr=0.05, momentum=0.9, weight_decay=0.1)
+    optimizer.state[weight] = {"momentum": torch.ones(8, 8)}
+    weight.grad = torch.ones(8, 8)
+    optimizer.update(torch.tensor(float("inf")))
+    assert torch.equal(weight, before)
+    assert torch.equal(optimizer.state[weight]["momentum"], torch.ones(8, 8))
 
 
 def test_muon_moves_block_matrices_and_adamw_the_rest() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keepstep.config.load import load_config
-from keepstep.core import proc
+from keepstep.core import failpoints, proc
 from keepstep.core.errors import ConfigError
 from tests.train.tiny_runs import BackgroundRun, committed_steps, losses, run_here
 
@@ -64,10 +64,43 @@ def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path
     assert [event["replica"] for event in events(tmp_path / "survive", "left")] == [leader, stopped]
 
 
+def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
+    # In the default mode: with one thread even the bits are those of an elastic run, so the samples are.
+    # Slow steps leave time for two more processes, whatever the machine.
+    slow = {failpoints.VARIABLE: "applied:sleep=0.1"}
+    words = [*SURVIVE, "reproducible=resume", "max_duration=50ba", "--spares", "1"]
+    run = BackgroundRun(tmp_path / "survive", 2, *words, output=tmp_path / "output", environment=slow)
+    root, before = tmp_path / "survive", dict[int, int]()
+
+    def ready_spare(count: int) -> int:
+        run.wait_until(lambda: len(events(root, "spare_ready")) == count)
+        before.update(workers(run))
+        return int(events(root, "spare_ready")[-1]["replica"])
+
+    run.wait_for("step 1/")
+    spare = ready_spare(1)
+    lost = next(number for number in before if number != spare)
+    os.kill(before[lost], signal.SIGKILL)
+    run.wait_for(f"replica {spare} joined")
+    # It had been there all along: nobody waited for a new process.
+    assert workers(run)[spare] == before[spare]
+    # The process behind it is a spare in its turn, and its loss disturbs nobody.
+    assert ready_spare(2) == lost
+    os.kill(before[lost], signal.SIGSTOP)
+    assert ready_spare(3) == lost
+    assert [event["replica"] for event in events(root, "spare_lost")] == [lost]
+    assert run.end() == 0, run.output
+    run_here(tmp_path / "alone", *WORDS, "max_duration=50ba")
+    assert losses(root) == losses(tmp_path / "alone")
+    assert [event["replica"] for event in events(root, "left")] == [lost]
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["resilience.survive=true"], "reproducible=elastic"),
+        (["resilience.spares=1"], "resilience.survive=true"),
+        (["resilience.survive=true", "parallel.shard=2"], "parallel.shard=1"),
+        (["resilience.survive=true", "parallel.tensor=2"], "parallel.tensor=1"),
         (["resilience.survive=true", "reproducible=elastic", "model.experts.count=4"], "resilience.survive=false"),
     ],
 )

@@ -56,9 +56,9 @@ class Experiment:
             "observe.log_interval=1",
         ]
 
-    def train_words(self, name: str, overrides: Sequence[str] = ()) -> list[str]:
+    def train_words(self, name: str, overrides: Sequence[str] = (), processes: int | None = None) -> list[str]:
         """The `keepstep train` command of one run."""
-        return ["train", *self.run_words(name), *overrides, "--procs", str(self.processes)]
+        return ["train", *self.run_words(name), *overrides, "--procs", str(processes or self.processes)]
 
     def run_folder(self, name: str) -> RunFolder:
         """Where a run of this experiment writes."""
@@ -96,6 +96,10 @@ class Scenario:
     may_be_unnoticed: bool = False
     """Whether the run may recover without reporting anything."""
     detect_within_s: float | None = None
+    processes: int | None = None
+    """If not those of the experiment."""
+    survivors: bool = False
+    """Whether processes that the fault does not touch must continue, without a restart."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def run_scenario(experiment: Experiment, scenario: Scenario) -> Strike:
     marks = experiment.folder / "marks" / scenario.kind
     marks.mkdir(parents=True, exist_ok=True)
     environment = {**scenario.environment, **to_environment(scenario.faults, marks)}
-    words = experiment.train_words(scenario.kind, scenario.overrides)
+    words = experiment.train_words(scenario.kind, scenario.overrides, scenario.processes)
     struck_at: float | None = None
     code: int | None = None
     for _ in range(MOST_STARTS):
@@ -154,6 +158,16 @@ def run_scenario(experiment: Experiment, scenario: Scenario) -> Strike:
 def losses(folder: RunFolder) -> dict[int, float]:
     """The loss of every step; of a repeated step, the last."""
     return {int(line["step"]): number(line["loss"]) for line in split_kinds(JsonLines(folder.metrics).read())["train"]}
+
+
+def wait_for_event(folder: RunFolder, kind: str, timeout_s: float) -> bool:
+    """Whether the run reports an event of this kind in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if any(event.get("kind") == kind for event in JsonLines(folder.events).read()):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def wait_for_step(folder: RunFolder, step: int, timeout_s: float) -> bool:

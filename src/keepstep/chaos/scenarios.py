@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +18,20 @@ from typing import Any
 import numpy as np
 
 from keepstep.chaos import two_hosts
-from keepstep.chaos.experiment import Experiment, Scenario, UnavailableError, kill_session, wait_for_step
+from keepstep.chaos.experiment import (
+    Experiment,
+    Scenario,
+    UnavailableError,
+    kill_session,
+    session_members,
+    wait_for_event,
+    wait_for_step,
+)
 from keepstep.config.load import load_config, split_words
+from keepstep.core import proc
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.data.formats.mds_writer import TokenShardWriter, write_index
+from keepstep.observe.run_folder import JsonLines
 from keepstep.resilience.fault_injection import ALL_RANKS, Fault
 
 GRACE_S = 10.0
@@ -44,11 +56,12 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
     def simple(kind: str, title: str, *faults: Fault, **options: Any) -> tuple[str, Callable[[], Scenario]]:
         return kind, partial(Scenario, kind, title, faults, **options)
 
-    def survive(kind: str, title: str, *faults: Fault) -> tuple[str, Callable[[], Scenario]]:
-        return kind, partial(_survive, kind, title, experiment, faults)
+    def survive(kind: str, title: str, *faults: Fault, **options: Any) -> tuple[str, Callable[[], Scenario]]:
+        return kind, partial(_survive, kind, title, experiment, faults, **options)
 
     grace = {"overrides": [f"resilience.grace_s={GRACE_S}"]}
     slow = Fault("slow", third, last, {"steps": third, "seconds": SLOW_S})
+    two = [Fault("kill", middle, rank) for rank in (1, 2)]
     hang = {"overrides": [f"resilience.hang_s={HANG_S}"], "detect_within_s": HANG_S + HANG_MARGIN_S}
     return dict(
         [
@@ -64,7 +77,9 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
             simple("clock-jump", "the clock goes back an hour", Fault("clock", middle), may_be_unnoticed=True),
             survive("kill-replica", "SIGKILL of a replica, the others survive", Fault("kill", middle, last)),
             survive("stop-replica", "SIGSTOP of a replica, the others survive", Fault("stop", middle, last)),
+            survive("kill-two-replicas", "SIGKILL of two replicas, one survives", *two, processes=3),
             survive("kill-joining", "SIGKILL of a replica that joins others"),
+            survive("kill-spare", "SIGKILL of a spare replica", inject=_kill_spare, spares=1),
             ("flipped-bit", partial(_flipped_bit, experiment)),
             ("torn-write", partial(_torn_write, experiment)),
             ("slow-disk", _slow_disk),
@@ -72,6 +87,7 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
             ("data-server", partial(_data_server, experiment)),
             simple("lost-network", "no network between two hosts", run=two_hosts.lose_network),
             simple("lost-host", "a host is lost and replaced", run=two_hosts.lose_host),
+            survive("split-network", "replicas on two hosts without network", run=two_hosts.split_network),
         ]
     )
 
@@ -91,22 +107,35 @@ def choose_scenarios(experiment: Experiment, names: Sequence[str]) -> dict[str, 
     return {name: known[name] for name in names or known}
 
 
-def _survive(kind: str, title: str, experiment: Experiment, faults: Sequence[Fault]) -> Scenario:
+def _survive(
+    kind: str, title: str, experiment: Experiment, faults: Sequence[Fault], spares: int = 0, **options: Any
+) -> Scenario:
     """Without a fault of its own, the first replica that copies the state of another one is killed meanwhile."""
-    overrides = ["reproducible=elastic", "resilience.survive=true"]
+    overrides = [*two_hosts.SURVIVE, f"resilience.spares={spares}"]
     if experiment.processes < 2:
         raise UnavailableError("one process has no other replicas")
     try:
         load_config(*split_words([*experiment.words, *overrides]))
     except ConfigError as error:
         raise UnavailableError(error.message) from None
-    if faults:
-        return Scenario(kind, title, faults, overrides, own_baseline=True)
+    options = {"overrides": overrides, "own_baseline": True, "survivors": True, **options}
+    if faults or "inject" in options or "run" in options:
+        return Scenario(kind, title, faults, **options)
     mark = experiment.folder / f"{kind}.mark"
     failpoint = {"KEEPSTEP_FAILPOINT": "copying:1", "KEEPSTEP_FAILPOINT_MARK": str(mark)}
-    return Scenario(
-        kind, title, overrides=overrides, environment=failpoint, mark=mark, own_baseline=True, may_be_unnoticed=True
-    )
+    return Scenario(kind, title, environment=failpoint, mark=mark, may_be_unnoticed=True, **options)
+
+
+def _kill_spare(experiment: Experiment, process: subprocess.Popen[bytes]) -> float | None:
+    folder = experiment.run_folder("kill-spare")
+    if not (wait_for_event(folder, "spare_ready", experiment.timeout_s) and wait_for_step(folder, 2, 60.0)):
+        return None
+    ready = next(event for event in JsonLines(folder.events).read() if event.get("kind") == "spare_ready")
+    for pid in session_members(process.pid):
+        if proc.name(pid) == f"keepstep r{ready['replica']}" and os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+            return time.time()
+    return None
 
 
 def _slow_disk() -> Scenario:

@@ -8,14 +8,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from keepstep.chaos.experiment import Experiment, Strike, UnavailableError, kill_session, wait_for_step
 from keepstep.core.ranks import RENDEZVOUS_SECRET
+from keepstep.resilience.fault_injection import ALL_RANKS, Fault, to_environment
 
 PORT = 29511
 CUT_S = 12.0
+SPLIT_S = 8.0
+"""Longer than replicas wait for a node that says nothing."""
+SLOW_STEP_S = 1.5
+"""So that the run is not over before the hosts see each other again."""
+SURVIVE = ("reproducible=elastic", "resilience.survive=true")
 HANG_S = 5.0
 RESTARTS = 8
 
@@ -23,8 +29,9 @@ RESTARTS = 8
 class TwoHosts:
     """Start an agent on each, cut the link, kill a host."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        """`environment` is that of the agents, in addition."""
+        self._log, self._more = log, environment
         self._tag = f"kc{os.getpid() % 100000}"
         self._net = f"10.{140 + os.getpid() % 90}.{os.getpid() // 90 % 250}"
         self._secret = secrets.token_hex(16)
@@ -58,6 +65,7 @@ class TwoHosts:
         """Start a host's agent."""
         environment = {
             **os.environ,
+            **self._more,
             "KEEPSTEP_HEAD": f"{self._net}.1",
             "KEEPSTEP_PORT": str(PORT),
             RENDEZVOUS_SECRET: self._secret,
@@ -107,27 +115,44 @@ def lose_host(experiment: Experiment) -> Strike:
 
     def replace(hosts: TwoHosts) -> None:
         hosts.kill(1)
-        hosts.start(1, experiment.processes // 2, _words(experiment, "lost-host"))
+        words = [*experiment.run_words("lost-host"), f"resilience.hang_s={HANG_S}"]
+        hosts.start(1, experiment.processes // 2, words)
 
     return _run(experiment, "lost-host", replace)
 
 
-def _run(experiment: Experiment, name: str, strike: Callable[[TwoHosts], None]) -> Strike:
+def split_network(experiment: Experiment) -> Strike:
+    """Cut the link between replicas that survive: those without the coordinator stop, and join the others later."""
+
+    def cut(hosts: TwoHosts) -> None:
+        hosts.set_link("down")
+        time.sleep(SPLIT_S)
+        hosts.set_link("up")
+
+    slow = Fault("slow", 1, ALL_RANKS, {"steps": experiment.steps, "seconds": SLOW_STEP_S})
+    marks = experiment.folder / "marks" / "split-network"
+    marks.mkdir(parents=True, exist_ok=True)
+    return _run(experiment, "split-network", cut, SURVIVE, to_environment([slow], marks))
+
+
+def _run(
+    experiment: Experiment,
+    name: str,
+    strike: Callable[[TwoHosts], None],
+    overrides: Sequence[str] = (f"resilience.hang_s={HANG_S}",),
+    environment: Mapping[str, str] | None = None,
+) -> Strike:
     if experiment.processes % 2:
         raise UnavailableError("two hosts need an even number of processes")
     experiment.folder.mkdir(parents=True, exist_ok=True)
-    with TwoHosts(experiment.log(name)) as hosts:
+    with TwoHosts(experiment.log(name), environment or {}) as hosts:
         for host in (0, 1):
-            hosts.start(host, experiment.processes // 2, _words(experiment, name))
+            hosts.start(host, experiment.processes // 2, [*experiment.run_words(name), *overrides])
         struck_at = None
         if wait_for_step(experiment.run_folder(name), experiment.middle, experiment.timeout_s):
             struck_at = time.time()
             strike(hosts)
         return struck_at, hosts.wait(experiment.timeout_s)
-
-
-def _words(experiment: Experiment, name: str) -> list[str]:
-    return [*experiment.run_words(name), f"resilience.hang_s={HANG_S}"]
 
 
 def _ip(*words: str) -> None:

@@ -28,7 +28,7 @@ from keepstep.observe.run_folder import JsonLines, RunFolder, number
 from keepstep.observe.verdict import find_straggler
 from keepstep.resilience.fault_injection import ALL_RANKS, Fault, happened_at, to_environment
 
-_NOTICED = ("fault", "left", "warning", "guard", "stop")
+_NOTICED = ("fault", "left", "spare_lost", "warning", "guard", "stop")
 """Kinds of events by which a run reports that something is wrong."""
 KINDS = ("kill", "kill", "kill_all", "exception", "oom", "terminate", "kill_launcher")
 """What strikes; the more frequent a fault is in practice, the more often it is listed."""
@@ -109,6 +109,8 @@ def judge(experiment: Experiment, scenario: Scenario, baseline: Mapping[int, flo
     recovered_s = number(resumed["time"]) - struck_at if resumed else _next_step_after_s(folder, struck_at)
     steps_lost = max(0, _newest_step(folder, struck_at) - int(resumed["step"])) if resumed else 0
     note = _complaint(scenario, exit_code, detected_s)
+    if scenario.survivors and not note:
+        note = _survivors_complaint(folder, [str(event.get("kind")) for event in later])
     passed = equal and not note
     return Outcome(scenario.kind, scenario.title, passed, detected_s, recovered_s, steps_lost, equal, note)
 
@@ -121,6 +123,15 @@ def _complaint(scenario: Scenario, exit_code: int | None, detected_s: float | No
     limit_s = scenario.detect_within_s
     if limit_s is not None and detected_s > limit_s:
         return f"noticed only after {detected_s:.1f} s, wanted within {limit_s:.0f} s"
+    return ""
+
+
+def _survivors_complaint(folder: RunFolder, kinds: Sequence[str]) -> str:
+    if {"restart", "resize", "resume"} & set(kinds):
+        return "the other replicas were restarted"
+    steps = [line["step"] for line in JsonLines(folder.metrics).read() if "loss" in line]
+    if len(steps) > len(set(steps)):
+        return "steps were done twice"
     return ""
 
 

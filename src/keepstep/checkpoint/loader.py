@@ -89,14 +89,16 @@ class CheckpointLoader:
         """
         return self._load(where, into, strict).values
 
-    def load_newest(self, into: dict[str, Any], strict: bool = True, only: str = "") -> LoadedStep | None:
+    def load_newest(
+        self, into: dict[str, Any], strict: bool = True, only: str = "", elsewhere: frozenset[str] = frozenset()
+    ) -> LoadedStep | None:
         """Load the newest intact step; a damaged step is repaired or skipped, with an event for each.
 
         None when there is no step at all. Raises when there are steps but none is intact, because starting over
         silently would lose the run, and when the state does not fit the step. `only` selects one step by the hash of
-        its manifest; None then means that it does not exist.
+        its manifest; None then means that it does not exist. `elsewhere` names tensors that are loaded by other calls.
         """
-        elsewhere = frozenset().union(*self._processes.gather(set(split_state(into)[0])))
+        elsewhere = elsewhere.union(*self._processes.gather(set(split_state(into)[0])))
         problem: CheckpointError | None = None
         tried: set[CommittedCheckpoint] = set()
         waits_s = list(_RETRY_WAITS_S)

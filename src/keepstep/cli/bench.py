@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from keepstep.cli.parser import CONFIG_HELP, add_action, add_actions, positive, run_name, writable
 from keepstep.config.load import load_config, split_words
 from keepstep.core.errors import UsageError
-from keepstep.core.files import write_json
+from keepstep.core.files import write_atomic, write_json
 from keepstep.core.messages import invalid_value
 from keepstep.core.units import ByteSize, format_count
 from keepstep.core.verbosity import progress
 
 if TYPE_CHECKING:
+    from keepstep.config.schema import RunConfig
     from keepstep.train.bench import StepBench
+    from keepstep.train.tune import Trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step = add_action(actions, "step", _step, "measure a training step of any preset on this machine")
     step.add_argument("words", nargs="*", metavar="run.yaml | section.field=value", help=CONFIG_HELP)
     step.add_argument("--steps", type=positive, default=10, help="measured steps (default: 10)")
+    step.add_argument("--tune", action="store_true", help="try settings from the plan and print the fastest")
+    step.add_argument("--trials", type=positive, default=6, help="with --tune: settings from the plan (default: 6)")
+    step.add_argument("--settings", type=writable, metavar="FILE", help="with --tune: write the fastest as YAML")
     storage = add_action(actions, "storage", _storage, "measure every pair of data and checkpoint storage")
     add = storage.add_argument
     add("--data", action="append", default=[], metavar="NAME=FOLDER", help="a tier with training data")
@@ -41,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(args: argparse.Namespace) -> int:
+    if args.tune:
+        return _tune(args)
+    if args.settings:
+        raise UsageError("--settings is for --tune", "add --tune, or leave it out")
     config = load_config(*split_words(args.words)).config
     from keepstep.core.ranks import from_environment
     from keepstep.train.bench import bench_step
@@ -58,6 +70,46 @@ def _step(args: argparse.Namespace) -> int:
         if args.out:
             progress(f"wrote {args.out}")
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from keepstep.train.tune import Settings, fastest, tune
+
+    path, words = split_words(args.words)
+
+    def configured(settings: Settings) -> RunConfig:
+        return load_config(path, [*words, *(f"{name}={value}" for name, value in settings.items())]).config
+
+    trials = tune(configured, args.trials, args.steps, progress)
+    best = fastest(trials)
+    assert best is not None
+    if args.settings:
+        write_atomic(args.settings, _as_yaml(best))
+        progress(f"wrote {args.settings}")
+    values = {"settings": dict(best.settings), "trials": [asdict(trial) for trial in trials]}
+    if args.out:
+        write_json(args.out, _named(args, values))
+    if args.json:
+        print(json.dumps(_named(args, values), indent=2))
+        return 0
+    print("tokens/s      GiB  planned  settings")
+    for trial in trials:
+        speed = trial.failure or f"{trial.tokens_per_s:,.0f}"
+        mark = "  fastest" if trial is best else ""
+        measured = f"{trial.peak_memory_gib:8.1f}" if not trial.failure else f"{'':8}"
+        print(f"{speed:<13}{measured}{trial.planned_gib:9.1f}  {' '.join(trial.overrides)}{mark}")
+    print(f"next: keepstep train {shlex.join([*args.words, *best.overrides])}")
+    return 0
+
+
+def _as_yaml(best: Trial) -> str:
+    """Settings as a part of a run's file."""
+    nested: dict[str, Any] = {}
+    for name, value in best.settings.items():
+        section, _, field = name.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[field] = yaml.safe_load(value)
+    note = f"# {best.tokens_per_s:,.0f} tokens/s, {best.peak_memory_gib:.1f} GiB: `keepstep bench step --tune`"
+    return f"{note}\n{yaml.safe_dump(nested, sort_keys=False)}"
 
 
 def _named(args: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:

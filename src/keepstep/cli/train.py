@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("words", nargs="*", metavar="run.yaml | section.field=value", help=CONFIG_HELP)
     add("--procs", default="auto", metavar="N", help="processes on this machine (default: auto, one per GPU)")
+    add("--spares", type=int, metavar="N", help="processes that wait to replace a lost one (see resilience.survive)")
     add("--ui", action="store_true", help="serve the live page while training, and print its link")
     add(
         "--on",
@@ -52,6 +53,7 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="start", metavar="DIR", help="a run, a Hugging Face model, or OWNER/NAME on its Hub")
     add("--data", metavar="PATH", help="conversations: .jsonl, .json, .parquet, or toolcalls to generate some")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of all weights")
+    add("--base", choices=("bf16", "fp8", "nf4"), help="with --lora: format of the frozen weights (default: bf16)")
     add("--epochs", type=float, metavar="N", help="passes over the data")
     parser.set_defaults(call=_finetune)
 
@@ -60,6 +62,8 @@ def _train(args: argparse.Namespace) -> int:
     """Train: as a worker if a launcher started this process, else by starting the workers."""
     if args.name is not None:
         args.words = [*args.words, f"name={written(args.name)}"]
+    if args.spares is not None:
+        args.words = [*args.words, f"resilience.spares={args.spares}"]
     path, overrides = split_words(args.words)
     ranks = from_environment()
     keys = {override.partition("=")[0] for override in overrides}
@@ -82,10 +86,11 @@ def _train(args: argparse.Namespace) -> int:
     from keepstep.config.layout import check_layout
     from keepstep.launch.local import check_memory_here, process_count
 
-    processes = process_count(args.procs, config.compute.device)
+    spares = config.resilience.spares
+    processes = process_count(args.procs, config.compute.device, spares)
     # Here, before any process starts: otherwise each of them would report the same problem.
     check_layout(config, processes)
-    check_memory_here(config, processes, processes)
+    check_memory_here(config, processes, processes + spares)
     if processes == 1 and not config.resilience.max_restarts:
         from keepstep.train.trainer import train
 
@@ -181,6 +186,10 @@ def start_processes(
     events = JsonLines(folder.events)
 
     lost: list[str] = []
+    before = len(events.read())
+
+    def is_over() -> bool:
+        return any(event.get("kind") == "finish" for event in events.read()[before:])
 
     def record(kind: str, **facts: Any) -> None:
         # The disk may be full, which is often the fault itself: the restart matters more than the event.
@@ -200,7 +209,9 @@ def start_processes(
         _WARM_MODULES + (("tensorboard.summary.writer.record_writer",) if config.observe.tensorboard else ()),
     )
     with recording(folder.logs, "agent", node_number(os.environ)) as logger:
-        settings = AgentSettings(config.resilience, config.checkpoint.retry_s, folder.root, folder.logs, record)
+        settings = AgentSettings(
+            config.resilience, config.checkpoint.retry_s, folder.root, folder.logs, record, is_over
+        )
         return run_processes(task, processes, group, settings)
 
 
@@ -241,6 +252,7 @@ def finetune_words(args: argparse.Namespace) -> list[str]:
         "finetune.start_from": args.start,
         "data.path": args.data,
         "lora.rank": args.lora,
+        "lora.base": args.base,
         "max_duration": None if args.epochs is None else f"{args.epochs:g}ep",
         "name": args.name,
     }

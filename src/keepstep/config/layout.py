@@ -69,7 +69,7 @@ class Layout:
 def check_layout(config: RunConfig, world_size: int) -> Layout:
     """How this many processes share the run. Raises a ConfigError where they cannot."""
     layout = resolve_layout(config.parallel, world_size)
-    if config.reproducible == "elastic":
+    if config.whole_weights:
         # Processes take micro batches one by one: any number works, and each holds whole weights.
         return Layout(replicate=layout.data_ranks, shard=1)
     _check_experts(config, layout)

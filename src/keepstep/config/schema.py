@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from keepstep.config.ranges import (
@@ -430,6 +430,10 @@ class LoraConfig:
     """Dropout on the input of the adapters."""
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Projections that get an adapter: any of q, k, v, o, gate, up, down."""
+    base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    """Format of the frozen matrices inside the blocks, quantised one at a time while they are loaded. bf16 keeps them
+    in the precision of the run. fp8 has a scale per output and fp8 matmuls on Hopper GPUs; `precision: fp8` chooses it
+    too. nf4 is QLoRA's 4 bits, computed in the precision of the run. Embeddings, norms and head stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -671,7 +675,11 @@ class ResilienceConfig:
     them."""
     survive: bool = False
     """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
-    replacement copies their state. Every process is a replica. Needs `reproducible: elastic` and one node."""
+    replacement copies their state. Every process is a replica with whole weights. With `reproducible: elastic` the
+    losses do not depend on who was lost."""
+    spares: NonNegativeInt = 0
+    """With `survive`: processes that have built the run and wait. One of them takes the place of a lost replica, and
+    another is started behind it. On GPUs each needs a GPU of its own. The same as `--spares`."""
     lease_s: Annotated[float, Range(min=1, max=3600)] = 30.0
     """A run holds its folder against other runs by a heartbeat in the folder. After this many seconds without one,
     another run may take over. Raise it where the storage shows changes of other machines late."""
@@ -742,9 +750,20 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
+    def whole_weights(self) -> bool:
+        """Whether every process holds whole weights, and takes micro batches whose gradients are summed as integers."""
+        return self.reproducible == "elastic" or self.resilience.survive
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with the weights that it started from."""
         return self.preference.method != "none" or (self.rl.method != "none" and self.rl.kl_weight > 0)
+
+    @property
+    def adapters(self) -> LoraConfig:
+        """`lora`, with a base in fp8 where `precision` is fp8."""
+        chosen = self.precision == "fp8" and self.lora.base == "bf16"
+        return replace(self.lora, base="fp8") if chosen else self.lora
 
 
 RENAMED: Mapping[str, str] = {"compute.joined_products": "compute.fused_matmuls"}

@@ -22,10 +22,10 @@ FAILPOINTS = (
 )  # fmt: skip
 """In the order in which a save reaches them."""
 STEP_FAILPOINTS = (
-    "view_received", "exchange_formed", "sum_half", "summed", "prepared", "committed", "applied", "serving", "copying",
-    "copied",
+    "view_received", "exchange_formed", "sum_half", "summed", "prepared", "committed", "applied", "serving", "entering",
+    "copying", "copied", "replayed",
 )  # fmt: skip
-"""In the order in which a replica that steps with others reaches them; the last two when it joins."""
+"""In the order in which a replica that steps with others reaches them; the last three when it joins."""
 
 _reached: Counter[str] = Counter()
 

@@ -38,6 +38,14 @@ def set_process_name(name: str) -> None:
         (_PROC / "self" / "comm").write_text(name[:15])
 
 
+def name(pid: int) -> str:
+    """That name; empty when the process is gone."""
+    try:
+        return (_PROC / str(pid) / "comm").read_text(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
 def exists(pid: int) -> bool:
     """Whether there is a process with this number."""
     return (_PROC / str(pid)).exists()

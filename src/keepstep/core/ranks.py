@@ -22,8 +22,11 @@ MEMORY_NAME = "keepstep-state"
 """Name of that memory among the agent's open files, by which a rescue finds it."""
 COORDINATOR = "KEEPSTEP_COORDINATOR"
 """Environment variable: the socket of the coordinator, where replicas that outlive each other meet."""
+REPLICA_SECRET = "KEEPSTEP_REPLICA_SECRET"
+"""Environment variable: what replicas of several nodes prove to know before they talk to each other."""
 LAUNCH = "KEEPSTEP_LAUNCH"
-"""Environment variable: identifies the agent that started a process; the same after a restart by that agent."""
+"""Environment variable: identifies the agent that started a process, or with replicas that outlive each other the first
+agent of the run; the same after a restart by that agent."""
 RENDEZVOUS_SECRET = "KEEPSTEP_RENDEZVOUS_SECRET"
 """Environment variable: a random text, the same on every node of a run; only nodes that know it join."""
 _SECRET_CHARACTERS = 16
@@ -45,8 +48,10 @@ class Ranks:
     store_file: str = ""
     heartbeat_file: Path | None = None
     memory_files: tuple[Path, ...] = ()
-    coordinator: Path | None = None
+    coordinator: str = ""
     """Where replicas that outlive each other meet. Each of them is a process group of one."""
+    replicas: int = 0
+    """How many of these the run was started with."""
     leads: bool | None = None
     """Among such replicas: whether this one writes for all."""
 
@@ -84,7 +89,7 @@ def from_environment() -> Ranks:
         store_file=os.environ.get(STORE_FILE, ""),
         heartbeat_file=Path(heartbeat) if heartbeat else None,
         memory_files=tuple(Path(path) for path in memory.split(os.pathsep) if path),
-        coordinator=Path(os.environ[COORDINATOR]) if os.environ.get(COORDINATOR) else None,
+        coordinator=os.environ.get(COORDINATOR, ""),
     )
 
 

@@ -54,12 +54,17 @@ class StepFeed:
         self._loader = loader
         self._global_batch = global_batch
         self._microbatch = microbatch
-        self._deal(rank, ranks)
+        self._offsets = [microbatch * number for number in range(rank, self.microbatches, ranks)]
         self.position = at
         """Global samples consumed by the steps handed out so far, over all ranks, skipped ones included."""
         self._skipped = tuple(skipped)
         self._prefetch = max(1, prefetch)
         self._start_reading()
+
+    @property
+    def microbatches(self) -> int:
+        """Micro batches of a global batch, over all ranks."""
+        return self._global_batch // self._microbatch
 
     def next_step(
         self, on_wait: Callable[[], None] = lambda: None, cancelled: Callable[[], bool] = lambda: False
@@ -79,14 +84,10 @@ class StepFeed:
         self.position, self._skipped = at, tuple(skipped)
         self._start_reading()
 
-    def redeal(self, at: int, rank: int, ranks: int) -> None:
-        """Continue from position `at` as one of another number of ranks."""
-        self._deal(rank, ranks)
-        self.rewind(at, self._skipped)
-
-    def _deal(self, rank: int, ranks: int) -> None:
-        microbatches = range(rank, self._global_batch // self._microbatch, ranks)
+    def redeal(self, at: int, microbatches: Sequence[int]) -> None:
+        """Continue from position `at` with these micro batches of every global batch."""
         self._offsets = [self._microbatch * number for number in microbatches]
+        self.rewind(at, self._skipped)
 
     def _start_reading(self) -> None:
         # Each thread has its own queue and its own event: one that is still busy with a file cannot disturb the next.

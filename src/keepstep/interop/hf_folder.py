@@ -23,6 +23,7 @@ from keepstep.interop.quantized import dequantized
 from keepstep.interop.safetensors_files import open_hf_tensors, write_shards
 from keepstep.models.init import keep_shard
 from keepstep.models.moe import router_biases
+from keepstep.models.quantized_weight import QuantizedWeight, weight_slots
 from keepstep.models.transformer import Transformer
 
 
@@ -81,17 +82,21 @@ def load_hf(model: Transformer, folder: Path) -> None:
     Each process reads one parameter at a time and keeps its shard of it.
     """
     described, tensors = open_source(folder)
-    for buffer in model.buffers():
-        buffer.zero_()
-    parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **router_biases(model)}
-    for name, full in import_parameters(tensors, model.config, hf_family(described), only=parameters):
+    biases = router_biases(model)
+    for bias in biases.values():
+        bias.zero_()
+    parameters: dict[str, Tensor | QuantizedWeight] = {**dict(weight_slots(model)), **biases}
+    device = next(iter(parameters.values())).device
+    # On the device from the start: it packs fused weights much faster than the host.
+    on_device = Tensors(tensors.kinds, lambda name: tensors[name].to(device))
+    for name, full in import_parameters(on_device, model.config, hf_family(described), only=parameters):
         parameter = parameters[name]
         if full.shape != parameter.shape:
             raise CheckpointError(
                 f"{folder}: {name} is {list(full.shape)}, the model needs {list(parameter.shape)}",
                 "leave the model's shape to config.json: set no model.* fields that change it",
             )
-        keep_shard(parameter, full.to(device=parameter.device, dtype=parameter.dtype))
+        keep_shard(parameter, full if isinstance(parameter, QuantizedWeight) else full.to(parameter.dtype))
 
 
 def save_hf(

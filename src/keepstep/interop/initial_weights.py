@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keepstep.checkpoint.checkpointer import Checkpointer
 from keepstep.checkpoint.loader import LoadedStep
@@ -18,6 +19,7 @@ from keepstep.interop.safetensors_files import fingerprint
 from keepstep.models.init import init_weights
 from keepstep.models.lora import init_adapters
 from keepstep.models.moe import router_biases
+from keepstep.models.quantized_weight import QuantizedWeight, weight_slots
 from keepstep.models.transformer import Transformer
 from keepstep.observe.run_folder import RunFolder
 
@@ -52,7 +54,8 @@ def load_pretrained(model: Transformer, where: Path, expected: WeightsId | None 
         load_hf(model, where)
         return found
     config = read_run_config(where)
-    weights = {name: item for name, item in model.named_parameters() if not name.endswith(("lora_a", "lora_b"))}
+    slots = {name: item for name, item in weight_slots(model) if not name.endswith(("lora_a", "lora_b"))}
+    weights = {name: item for name, item in slots.items() if isinstance(item, Tensor)}
     if config.lora.rank:
         raise UsageError(
             f"{where} holds adapters, not whole weights",
@@ -62,19 +65,35 @@ def load_pretrained(model: Transformer, where: Path, expected: WeightsId | None 
         raise _changed(where)
     only = expected["manifest"] if expected else ""
     tensors = {"model": {**weights, **router_biases(model)}}
-    loaded = load_run_checkpoint(where, tensors, through_fp32=True, only=only)
+    names = frozenset(f"model.{name}" for name in slots)
+    loaded = load_run_checkpoint(where, tensors, through_fp32=True, only=only, elsewhere=names)
     if loaded is None:
         raise _changed(where, expected) if expected else no_checkpoint(where)
-    return {"step": loaded.step, "manifest": loaded.where.marker.manifest_hash}
+    origin: WeightsId = {"step": loaded.step, "manifest": loaded.where.marker.manifest_hash}
+    for name, slot in slots.items():
+        if isinstance(slot, QuantizedWeight):
+            # One at a time: together they would be the model in fp32.
+            whole = torch.empty(slot.shape, dtype=torch.float32, device=slot.device)
+            into = {"model": {name: whole}}
+            if load_run_checkpoint(where, into, only=origin["manifest"], elsewhere=names) is None:
+                raise _changed(where, origin)
+            slot.store(whole)
+    return origin
 
 
 def load_run_checkpoint(
-    where: Path, into: dict[str, Any], *, through_fp32: bool = False, only: str = ""
+    where: Path,
+    into: dict[str, Any],
+    *,
+    through_fp32: bool = False,
+    only: str = "",
+    elsewhere: frozenset[str] = frozenset(),
 ) -> LoadedStep | None:
     """Load tensors from a run's best weights if it has them, else from its newest checkpoint.
 
     `through_fp32` converts to the tensors' own precision: frozen weights are bf16, checkpoints fp32. `only` names one
-    step by the hash of its manifest. Returns None where there is nothing to load.
+    step by the hash of its manifest, and `elsewhere` tensors that other calls load. Returns None where there is nothing
+    to load.
     """
     folder = RunFolder(where)
     config = read_run_config(where)
@@ -82,7 +101,7 @@ def load_run_checkpoint(
     buffers = _fp32_buffers(into) if through_fp32 else into
     for place in (folder.root / BEST_FOLDER, newest):
         if place.is_dir() or parse_url(str(place)):
-            loaded = Checkpointer(place, CheckpointConfig()).load_newest(buffers, only=only)
+            loaded = Checkpointer(place, CheckpointConfig()).load_newest(buffers, only=only, elsewhere=elsewhere)
             if loaded is not None:
                 _copy_buffers(buffers, into)
                 return loaded

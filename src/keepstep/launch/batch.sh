@@ -11,7 +11,7 @@ while (exec 3<>"/dev/tcp/$KEEPSTEP_HEAD/$port" || exec 3<>"/dev/tcp/127.0.0.1/$p
 export KEEPSTEP_PORT=$port
 # A process left over from the last attempt must not join this one.
 export KEEPSTEP_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-rm -f "$KEEPSTEP_JOB_FOLDER/failed-nodes" "$KEEPSTEP_JOB_FOLDER/saved"
+rm -f "$KEEPSTEP_JOB_FOLDER/failed-nodes" "$KEEPSTEP_JOB_FOLDER/saved" "$KEEPSTEP_JOB_FOLDER/done"
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} on ${#nodes[@]} node(s) $SLURM_JOB_NODELIST, rendezvous at $KEEPSTEP_HEAD:$port"
 
 # NCCL's topology file and SHARP's plugin and library belong to the machine: a container gets the node's, where it has them.
@@ -38,6 +38,8 @@ code=$?
 # srun ends the other nodes at the first failure and reports the highest code, so the nodes report their results in files.
 [ "$code" -ne 0 ] || [ ! -e "$KEEPSTEP_JOB_FOLDER/saved" ] || code=75
 [ "$code" -eq 0 ] || [ ! -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] || code=5
+# Replicas that survive finish without lost nodes, whose tasks srun counts as failed.
+[[ " ${KEEPSTEP_SRUN[*]} " != *' --no-kill '* ]] || [ ! -e "$KEEPSTEP_JOB_FOLDER/done" ] || code=0
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $code"
 
 # A busy or restarting controller keeps its state. Retry, so that one failed call does not end a run that has saved.

@@ -53,6 +53,8 @@ class Job:
     """The text of run.yaml. The job carries a copy, so that an edit does not change a job in the queue."""
     working_dir: Path = Path("/")
     """Relative paths in the configuration start here (Slurm, ssh)."""
+    survives: bool = False
+    """Whether the other nodes continue where one is lost."""
 
     @property
     def fewest_nodes(self) -> int:

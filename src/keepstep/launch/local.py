@@ -23,10 +23,10 @@ def visible_gpus() -> int:
     return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
 
 
-def process_count(wanted: str, device: str) -> int:
-    """`auto` is one process per GPU, or one where there is none."""
+def process_count(wanted: str, device: str, spares: int = 0) -> int:
+    """`auto` is one process per GPU that no spare process needs, or one where there is none."""
     if wanted == "auto":
-        return 1 if device == "cpu" else max(1, visible_gpus())
+        return 1 if device == "cpu" else max(1, visible_gpus() - spares)
     if not wanted.isdigit() or int(wanted) < 1:
         raise UsageError(invalid_value("--procs", wanted, "must be auto or a whole number from 1"), "--procs 2")
     return int(wanted)

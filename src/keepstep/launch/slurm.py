@@ -14,6 +14,7 @@ from pathlib import Path
 
 from keepstep.core.errors import EXIT_DONE, EXIT_HARDWARE, EXIT_STOPPED, HardwareError, UsageError
 from keepstep.core.files import write_atomic
+from keepstep.core.ranks import node_number
 from keepstep.core.verbosity import debug
 from keepstep.launch.environments import variables_for
 from keepstep.launch.job import ENDED, Job, JobRecord, absolute, record_path, require_answer, stop_mark
@@ -80,6 +81,9 @@ def _header(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield option("output", log.replace("%", "%%"))
     yield "#SBATCH --open-mode=append"
     yield "#SBATCH --requeue"
+    if job.survives:
+        # A lost node does not end the job, unless it is the first one, on which this script runs.
+        yield "#SBATCH --no-kill"
     # Without `B:` the signal goes to the job steps, which are the training processes.
     yield f"#SBATCH --signal=USR1@{profile.warn_before_end_s}"
     for further in profile.options:
@@ -106,6 +110,8 @@ def _settings(job: Job, profile: SlurmProfile) -> Iterator[str]:
     yield f"KEEPSTEP_REQUEUES={profile.max_requeues}"
     yield f"KEEPSTEP_LAUNCH=({shell_words(_command(profile))})"
     yield from _container(job, profile)
+    if job.survives:
+        yield "KEEPSTEP_SRUN+=(--no-kill --kill-on-bad-exit=0)"
     yield "KEEPSTEP_UPDATES=()"
     yield f"KEEPSTEP_WORDS=({shell_words(job.words)})"
 
@@ -252,12 +258,17 @@ def state(record: JobRecord) -> str:
 
 
 def record_exit(job_folder: Path, code: int) -> int:
-    """Tell the batch shell what srun cannot: that the run saved, or that this node failed. Returns this node's code."""
+    """Tell the batch shell what srun cannot: that the run saved or is done, or that this node failed.
+
+    Returns this node's code.
+    """
     try:
         if code == EXIT_STOPPED:
             (job_folder / "saved").touch()
             # With another code srun would end the other nodes, which may still be closing their files.
             return EXIT_DONE
+        if code == EXIT_DONE and node_number(os.environ) == 0:
+            (job_folder / "done").touch()
         if code == EXIT_HARDWARE:
             with (job_folder / "failed-nodes").open("a") as file:
                 file.write(os.environ.get("SLURMD_NODENAME", "") + "\n")

@@ -9,12 +9,11 @@ right after its loss, from the same logits: nothing is computed twice and one ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from keepstep.core.tokens import IGNORE_INDEX
 from keepstep.models.ops.backend import backend
@@ -51,13 +50,12 @@ def head_output(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None
 def capped_output(
     hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int, *, cap: float
 ) -> Tensor:
-    """The same with logits within ± `cap` by tanh, by torch's own operators: no kernel of ours has its gradient."""
+    """The same with logits within ± `cap` by tanh."""
     if targets_bt is None:
-        return _capped_logits(hidden_btd, weight_vd, vocab, cap)
+        logits_btv = cap * torch.tanh(F.linear(hidden_btd, weight_vd) / cap)
+        return _without_padding(logits_btv, vocab)
     hidden_nd, targets_n = _counted(hidden_btd.flatten(0, 1), targets_bt.flatten())
-    return torch.stack(
-        [chunk_n.sum() for chunk_n in _chunk_losses(hidden_nd, weight_vd, targets_n, vocab, chunks, cap)]
-    ).sum()
+    return _each_loss(hidden_nd, weight_vd, targets_n, vocab, chunks, cap).sum()
 
 
 def token_losses(
@@ -79,41 +77,23 @@ def token_losses(
 
 
 def _each_loss(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunks: int, cap: float) -> Tensor:
-    if cap:
-        return torch.cat(_chunk_losses(hidden_nd, weight_vd, targets_n, vocab, chunks, cap))
     chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
-    losses_n: Tensor = _EachLoss.apply(hidden_nd, weight_vd, targets_n, vocab, chunk_count)  # type: ignore[no-untyped-call]
+    losses_n: Tensor = _EachLoss.apply(hidden_nd, weight_vd, targets_n, vocab, chunk_count, cap)  # type: ignore[no-untyped-call]
     return losses_n
-
-
-def _chunk_losses(
-    hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunks: int, cap: float
-) -> list[Tensor]:
-    chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
-    return [
-        checkpoint(_capped_losses, chunk_nd, weight_vd, chunk_n, vocab, cap, use_reentrant=False)
-        for chunk_nd, chunk_n in zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True)
-    ]
-
-
-def _capped_logits(hidden: Tensor, weight_vd: Tensor, vocab: int, cap: float) -> Tensor:
-    logits = cap * torch.tanh(F.linear(hidden, weight_vd) / cap)
-    padding_v = torch.arange(weight_vd.shape[0], device=logits.device) >= vocab
-    return logits.masked_fill(padding_v, torch.finfo(logits.dtype).min)
-
-
-def _capped_losses(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float) -> Tensor:
-    logits_nv = _capped_logits(hidden_nd, weight_vd, vocab, cap)
-    return F.cross_entropy(logits_nv.float(), targets_n, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def head_logits(hidden_btd: Tensor, weight_vd: Tensor, vocab: int) -> Tensor:
     """Logits of every token; those of padding rows are the lowest number there is, so that they never win."""
-    logits_btv = F.linear(hidden_btd, weight_vd)
-    if weight_vd.shape[0] == vocab:
+    return _without_padding(F.linear(hidden_btd, weight_vd), vocab)
+
+
+def _without_padding(logits_btv: Tensor, vocab: int) -> Tensor:
+    rows = logits_btv.shape[-1]
+    if rows == vocab:
         return logits_btv
-    padding_v = torch.arange(weight_vd.shape[0], device=logits_btv.device) >= vocab
-    return logits_btv.masked_fill(padding_v, torch.finfo(logits_btv.dtype).min)
+    return logits_btv.masked_fill(
+        torch.arange(rows, device=logits_btv.device) >= vocab, torch.finfo(logits_btv.dtype).min
+    )
 
 
 def head_loss(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, vocab: int, chunks: int = 0) -> Tensor:
@@ -153,18 +133,23 @@ def default_chunks(tokens: int, rows: int, logits: Tensor) -> int:
     return max(1, min(tokens, -(-tokens * rows * item_bytes // backend().chunk_bytes(logits))))
 
 
-def _log_probabilities(hidden_nd: Tensor, weight_vd: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def _cap_(logits: Tensor, cap: float) -> Tensor:
+    """Logits within ± `cap` by tanh, in place; 0 leaves them as they are."""
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _log_probabilities(hidden_nd: Tensor, weight_vd: Tensor, vocab: int, cap: float) -> tuple[Tensor, Tensor]:
     """Logits of one chunk, and their log-softmax in fp32; padding rows have probability 0."""
-    logits_nv = torch.mm(hidden_nd, weight_vd.t())
+    logits_nv = _cap_(torch.mm(hidden_nd, weight_vd.t()), cap)
     logits_nv[:, vocab:] = float("-inf")
     return logits_nv, logits_nv.log_softmax(dim=-1, dtype=torch.float32)
 
 
-def _losses_only(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int) -> Tensor:
+def _losses_only(hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, cap: float = 0.0) -> Tensor:
     """Token losses of one chunk, 0 where there is no target."""
     if backend().has_cross_entropy(hidden_nd):
-        return backend().cross_entropy_(torch.mm(hidden_nd, weight_vd.t()), targets_n, vocab, False)
-    loss_n = _token_losses(_log_probabilities(hidden_nd, weight_vd, vocab)[1], targets_n)
+        return backend().cross_entropy_(_cap_(torch.mm(hidden_nd, weight_vd.t()), cap), targets_n, vocab, False)
+    loss_n = _token_losses(_log_probabilities(hidden_nd, weight_vd, vocab, cap)[1], targets_n)
     return loss_n.where(targets_n != IGNORE_INDEX, 0.0)
 
 
@@ -225,12 +210,12 @@ class _EachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunk_count: int
+        ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunk_count: int, cap: float
     ) -> Tensor:
         ctx.save_for_backward(hidden_nd, weight_vd, targets_n)
-        ctx.vocab, ctx.chunk_count = vocab, chunk_count
+        ctx.vocab, ctx.chunk_count, ctx.cap = vocab, chunk_count, cap
         chunks = zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True)
-        return torch.cat([_losses_only(chunk_nd, weight_vd, chunk_n, vocab) for chunk_nd, chunk_n in chunks])
+        return torch.cat([_losses_only(chunk_nd, weight_vd, chunk_n, vocab, cap) for chunk_nd, chunk_n in chunks])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -242,9 +227,21 @@ class _EachLoss(torch.autograd.Function):
         for start in range(0, hidden_nd.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
             grad_nd = None if hidden_grad_nd is None else hidden_grad_nd[chunk]
-            scale_n1 = grad_outputs[0][chunk, None].to(hidden_nd.dtype)
-            _chunk_loss(hidden_nd[chunk], weight_vd, targets_n[chunk], ctx.vocab, grad_nd, weight_sum, scale_n1)
-        return hidden_grad_nd, weight_sum and weight_sum.total_vd.to(weight_vd.dtype), None, None, None
+            scale = _Scale(grad_outputs[0][chunk, None].to(hidden_nd.dtype), ctx.cap)
+            _chunk_loss(hidden_nd[chunk], weight_vd, targets_n[chunk], ctx.vocab, grad_nd, weight_sum, scale)
+        return hidden_grad_nd, weight_sum and weight_sum.total_vd.to(weight_vd.dtype), None, None, None, None
+
+
+class _Scale(NamedTuple):
+    """What gradients of logits are multiplied by."""
+
+    tokens_n1: Tensor | None = None
+    """Weights of tokens. They go to the narrow side of both matmuls: v is many times d."""
+    cap: float = 0.0
+
+    def slope(self, capped_nv: Tensor) -> Tensor | None:
+        """The derivative of soft-capped logits by those before; logits may be overwritten afterwards."""
+        return 1 - (capped_nv / self.cap).square_() if self.cap else None
 
 
 def _chunk_loss(
@@ -254,34 +251,34 @@ def _chunk_loss(
     vocab: int,
     hidden_grad_nd: Tensor | None,
     weight_sum: _WeightSum | None,
-    scale_n1: Tensor | None = None,
+    scale: _Scale = _Scale(),  # noqa: B008 - a tuple
 ) -> Tensor:
-    """One chunk's loss; fills the gradient of its hidden states and adds to that of the weights.
-
-    `scale_n1` weighs the tokens, on the narrow side of both matmuls: v is many times d.
-    """
+    """One chunk's loss; fills the gradient of its hidden states and adds to that of the weights."""
+    weights_n1 = scale.tokens_n1
     if backend().has_cross_entropy(hidden_nd):
-        logits_nv = hidden_nd.new_empty((len(hidden_nd), len(weight_vd)))
-        matmul_into(logits_nv, hidden_nd, weight_vd.t())
-        loss_n = backend().cross_entropy_(logits_nv, targets_n, vocab, True)
-        if hidden_grad_nd is not None:
-            matmul_into(hidden_grad_nd, logits_nv, weight_vd)
-            if scale_n1 is not None:
-                hidden_grad_nd.mul_(scale_n1)
-        if weight_sum is not None:
-            weight_sum.add(logits_nv.t(), hidden_nd if scale_n1 is None else hidden_nd * scale_n1)
-        return loss_n.sum()
-    counts_n1 = (targets_n != IGNORE_INDEX)[:, None]
-    logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab)
-    loss_n = _token_losses(log_probability_nv, targets_n)
-    logits_grad_nv = _logits_grad(logits_nv, log_probability_nv, loss_n, targets_n)
-    # Tokens without a target are left out the same way.
-    weights_n1 = counts_n1 if scale_n1 is None else counts_n1 * scale_n1
+        grad_nv = hidden_nd.new_empty((len(hidden_nd), len(weight_vd)))
+        matmul_into(grad_nv, hidden_nd, weight_vd.t())
+        slope_nv = scale.slope(_cap_(grad_nv, scale.cap))
+        loss_n = backend().cross_entropy_(grad_nv, targets_n, vocab, True)
+    else:
+        counts_n = targets_n != IGNORE_INDEX
+        # Tokens without a target are left out the same way.
+        weights_n1 = counts_n[:, None] if weights_n1 is None else counts_n[:, None] * weights_n1
+        logits_nv, log_probability_nv = _log_probabilities(hidden_nd, weight_vd, vocab, scale.cap)
+        loss_n = _token_losses(log_probability_nv, targets_n)
+        slope_nv = scale.slope(logits_nv)
+        grad_nv = _logits_grad(logits_nv, log_probability_nv, loss_n, targets_n)
+        loss_n = loss_n.where(counts_n, 0.0)
+    if slope_nv is not None:
+        grad_nv.mul_(slope_nv)
+        grad_nv[:, vocab:] = 0
     if hidden_grad_nd is not None:
-        torch.mul(torch.mm(logits_grad_nv, weight_vd), weights_n1, out=hidden_grad_nd)
+        matmul_into(hidden_grad_nd, grad_nv, weight_vd)
+        if weights_n1 is not None:
+            hidden_grad_nd.mul_(weights_n1)
     if weight_sum is not None:
-        weight_sum.add(logits_grad_nv.t(), hidden_nd * weights_n1)
-    return loss_n.where(counts_n1.squeeze(1), 0.0).sum()
+        weight_sum.add(grad_nv.t(), hidden_nd if weights_n1 is None else hidden_nd * weights_n1)
+    return loss_n.sum()
 
 
 def _logits_grad(logits_nv: Tensor, log_probability_nv: Tensor, loss_n: Tensor, targets_n: Tensor) -> Tensor:

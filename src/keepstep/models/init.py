@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keepstep.config.schema import ModelConfig
+from keepstep.models.moe import router_biases
+from keepstep.models.quantized_weight import QuantizedWeight, weight_slots
 from keepstep.models.transformer import Transformer
 
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
@@ -23,11 +25,10 @@ _RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.experts.down", "mlp
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
     """Fill every parameter of a model that is on its device, sharded or not: matrices random, norms 1, biases 0."""
-    for name, parameter in model.named_parameters():
-        whole = _whole_tensor(name, parameter, model.config, seed)
-        keep_shard(parameter, whole)
-    for buffer in model.buffers():
-        buffer.zero_()
+    for bias in router_biases(model).values():
+        bias.zero_()
+    for name, slot in weight_slots(model):
+        keep_shard(slot, _whole_tensor(name, slot, model.config, seed))
 
 
 def init_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
@@ -44,16 +45,19 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
-def _whole_tensor(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int) -> Tensor:
+def _whole_tensor(name: str, parameter: nn.Parameter | QuantizedWeight, config: ModelConfig, seed: int) -> Tensor:
     whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-    if parameter.dim() < 2 or name.endswith("_bias"):
+    if len(parameter.shape) < 2 or name.endswith("_bias"):
         return whole.fill_(1.0 if name.endswith("weight") and config.norm != "rmsnorm_1p" else 0.0)
     generator = torch.Generator(device=parameter.device).manual_seed(parameter_seed(seed, name))
     return whole.normal_(0.0, init_std(name, parameter.shape, config), generator=generator)
 
 
-def keep_shard(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this process's part of a whole tensor, which every process has, into a parameter."""
+def keep_shard(parameter: Tensor | QuantizedWeight, whole: Tensor) -> None:
+    """Copy this process's part of a whole tensor, which every process has, into a parameter; or quantise it."""
+    if isinstance(parameter, QuantizedWeight):
+        parameter.store(whole)
+        return
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

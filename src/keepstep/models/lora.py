@@ -25,6 +25,7 @@ from keepstep.models.init import keep_shard, parameter_seed
 from keepstep.models.mlp import gate_blocks
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.matmul import lora_matmul, matmul_add
+from keepstep.models.quantized_weight import QuantizedLinear, QuantizedWeight, quantize_linears
 from keepstep.models.transformer import Transformer
 
 ADAPTER_NAMES = ("lora_a", "lora_b")
@@ -63,15 +64,22 @@ class LoraLinear(nn.Linear):
     def __init__(self, base: nn.Linear, shape: AdapterShape) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        self.base = base.base if isinstance(base, QuantizedLinear) else None
+        self.bias = base.bias
+        if self.base is None:
+            self.weight = base.weight
+        else:
+            self.register_parameter("weight", None)
         self.shape = shape
         self.enabled = True
-        device = base.weight.device
+        device = self.base.device if self.base else base.weight.device
         self.lora_a = nn.Parameter(torch.empty(shape.projections * shape.rank, base.in_features, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, shape.rank, device=device))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
         """The linear's output and the adapters' on top."""
+        if self.base is not None:
+            return self._on_quantized(self.base, input)
         if not self.enabled:
             return F.linear(input, self.weight, self.bias)
         dropout = self.shape.dropout if self.training else 0.0
@@ -87,10 +95,20 @@ class LoraLinear(nn.Linear):
         flat = torch.addmm(output.flatten(0, -2), inner.flatten(0, -2), self._spread().t(), alpha=self.shape.scale)
         return flat.view(output.shape)
 
+    def _on_quantized(self, base: QuantizedWeight, input: Tensor) -> Tensor:  # noqa: A002
+        if not self.enabled:
+            return base.matmul(input, self.bias)
+        lora_b = self._spread() * self.shape.scale
+        if not (self.shape.dropout and self.training):
+            return base.matmul(input, self.bias, self.lora_a, lora_b)
+        inner = F.linear(F.dropout(input, self.shape.dropout), self.lora_a)
+        return base.matmul(input, self.bias) + F.linear(inner, lora_b)
+
     def merged_weight(self) -> Tensor:
         """The weight of a plain linear that computes the same (without dropout), in the weight's own precision."""
-        exact = self.weight.double() + self.shape.scale * (self._spread().double() @ self.lora_a.double())
-        return exact.to(self.weight.dtype)
+        whole = self.base.dequantized(torch.float32) if self.base else self.weight
+        exact = whole.double() + self.shape.scale * (self._spread().double() @ self.lora_a.double())
+        return exact.to(whole.dtype)
 
     def grouped(self) -> Tensor:
         """`lora_b` as [groups, slots, width, r]; a slice of whole groups works too."""
@@ -127,11 +145,12 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
             linear = linears.get(place)
             if linear is None or not set(names) & set(config.targets):
                 continue
-            if type(linear) is not nn.Linear:
+            if type(linear) not in (nn.Linear, QuantizedLinear):
                 raise ConfigError(f"{place} is a {type(linear).__name__}, which takes no adapter", "model.linear=dense")
             found.update(names)
             slots, width = _slots(place, model.config, config.targets)
             shape = AdapterShape(config.rank, config.alpha / config.rank, config.dropout, slots, width)
+            assert isinstance(linear, nn.Linear)
             block.set_submodule(place, LoraLinear(linear, shape))
     missing = sorted(set(config.targets) - found)
     if missing:
@@ -141,7 +160,12 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
 
 
 def prepare_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Add adapters to a model on the meta device and keep its frozen weights in `dtype`: they need no fp32 masters."""
+    """Add adapters to a model on the meta device and keep its frozen weights in `dtype`: they need no fp32 masters.
+
+    The linears of its blocks are quantised where `config.base` says so.
+    """
+    if config.base != "bf16":
+        quantize_linears(model.blocks, config.base)
     apply_lora(model, config)
     freeze_weights(model, dtype)
 

@@ -234,7 +234,7 @@ def make_feed_forward(config: ModelConfig, layer: int) -> MoE | GatedMLP | Plain
 
 def router_biases(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of a model holds next to its trained weights: the routers' biases, by name."""
-    return dict(model.named_buffers())
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("balance_bias")}
 
 
 def count_tokens(chosen_nk: Tensor, count: int) -> Tensor:

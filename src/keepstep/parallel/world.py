@@ -57,7 +57,7 @@ def joined_world(ranks: Ranks, device: torch.device, timeout_s: float = 600.0) -
     options: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    alone = not ranks.launched or ranks.coordinator is not None
+    alone = not ranks.launched or bool(ranks.coordinator)
     if ranks.store_file and not alone:
         where = f"file://{ranks.store_file}"
         options = {"init_method": where, "rank": ranks.rank, "world_size": ranks.world_size}

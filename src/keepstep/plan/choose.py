@@ -151,7 +151,7 @@ def _degrees(config: RunConfig, open_fields: frozenset[str], cluster: Cluster) -
         data, left_over = divmod(cluster.gpus, tensor * pipeline * context)
         if left_over or not data:
             continue
-        if config.reproducible == "elastic":
+        if config.whole_weights:
             yield Layout(replicate=data)
             continue
         given = {axis: getattr(config.parallel, axis) for axis in _SHARES if f"parallel.{axis}" not in open_fields}

@@ -114,6 +114,10 @@ class Recovery:
     """From a failure to the first step after it: detection, new processes, loading."""
     lag_s: float = 0.0
     """From the start of a save until it is committed."""
+    replica_stall_s: float = 0.0
+    """How long the other replicas stop where one is lost and they survive, apart from the step that they redo."""
+    join_stall_s: float = 0.0
+    """How long they stop for one that joins."""
     source: str = ""
 
 

@@ -16,6 +16,7 @@ from keepstep.plan.tensors import (
     feed_forward_gradient,
     mask_bytes,
     process_layers,
+    quantised_bytes,
     stage_parameters,
 )
 from keepstep.plan.workload import Workload
@@ -169,10 +170,10 @@ class _StageMemory:
         """Allocated for the whole run."""
         if self.work.offload:
             return Parts()
-        weights = FP32 * self.counts.trained
+        weights, whole = FP32 * self.counts.trained, quantised_bytes(self.work, self.counts)
         if self.counts.adapters or self.work.reference:
-            weights += self.size * self.counts.total
-        return Parts(parameters=weights // self.shard, optimizer=moment_bytes(self.work, self.counts))
+            weights += self.size * (self.counts.total - self.counts.quantised_total)
+        return Parts(parameters=weights // self.shard + whole, optimizer=moment_bytes(self.work, self.counts))
 
     def instants(self) -> dict[str, Parts]:
         """Bytes at each instant that can be the peak."""
@@ -205,7 +206,7 @@ class _StageMemory:
             return 0
         counted = self.counts.trained if self.accumulates else done
         if self.local_gradients:
-            return FP32 * counted * self.counts.gathered // self.counts.total
+            return FP32 * counted * (self.counts.gathered + self.counts.quantised_total) // self.counts.total
         return FP32 * counted // self.shard
 
     def _gathered(self) -> int:
@@ -257,12 +258,11 @@ class _StageMemory:
         """Peak of one chunk of head and loss, with the head's gradient."""
         work, tensor, chunks = self.work, self.work.degrees.tensor, loss_chunks(self.work)
         logits = -(-work.tokens_per_microbatch // chunks) * (work.model.padded_vocab // tensor)
-        if work.model.final_logit_softcapping:
-            # Torch's own operators: fp32 logits, probabilities and gradient next to the capped logits.
-            return (3 * FP32 + self.size) * logits + self.size * self.counts.table
         if tensor == 1 and not self.splits:
             # The kernel overwrites logits with their gradient; with one chunk the head's gradient needs no fp32 sum.
-            return self.size * logits + (self.size if chunks == 1 else FP32) * self.counts.table
+            # The slope of soft-capped logits is computed from a quotient of the same size.
+            held = self.size * (3 if work.model.final_logit_softcapping else 1)
+            return held * logits + (self.size if chunks == 1 else FP32) * self.counts.table
         # fp32 logits, overwritten by their gradient, and a copy in compute precision; the head's gradient is summed.
         held = logits * (FP32 + (self.size if self.size < FP32 else 0))
         return held * (2 if chunks > 1 else 1) + (FP32 + (self.size if chunks == 1 else 0)) * self.counts.table

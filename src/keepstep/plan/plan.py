@@ -23,6 +23,7 @@ from keepstep.plan.goodput import (
 from keepstep.plan.memory import MemoryPlan, plan_memory
 from keepstep.plan.search import Remedy, choose_recompute, remedies
 from keepstep.plan.speed import UNCALIBRATED, Factors, SpeedPlan, plan_speed
+from keepstep.plan.survival import Replica, SurvivalPlan, plan_scales
 from keepstep.plan.workload import RECOMPUTE, Precision, Recompute, Workload, workload_of
 
 
@@ -89,6 +90,18 @@ class Plan:
     def effective_share(self) -> float:
         """Goodput with the run's own save interval; with the best one where it is not known."""
         return self.goodput.best_share if self.goodput.share is None else self.goodput.share
+
+    @property
+    def replica(self) -> Replica:
+        """What a failure takes out where replicas survive each other."""
+        gpus = self.cluster.gpus // self.work.degrees.replicate
+        return Replica(gpus, self.work.microbatches, self.speed.step.total_s)
+
+    @property
+    def survival(self) -> list[SurvivalPlan]:
+        """Restarts against replicas that survive, on these and on more GPUs."""
+        rate = self.cluster.failures_per_gpu_hour
+        return plan_scales(self.replica, self.cluster.gpus, rate, self.assumptions.recovery)
 
     @property
     def wall_s(self) -> float | None:

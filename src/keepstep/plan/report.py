@@ -79,6 +79,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
             "recovery": asdict(recovery),
             "llama3_share": llama3_share(replace(recovery, lag_s=0.0)),
         },
+        "survival": {"replica": asdict(plan.replica), "scales": [asdict(each) for each in plan.survival]},
     }
 
 
@@ -89,7 +90,11 @@ def _save_values(save: SaveTime) -> dict[str, Any]:
 def plan_lines(plan: Plan) -> Iterator[str]:
     """The whole report, without the verdict."""
     yield from _run(plan)
-    for section in (_memory, _speed, _storage, _goodput):
+    sections = [_memory, _speed, _storage, _goodput]
+    # A handful of GPUs rarely fails.
+    if plan.cluster.nodes > 1 or plan.config.resilience.survive:
+        sections.append(_survival)
+    for section in sections:
         yield ""
         yield from section(plan)
 
@@ -129,9 +134,10 @@ def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> st
 def _run(plan: Plan) -> Iterator[str]:
     model, work, cluster = plan.config.model, plan.work, plan.cluster
     active = f" ({format_count(active_parameters(model))} active)" if model.expert_layers else ""
+    base = f" with frozen weights in {work.lora_base}" if work.lora_base != "bf16" else ""
     yield (
         f"run       {model.preset}, {format_count(parameter_count(model))} parameters{active}, "
-        f"rows of {model.seq_len:,} tokens, {work.precision}, recompute {work.recompute_text}"
+        f"rows of {model.seq_len:,} tokens, {work.precision}{base}, recompute {work.recompute_text}"
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
     yield f"cluster   {cluster.name}: {machines}{f' ({cluster.sku})' if cluster.sku else ''}"
@@ -229,6 +235,23 @@ def _goodput(plan: Plan) -> Iterator[str]:
         yield f"  this run's    {format_seconds(goodput.interval_s)}: {goodput.share:.2%} effective"
     there = llama3_share(replace(recovery, lag_s=0.0))
     yield f"  the same stall and restart on Llama 3's {LLAMA3_GPUS:,} GPUs: {there:.1%} (published: more than 90%)"
+
+
+def _survival(plan: Plan) -> Iterator[str]:
+    recovery, size = plan.assumptions.recovery, f"{plan.replica.gpus:,} {plan.cluster.unit}s"
+    yield (
+        f"survival  replicas of {size}, back after {format_seconds(recovery.restart_s)}; "
+        f"a loss costs the others a step and {recovery.replica_stall_s:g} s, a return {recovery.join_stall_s:g} s"
+    )
+    yield f"  {'GPUs':>9}  {'a failure every':>15}  {'restart':>8}  {'survive':>8}  with spares"
+    for each in plan.survival:
+        spares = (
+            f"{each.spares_share:11.2%}, {each.spares} of {each.replicas} replicas" if each.spares else "       none"
+        )
+        yield (
+            f"  {each.gpus:9,}  {format_seconds(each.mtbf_s):>15}  {each.restart_share:8.2%}  {each.survive_share:8.2%}"
+            f"  {spares}"
+        )
 
 
 def search_lines(candidates: Sequence[Candidate], seconds: float, top: int) -> Iterator[str]:

@@ -26,7 +26,8 @@ MARGIN = 0.05
 """Share of the device's memory that `auto` leaves free: the error of the estimate must not end in out of memory."""
 _PAIRS: tuple[tuple[Recompute, Recompute], ...] = (("none", "full"), ("none", "selective"), ("selective", "full"))
 """Mixtures to consider: as many blocks as fit of the first mode, the rest of the second."""
-_MICROBATCHES = (1, 2, 4, 8, 16, 32)
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+"""Micro batches to search."""
 _Change = tuple[str, dict[str, object]]
 """An override of one setting, and what it changes in the workload."""
 
@@ -171,20 +172,21 @@ class Candidate:
         overrides = [*work.degrees.overrides(), f"microbatch={work.microbatch}", f"compute.recompute={work.recompute}"]
         if work.degrees.pipeline == 1:
             overrides.append(f"parallel.keep_gathered={str(work.keep_gathered).lower()}")
-        return [*overrides, f"precision={work.precision}"]
+        base = [f"lora.base={work.lora_base}"] if work.lora_base != "bf16" else []
+        return [*overrides, f"precision={work.precision}", *base]
 
 
 def precisions(work: Workload, cluster: Cluster, is_open: bool) -> tuple[Precision, ...]:
     """Precisions to search: fp8 as well where the run leaves its precision open and the GPU supports it."""
     # fp8 would replace any other kind of linear.
     choice = is_open and work.precision == "bf16" and "fp8" in cluster.gpu.tflops and work.model.linear == "dense"
-    choice = choice and not work.model.experts.count
+    choice = choice and not work.model.experts.count and not work.lora_rank
     return ("bf16", "fp8") if choice else (work.precision,)
 
 
 def layouts(base: Workload, cluster: Cluster, precisions: Sequence[Precision]) -> Iterator[Workload]:
     """All valid layouts of the cluster's GPUs, with every micro batch, recomputation, sharding and precision."""
-    for degrees, microbatch, recompute in product(_factorings(base, cluster), _MICROBATCHES, RECOMPUTE):
+    for degrees, microbatch, recompute in product(_factorings(base, cluster), MICROBATCHES, RECOMPUTE):
         work = replace(base, degrees=degrees, microbatch=microbatch, recompute=recompute, recompute_by_block=())
         # Gathering and precision do not matter to the rules.
         if is_valid(work):

@@ -136,7 +136,7 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     learned = 4 if work.lora_rank else 6
     repeated = _repeated_parameters(work, block)
     wide = gpu.flops("fp32" if work.precision == "fp32" else "bf16")
-    rate, head_rate = gpu.flops(work.precision) * gpu.matmul_share, wide * gpu.matmul_share
+    rate, head_rate = gpu.flops(work.matmul_precision) * gpu.matmul_share, wide * gpu.matmul_share
     block_flops = learned * block + 2 * repeated
     # The backward of experts is not in fp8.
     routed = 3 * token_copies(model) * model.expert_size * model.hidden if work.precision == "fp8" else 0.0

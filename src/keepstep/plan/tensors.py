@@ -43,15 +43,22 @@ class StageParameters:
     """Parameters of one block's experts; the mean where some blocks have none."""
     expert_parallel: int = 1
     """Processes that divide the experts before FSDP shards them."""
+    quantised: int = 0
+    """Parameters of one block that are frozen in fp8 or NF4, whole on every process."""
 
     @property
     def gathered_block(self) -> int:
         """Parameters of one block that a process gathers and computes with."""
-        return self.block - self.experts + self.experts // self.expert_parallel
+        return self.block - self.quantised - self.experts + self.experts // self.expert_parallel
+
+    @property
+    def quantised_total(self) -> int:
+        """Quantised parameters of the stage."""
+        return self.quantised * self.blocks
 
     @property
     def gathered(self) -> int:
-        """The same of the whole stage."""
+        """What a process gathers of the whole stage."""
         return self.gathered_block * self.blocks + self.ends
 
     @property
@@ -101,8 +108,27 @@ def stage_parameters(work: Workload, stage: int) -> StageParameters:
     block = split_block_parameters(model, tensor)
     blocks = sum(map(len, process_layers(work, stage)))
     learned_table = table if (first or last) and not work.lora_rank else 0
-    ours = expert_parameters(model), work.degrees.expert
+    quantised = sum(block_matrices(work)) if work.lora_base != "bf16" else 0
+    ours = expert_parameters(model), work.degrees.expert, quantised
     return StageParameters(block, blocks, tables, ends, learned_table, block_adapters(work), *ours)
+
+
+def quantised_bytes(work: Workload, counts: StageParameters) -> int:
+    """Codes and scales of a stage's frozen matrices."""
+    # fp8 has a scale per output, which is too little to count; NF4 one in fp32 for 64 weights.
+    each = 1.0 if work.lora_base == "fp8" else 0.5 + FP32 / 64
+    return int(each * counts.quantised_total)
+
+
+def _quantised_workspace(work: Workload) -> int:
+    """What backward allocates for a matmul with the largest frozen matrix, the feed-forward's first."""
+    if work.lora_base == "bf16":
+        return 0
+    largest, wide = max(block_matrices(work)), work.model.ffn_size * (2 if work.model.gated else 1)
+    gradient = wide * work.tokens_per_microbatch
+    allocated = work.compute_bytes * largest if work.lora_base == "nf4" else largest + gradient
+    # The input of the activation, of the gradient's size, has just been freed.
+    return max(0, allocated - work.compute_bytes * gradient)
 
 
 def expert_parameters(model: ModelConfig) -> int:
@@ -189,8 +215,9 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
             plain = not (model.experts.bias or model.experts.swiglu_limit)
             activated = int(token_copies(model) * model.expert_size) if plain else 0
             matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + activated + last
-            # fp8 matmuls are cheap enough to repeat; the output of attention is saved.
-            outputs = widths.query + (0 if work.precision == "fp8" else matmuls)
+            # Matmuls with quantised weights are repeated; the output of attention is saved.
+            repeated = work.precision == "fp8" or work.lora_base != "bf16"
+            outputs = widths.query + (0 if repeated else matmuls)
             saved = size * (work.stream_width + outputs) + FP32 * widths.heads
         case "full":
             # The block's input and, so that attention is not repeated, its output and softmax sums.
@@ -202,7 +229,8 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
     quantised = _quantised_weights(model, widths, work.degrees.tensor) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
-    return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens)
+    workspace = _quantised_workspace(work)
+    return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens + workspace)
 
 
 def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:

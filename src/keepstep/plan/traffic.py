@@ -62,6 +62,8 @@ _COMPILED = {
 
 CAST_TO_FP8_BYTES = 6
 """Per element that enters an fp8 matmul: read, written, and written again transposed."""
+TOKENS_TO_FP8_BYTES = 3
+"""The same where the weight is frozen in fp8: no transposed copy, as there is no gradient of the weight."""
 _OWN_HEAD_SIZE = 64
 """Head size of our own kernels: the query-key-value matmul with fused rope, and the backward of attention."""
 LOGIT_BYTES = 7
@@ -86,10 +88,11 @@ def block_traffic(work: Workload, gpu: Gpu) -> float:
     for name in _kernels(work, gpu):
         once, again = (_moved(each, work) for each in table[name])
         forward, backward = forward + once, backward + again
-    if work.precision == "fp8":
+    if work.matmul_precision == "fp8":
+        cast = CAST_TO_FP8_BYTES if work.precision == "fp8" else TOKENS_TO_FP8_BYTES
         gates = 2 if model.gated else 1
-        forward += _moved(_Widths(2, 1, 0, 1), work) * CAST_TO_FP8_BYTES
-        backward += _moved(_Widths(2, 1, 2, gates), work) * CAST_TO_FP8_BYTES
+        forward += _moved(_Widths(2, 1, 0, 1), work) * cast
+        backward += _moved(_Widths(2, 1, 2, gates), work) * cast
     for _, inputs, outputs in adapted_linears(work):
         # The output is copied and then added to; gradients of inputs come from two matmuls and are summed.
         forward += (8 * outputs + 2 * inputs) / tensor
@@ -161,11 +164,22 @@ def head_traffic(work: Workload) -> float:
 
 def weight_traffic(work: Workload, counts: StageParameters) -> float:
     """Bytes of local memory moved by gathering and reducing a stage's weights in one micro batch."""
+    quantised = _quantised_traffic(work, counts)
     if work.unsharded:
-        return 0.0
-    copied = CAST_BYTES * counts.trained + (FROZEN_BYTES * counts.total if counts.adapters else 0)
+        return quantised
+    copied = CAST_BYTES * counts.trained + (
+        FROZEN_BYTES * (counts.total - counts.quantised_total) if counts.adapters else 0
+    )
     reduced = REDUCE_BYTES * counts.trained
-    return (copied / 2 + reduced) / work.microbatches if work.stays_gathered else float(copied + reduced)
+    return quantised + ((copied / 2 + reduced) / work.microbatches if work.stays_gathered else copied + reduced)
+
+
+def _quantised_traffic(work: Workload, counts: StageParameters) -> float:
+    """Bytes moved in one micro batch to read and write frozen matrices in the form that matmuls need."""
+    passes = 3 if work.recompute == "full" else 2
+    # fp8 is transposed for backward; NF4 is written in compute precision for every pass.
+    each = {"bf16": 0.0, "fp8": 2.0, "nf4": passes * (0.5 + work.compute_bytes)}[work.lora_base]
+    return each * counts.quantised_total
 
 
 def update_traffic(work: Workload, parameters: int) -> float:

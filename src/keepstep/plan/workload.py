@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from keepstep.config.check import RULES
 from keepstep.config.layout import Layout, check_layout
-from keepstep.config.schema import ComputeConfig, ModelConfig, ParallelConfig, RunConfig
+from keepstep.config.schema import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from keepstep.core.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
@@ -52,6 +52,8 @@ class Workload:
     lora_rank: int = 0
     """Rank of the adapters. Above 0 only they are trained; the weights are frozen in compute precision."""
     lora_targets: tuple[str, ...] = ()
+    lora_base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    """Format of the frozen matrices; `bf16` means compute precision."""
     reference: bool = False
     """Preference learning without adapters: a frozen copy of the weights, in compute precision."""
 
@@ -109,6 +111,11 @@ class Workload:
         return (alone and self.precision in ("bf16", "fp8")) or self.elastic
 
     @property
+    def matmul_precision(self) -> Precision:
+        """The precision of the matmuls inside blocks."""
+        return "fp8" if self.lora_base == "fp8" else self.precision
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number in matmuls and activations."""
         return 4 if self.precision == "fp32" else 2
@@ -130,12 +137,15 @@ def workload_of(
 
     Where the config leaves recomputation to the device's memory, none is assumed.
     """
+    if config.precision != "auto":
+        # Under adapters fp8 is the format of frozen weights; all else is as in bf16.
+        precision = "bf16" if config.precision == "fp8" and config.lora.rank else config.precision
     return Workload(
         model=config.model,
         degrees=check_layout(config, world_size),
         global_batch=config.global_batch,
         microbatch=config.microbatch,
-        precision=precision if config.precision == "auto" else config.precision,
+        precision=precision,
         recompute="none" if config.compute.recompute == "auto" else config.compute.recompute,
         keep_gathered=config.parallel.keep_gathered,
         compiled=config.compute.compile,
@@ -147,9 +157,10 @@ def workload_of(
         device_bytes=device_bytes,
         offload=config.parallel.offload,
         explicit_shard=config.parallel.shard != -1,
-        elastic=config.reproducible == "elastic",
+        elastic=config.whole_weights,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets if config.lora.rank else (),
+        lora_base=config.adapters.base if config.lora.rank else "bf16",
         reference=config.has_reference and not config.lora.rank,
     )
 
@@ -166,6 +177,7 @@ def is_valid(work: Workload) -> bool:
         precision=work.precision,
         reproducible="elastic" if work.elastic else "resume",
         parallel=parallel,
+        lora=LoraConfig(rank=work.lora_rank, base=work.lora_base),
         compute=ComputeConfig(recompute=work.recompute, compile=work.compiled),
     )
     if any(rule.find(config) for rule in _LAYOUT_RULES):

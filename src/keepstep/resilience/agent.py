@@ -27,7 +27,15 @@ from keepstep.core.errors import (
     StopRequested,
     UsageError,
 )
-from keepstep.core.ranks import HEARTBEAT_FILE, LAUNCH, MEMORY_FILES, MEMORY_NAME, RENDEZVOUS_SECRET, NodeGroup
+from keepstep.core.ranks import (
+    HEARTBEAT_FILE,
+    LAUNCH,
+    MEMORY_FILES,
+    MEMORY_NAME,
+    RENDEZVOUS_SECRET,
+    NodeGroup,
+    node_number,
+)
 from keepstep.resilience.failure_cause import CAUSE_FILE, Cause, first_cause, read_cause
 from keepstep.resilience.heartbeat import HeartbeatTable
 from keepstep.resilience.registration import AgentRegistration
@@ -35,11 +43,14 @@ from keepstep.resilience.rendezvous import REPORT_VALID_S, ElasticRendezvous, Re
 from keepstep.resilience.restart_policy import FullDisk, RestartPolicy
 from keepstep.resilience.scratch import fork_server_folder, register_companion, scratch_folder
 from keepstep.resilience.signals import AgentSignals, WaitInterruptedError, shutdown_s
+from keepstep.resilience.survivors.remote import RemoteSupervisor, SurvivorRendezvous, make_supervisor
 from keepstep.resilience.survivors.supervisor import Supervisor, is_stopped
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers, hang_cause
 
 POLL_S = 0.25
 """Between two checks of running processes; the end of a process is noticed immediately."""
+STOPPED_POLL_S = 0.1
+"""The same among replicas that outlive each other: all of them wait for one that a signal has stopped."""
 WAITING_NODES_S = 1.0
 SETTLE_S = 0.1
 """After the first process failed: how long to wait for another one that may know the cause better."""
@@ -64,6 +75,8 @@ class AgentSettings:
     logs: Path | None = None
     """For the stacks of processes that hang."""
     on_event: EventSink = lambda *_, **__: None
+    is_over: Callable[[], bool] = lambda: False
+    """Whether the run has finished since this agent started, perhaps on other nodes."""
 
 
 def run_processes(
@@ -81,10 +94,16 @@ def run_processes(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if settings is None:
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
-    if settings.resilience.survive and group and group.max_nodes > 1:
-        raise UsageError("resilience.survive keeps replicas of one node only", "resilience.survive=false")
+    several = group if group and group.max_nodes > 1 else None
+    if settings.resilience.spares and processes == 1 and not several:
+        raise UsageError("a spare copies the state of a replica that is left: one is not enough", "--procs 2 or more")
     with scratch_folder() as scratch:
-        rendezvous = ElasticRendezvous(group) if group and group.max_nodes > 1 else Rendezvous(scratch)
+        if several is None:
+            rendezvous = Rendezvous(scratch)
+        elif settings.resilience.survive:
+            rendezvous = SurvivorRendezvous(several, node_number(os.environ), settings.is_over)
+        else:
+            rendezvous = ElasticRendezvous(several)
         return _Agent(task, processes, rendezvous, settings, scratch).run()
 
 
@@ -97,9 +116,11 @@ class _Agent:
         register_companion(scratch, fork_server_folder())
         self._registration = AgentRegistration(settings.run_folder) if settings.run_folder else None
         self._workers = Workers(task)
-        self._heartbeats = HeartbeatTable(processes)
+        self._slots = processes + settings.resilience.spares
+        """Processes with those that wait to replace a lost one."""
+        self._heartbeats = HeartbeatTable(self._slots)
         # The agent owns this memory, so snapshots in it survive the processes.
-        self._memory = [[os.memfd_create(MEMORY_NAME) for _ in range(MEMORY_BUFFERS)] for _ in range(processes)]
+        self._memory = [[os.memfd_create(MEMORY_NAME) for _ in range(MEMORY_BUFFERS)] for _ in range(self._slots)]
         self._launch = secrets.token_hex(8)
         self._signals = AgentSignals()
         self._shutdown_s = shutdown_s()
@@ -108,9 +129,7 @@ class _Agent:
         self._attempts = 0
         self._policy = RestartPolicy(settings.resilience.max_restarts)
         self._full_disk = FullDisk(settings.storage_wait_s, settings.run_folder, scratch)
-        survive = settings.resilience.survive and processes > 1
-        max_restarts = settings.resilience.max_restarts
-        self._supervisor = Supervisor(scratch, processes, max_restarts, settings.on_event) if survive else None
+        self._supervisor = make_supervisor(rendezvous, scratch, processes, settings.resilience, settings.on_event)
         self._environments: list[dict[str, str]] = []
         self._next_hang_check = 0.0
 
@@ -160,32 +179,34 @@ class _Agent:
 
     def _start(self, nodes: RendezvousResult) -> None:
         world_size = nodes.nodes * self._processes
-        if self._attempts:
+        if self._attempts and not isinstance(self._supervisor, RemoteSupervisor):
             facts: dict[str, Any] = {"world_size": world_size, "attempt": self._attempts}
             if self._world_size != world_size:
                 self._settings.on_event("resize", before=self._world_size, **facts)
             else:
                 self._settings.on_event("restart", **facts)
-        self._world_size, self._first_rank = world_size, nodes.node_rank * self._processes
+        self._world_size, self._first_rank = world_size, nodes.node_rank * self._slots
         self._heartbeats.clear(self._settings.resilience.start_timeout_s)
         if self._registration is not None:
             self._registration.refresh()
         # Cleaners of temporary files remove what nobody has touched for days.
         self._scratch.mkdir(parents=True, exist_ok=True)
-        for local_rank in range(self._processes):
+        for local_rank in range(self._slots):
             self._cause_file(local_rank).unlink(missing_ok=True)
         also = self._supervisor.begin_attempt() if self._supervisor is not None else {}
-        local_ranks = range(self._processes)
-        self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in local_ranks]
+        if also:
+            self._rendezvous.publish({LAUNCH: self._launch, **also})
+        slots = range(self._slots)
+        self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in slots]
         self._workers.start(self._environments)
         self._attempts += 1
 
     def _environment(self, nodes: RendezvousResult, local_rank: int) -> dict[str, str]:
         # Buffers for its own snapshots and, with several nodes, for those of a process on another node.
         buffers = self._memory[local_rank]
-        memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (buffers if nodes.nodes > 1 else buffers[:2])]
+        copies = nodes.nodes > 1 and self._supervisor is None
+        memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (buffers if copies else buffers[:2])]
         return {
-            **nodes.environment,
             "RANK": str(self._first_rank + local_rank),
             "WORLD_SIZE": str(self._world_size),
             "LOCAL_RANK": str(local_rank),
@@ -196,6 +217,7 @@ class _Agent:
             MEMORY_FILES: os.pathsep.join(memory),
             CAUSE_FILE: str(self._cause_file(local_rank)),
             STACKS_FILE: str(self._stacks_file(local_rank)),
+            **nodes.environment,
         }
 
     def _watch(self) -> int | Cause | None:
@@ -204,11 +226,13 @@ class _Agent:
         signals = self._signals
         forwarded, asked_at, making_room = 0, 0.0, False
         while True:
-            self._workers.wait(POLL_S, also=signals.wakeup_fd)
+            self._workers.wait(POLL_S if self._supervisor is None else STOPPED_POLL_S, also=signals.wakeup_fd)
             with suppress(BlockingIOError):
                 os.read(signals.wakeup_fd, 4096)
-            if self._supervisor is not None and (fault := self._keep_replicas(self._supervisor)) is not None:
-                return fault
+            if self._supervisor is not None:
+                fault = self._keep_replicas(self._supervisor)
+                if fault is not None or self._supervisor.cut_off:
+                    return fault
             codes = self._exit_codes()
             if all(code in (0, EXIT_STOPPED) for code in codes):
                 code = max(code or 0 for code in codes)
@@ -247,7 +271,7 @@ class _Agent:
         left_out = self._supervisor.left_out if self._supervisor is not None else ()
         return [code for rank, code in enumerate(self._workers.exit_codes) if rank not in left_out]
 
-    def _keep_replicas(self, supervisor: Supervisor) -> Cause | None:
+    def _keep_replicas(self, supervisor: Supervisor | RemoteSupervisor) -> Cause | None:
         """Replace processes that ended while others continue; the cause where nobody can."""
         supervisor.record_events()
         for local_rank, pid in enumerate(self._workers.pids):
@@ -306,7 +330,7 @@ class _Agent:
         return first_cause(causes)
 
     def _hang(self) -> Cause | None:
-        records = [self._heartbeats.read(local_rank) for local_rank in range(self._processes)]
+        records = [self._heartbeats.read(local_rank) for local_rank in range(self._slots)]
         # A rank that waits for data reports it, so the silence of the others is not counted as a hang.
         if any(record.waits_for_data and not record.overdue for record in records):
             self._rendezvous.report_data_wait()
@@ -317,11 +341,11 @@ class _Agent:
             return None
         if not any(record.overdue for record in records):
             return None
-        stacks = [self._stacks_file(local_rank) for local_rank in range(self._processes)]
+        stacks = [self._stacks_file(local_rank) for local_rank in range(self._slots)]
         return hang_cause(self._workers, stacks, records, self._first_rank)
 
     def _newest_step(self) -> int:
-        return max(self._heartbeats.read(local_rank).step for local_rank in range(self._processes))
+        return max(self._heartbeats.read(local_rank).step for local_rank in range(self._slots))
 
     def _prepare_restart(self, cause: Cause) -> int | None:
         """Report a fault and do what must happen before a restart; the exit code if there is none."""

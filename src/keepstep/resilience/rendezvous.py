@@ -56,6 +56,9 @@ class Rendezvous:
         self._attempts += 1
         return RendezvousResult(0, 1, {STORE_FILE: str(self._scratch / f"store-{self._attempts}")})
 
+    def publish(self, environment: dict[str, str]) -> None:
+        """Tell the other nodes where the processes of this attempt find their coordinator."""
+
     def nodes_waiting(self) -> bool:
         """Whether another node waits to join, so that this attempt should end."""
         return False

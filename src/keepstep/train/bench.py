@@ -94,7 +94,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
         step_s = statistics.median(seconds)
         tokens_per_s = config.global_batch * config.model.seq_len / step_s
         peak = known_peak_flops(device, dtype)
-        flops_per_s = tokens_per_s * flops_per_token(config.model, config.model.seq_len)
+        flops_per_s = tokens_per_s * flops_per_token(config.model, config.model.seq_len, frozen=config.lora.rank > 0)
         return StepBench(
             model=config.model.preset,
             parameters=parameter_count(config.model),

@@ -72,14 +72,15 @@ def spread_model(
     # One process has nothing to shard: with weights already in half precision it does without FSDP's copies.
     one_process = mesh.layout.world_size == 1 and config.parallel.shard == -1
     alone = one_process and dtype == torch.bfloat16 and not config.parallel.offload
-    sharded = not alone and config.reproducible != "elastic"
-    linear = "fp8" if config.precision == "fp8" else config.model.linear
+    sharded = not alone and not config.whole_weights
+    adapted = config.lora.rank and not frozen
+    linear = "fp8" if config.precision == "fp8" and not adapted else config.model.linear
     with torch.device("meta"):
         model = Transformer(replace(config.model, linear=linear))
     if frozen:
         freeze_weights(model.requires_grad_(False), dtype)
-    elif config.lora.rank:
-        prepare_adapters(model, config.lora, dtype)
+    elif adapted:
+        prepare_adapters(model, config.adapters, dtype)
     modes = modes or recompute_modes(config, mesh.layout, device)
     fused_attention = config.compute.attention == "auto" and has_kernel(device, config.model.head_size)
     shard_dtype = dtype if sharded else None
@@ -122,7 +123,7 @@ def fill_learner(
         objective=make_objective(config, model, reference, loaders),
     )
     frozen = model if config.lora.rank else reference
-    if config.reproducible == "elastic":
+    if config.whole_weights:
         microbatches = config.global_batch // config.microbatch
         exact = ElasticStep(model, optimizers, scaler, settings, seed=config.seed, microbatches=microbatches)
         return Learner(model, optimizers, scaler, exact, origin, frozen)

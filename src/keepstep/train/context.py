@@ -42,7 +42,7 @@ class RunContext:
     @property
     def processes(self) -> int:
         """Processes that the run was started with."""
-        return self.world.ranks.world_size if self.replica is None else self.world.ranks.local_world_size
+        return self.world.ranks.world_size if self.replica is None else self.world.ranks.replicas
 
     @property
     def is_first(self) -> bool:
@@ -50,8 +50,9 @@ class RunContext:
         return self.world.is_first if self.replica is None else self.replica.leads
 
     def take_folder(self) -> None:
-        """Hold the run's folder in place of a replica that is gone."""
-        self.leases.lead(this_process(self.world.ranks.launch, self.config.resilience.lease_s))
+        """Hold the run's folder in place of a replica that is gone, or that the coordinator has evicted."""
+        holder = this_process(self.world.ranks.launch, self.config.resilience.lease_s)
+        self.leases.lead(holder, evicts_own=True)
         self.leases.hold(self.folder.root)
 
 
@@ -60,9 +61,9 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
     """Join the other processes and hold the run's folder for the length of a run."""
     check_memory(config)
     ranks = from_environment()
-    if ranks.coordinator is not None:
+    if ranks.coordinator:
         # The others may come and go: to torch every replica is alone.
-        ranks = replace(ranks, world_size=1)
+        ranks = replace(ranks, world_size=1, replicas=ranks.world_size)
     elif config.resilience.survive and ranks.world_size > 1:
         raise ConfigError("resilience.survive needs the agent of keepstep train", "keepstep train --procs N")
     layout = check_layout(config, ranks.world_size)
@@ -95,7 +96,7 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
 
 @contextmanager
 def _joined_replica(ranks: Ranks, stop: StopFlag) -> Iterator[Replica | None]:
-    if ranks.coordinator is None:
+    if not ranks.coordinator:
         yield None
         return
     replica = Replica(ranks.coordinator, ranks.rank, lambda: stop.requested)

@@ -8,16 +8,20 @@ numbers. Every process then holds the same sum, bit for bit, and updates whole w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepstep.core import failpoints
 from keepstep.data.batch import Batch
 from keepstep.models.ops.backend import backend
 from keepstep.models.transformer import Transformer
+from keepstep.resilience.survivors.replica import MembershipChangedError, Replica
 from keepstep.train.optim.loss_scaler import LossScaler
 from keepstep.train.optim.optimizer import Optimizers
 from keepstep.train.step import STOP, VOID, StepSettings, StepSignals, TrainStep, own_seconds
@@ -27,7 +31,7 @@ STEPS_PER_ONE = 2.0**50
 that fp32 has. What is left of 64 bits above holds numbers up to 2^13."""
 LARGEST = 2.0**12
 """Largest element of a gradient, half of what fits: sums cannot wrap round. Beyond it a step is not finite."""
-_COLUMNS = 4096
+_ROW = 4096
 _FIRST_PIECE = 1 << 22
 """Numbers converted through a copy before the rest is converted in place."""
 
@@ -54,14 +58,24 @@ class FixedPointSums:
             self._ends.append(self._ends[-1] + parameter.numel())
         self._size, self._microbatches = self._ends[-1], microbatches
         places = microbatches * (1 + sum_count)
-        self._numbers = torch.zeros(self._size + places + 4, dtype=torch.int64, device=device)
-        losses, self._flags = self._numbers[self._size :].split([places, 4])
-        self._losses = losses.view(microbatches, 1 + sum_count)
+        self._columns = 1 + sum_count
+        self.use_memory(torch.zeros(self._size + places + 4, dtype=torch.int64, device=device))
         self._largest = torch.zeros((), device=device)
         self._untouched = set(range(len(self._parameters)))
         """Parameters without a gradient yet in this step: their first one is set, which saves a pass of zeros."""
         for number, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._taker(number))
+
+    def use_memory(self, numbers: Tensor) -> None:
+        """Add up in this memory from the next step on."""
+        self._numbers = numbers
+        losses, self._flags = numbers[self._size :].split([self._microbatches * self._columns, 4])
+        self._losses = losses.view(self._microbatches, self._columns)
+
+    @property
+    def count(self) -> int:
+        """Numbers that are summed over all processes."""
+        return len(self._numbers)
 
     def start(self) -> None:
         """Forget the step before."""
@@ -85,11 +99,20 @@ class FixedPointSums:
         sum_(self._numbers)
 
     def checksum(self) -> str:
-        """A hash of all sums, which are added up in columns first: that runs at the speed of memory."""
-        whole = len(self._numbers) // _COLUMNS * _COLUMNS
-        columns = self._numbers[:whole].view(-1, _COLUMNS).sum(dim=0)
+        """A hash of all sums, which are added up in rows first: that runs at the speed of memory."""
+        whole = len(self._numbers) // _ROW * _ROW
+        rows = self._numbers[:whole].view(-1, _ROW).sum(dim=1)
         rest = self._numbers[whole:]
-        return hashlib.sha256(torch.cat([columns, rest]).cpu().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(torch.cat([rows, rest]).cpu().numpy().tobytes()).hexdigest()
+
+    def on_host(self) -> NDArray[np.int64]:
+        """After `reduce`, before `gradients`: all sums in host memory."""
+        numbers: NDArray[np.int64] = self._numbers.cpu().numpy()
+        return numbers
+
+    def load(self, numbers: NDArray[np.int64]) -> None:
+        """Take over sums that `on_host` returned elsewhere."""
+        self._numbers.copy_(torch.from_numpy(numbers))
 
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """After `reduce`: the sums over all micro batches, the loss first, whether a gradient did not fit, and the
@@ -122,13 +145,11 @@ class FixedPointSums:
         return self._numbers[self._ends[number] : self._ends[number + 1]]
 
     def _taker(self, number: int) -> Callable[[Tensor], None]:
-        total = self._total(number)
-
         @torch.no_grad()
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
             first = number in self._untouched
-            backend().add_fixed_point_(total, parameter.grad, self._largest, STEPS_PER_ONE, first)
+            backend().add_fixed_point_(self._total(number), parameter.grad, self._largest, STEPS_PER_ONE, first)
             self._untouched.discard(number)
             parameter.grad = None
 
@@ -152,6 +173,10 @@ class ElasticStep(TrainStep):
         self._seed, self._microbatches = seed, microbatches
         sum_count = settings.objective.sum_count
         self._sums_of_step = FixedPointSums(optimizers.parameters, microbatches, settings.device, sum_count)
+        self._shared: NDArray[np.int64] | None = None
+        """Among replicas: memory that all of those on this node read."""
+        self._step_in_flight, self._done = -1, set[int]()
+        """Among replicas: a step that is not committed yet, and the micro batches whose gradients are in its sums."""
         self._overflow = torch.zeros((), dtype=torch.bool, device=settings.device)
 
     def run(
@@ -162,13 +187,17 @@ class ElasticStep(TrainStep):
         before_update: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Learn from this process's micro batches, of which other processes may have more or fewer."""
-        rank, ranks = self._place()
+        share = self._share()
         targets = torch.full((), sum(map(self.objective.count, batches)), dtype=torch.int64, device=self.device)
         self._sum_(targets)
         weight = self._poisoned(1.0 / targets)
         total = self._sums_of_step
-        total.start()
-        most = -(-self._microbatches // ranks)
+        if signals.step != self._step_in_flight:
+            total.start()
+            self._done.clear()
+        # Only among replicas may a step be tried again.
+        self._step_in_flight = signals.step if self.replica is not None else -1
+        most = -(-self._microbatches // self._ranks)
         for place in range(most):
             # Every process asks equally often, also one that has a micro batch less.
             if signals.abandon(place, most):
@@ -177,18 +206,26 @@ class ElasticStep(TrainStep):
                 break
             if self.replica is not None:
                 self.replica.raise_if_changed()
+            if share[place] in self._done:
+                continue
             batch = batches[place]
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
             self._weigh_routers(weight * self.objective.count(batch))
             sums = self._sums(batch)
             torch.autograd.backward(sums[0] * weight)
-            total.add_loss(rank + place * ranks, sums.detach())
+            total.add_loss(share[place], sums.detach())
+            self._done.add(share[place])
         total.reduce(signals, self._sum_)
         before_update()
         if self.replica is not None:
             self.replica.commit(signals.step, total.checksum())
-        sums, self._overflow, summed = total.numbers()
-        self._optimizers.take_gradients(total.gradients())
+            self.replica.relay(lambda: {"targets": int(targets), "lr_share": lr_share}, total.on_host)
+        return self._apply(targets, lr_share)
+
+    def _apply(self, targets: Tensor, lr_share: float) -> Tensor:
+        """Update the weights with the sums; returns the numbers of the step."""
+        sums, self._overflow, summed = self._sums_of_step.numbers()
+        self._optimizers.take_gradients(self._sums_of_step.gradients())
         loss = (sums[0] / targets).float()
         norm = self._update(lr_share, loss.masked_fill(summed[VOID - STOP] > 0, torch.nan))
         if self.replica is not None:
@@ -196,22 +233,58 @@ class ElasticStep(TrainStep):
         metrics = self.objective.metrics(sums[1:]).float()
         return torch.stack([loss, norm, *summed, targets.float(), *metrics, *self._router_health])
 
-    def _place(self) -> tuple[int, int]:
-        """Which of how many shares of the micro batches is this process's."""
+    def replay(self, facts: Mapping[str, Any], sums: NDArray[np.int64]) -> None:
+        """Update the weights with the sums of a step that other replicas have committed."""
+        self._sums_of_step.load(sums)
+        targets = torch.full((), facts["targets"], dtype=torch.int64, device=self.device)
+        self._apply(targets, facts["lr_share"])
+
+    def join(self, replica: Replica) -> None:
+        """Sum over replicas, in memory that those of this node read directly."""
+        super().join(replica)
+        self._shared = replica.shared_numbers(self._sums_of_step.count)
+        if self.device.type == "cpu":
+            self._sums_of_step.use_memory(torch.from_numpy(self._shared))
+
+    def warm_up(self, batch: Batch) -> None:
+        """Compute a micro batch for nothing but what its first time compiles and allocates."""
+        torch.autograd.backward(self._sums(batch)[0])
+
+    def _share(self) -> Sequence[int]:
+        """This process's micro batches of the step, by their number in the global batch."""
         if self.replica is not None:
-            return self.replica.rank, self.replica.ranks
-        mesh = self._settings.mesh
-        return mesh.data_rank, mesh.layout.data_ranks
+            return self.replica.share(self._microbatches)
+        return range(self._settings.mesh.data_rank, self._microbatches, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        return self._settings.mesh.layout.data_ranks
 
     def _sum_(self, numbers: Tensor) -> None:
         """Add up whole numbers over all processes, in place."""
         if self.replica is None:
             dist.all_reduce(numbers)
             return
-        host = numbers.cpu()
-        self.replica.sum_(host.reshape(-1).numpy())
-        if host is not numbers:
-            numbers.copy_(host)
+        if numbers.dim() == 0:
+            own = np.array([int(numbers)])
+            self.replica.sum_(own)
+            numbers.fill_(int(own[0]))
+            return
+        assert self._shared is not None
+        shared = torch.from_numpy(self._shared)
+        in_place = numbers.data_ptr() == shared.data_ptr()
+        if not in_place:
+            shared.copy_(numbers)
+        try:
+            self.replica.sum_(self._shared)
+        except MembershipChangedError:
+            if in_place and self.replica.changed_numbers:
+                self._step_in_flight = -1
+            raise
+        if not in_place:
+            numbers.copy_(shared)
+        # What is there now is no longer this process's own part.
+        self._step_in_flight = -1
 
     def _gradient_norm(self) -> Tensor:
         return super()._gradient_norm().masked_fill(self._overflow, torch.nan)

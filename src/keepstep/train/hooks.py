@@ -25,8 +25,8 @@ class LoopHooks(Protocol):
     def before_update(self) -> None:
         """Weights are about to change: copies under way must finish first."""
 
-    def at_boundary(self, settle: Callable[[], bool]) -> bool:
-        """Before a step: let replicas join; whether the membership is another one now."""
+    def at_boundary(self, settle: Callable[[], bool]) -> None:
+        """Before a step: let replicas join."""
 
     def rejoin(self) -> None:
         """A replica was lost in the middle of a step: form the new membership with the others."""

@@ -61,14 +61,15 @@ class TrainState:
 
     def restore_step_state(self, before: StepState) -> None:
         """Undo steps that changed no weights."""
-        self._adopt_numbers(before.numbers, before.rng)
+        self.adopt_numbers(before.numbers, before.rng)
 
     def adopt(self, numbers: dict[str, Any], tensors: dict[str, Any]) -> None:
         """Take over loaded values, and the tensors that a load has filled."""
         self.optimizers.adopt(tensors["model"])
-        self._adopt_numbers(numbers, tensors["rank"])
+        self.adopt_numbers(numbers, tensors["rank"])
 
-    def _adopt_numbers(self, numbers: dict[str, Any], rng: dict[str, torch.Tensor]) -> None:
+    def adopt_numbers(self, numbers: dict[str, Any], rng: dict[str, torch.Tensor]) -> None:
+        """Take over plain values and random generators, where weights and optimizer have their own way."""
         self.clock.restore(numbers["clock"])
         self.scaler.restore(numbers["scaler"])
         if self.data is not None and "stream" in numbers:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,17 @@ class TrainStep:
         sums = self._pipeline.evaluate(self._rows([part]))[None] if self._pipeline else self._sums(part)
         counted = self._settings.mesh.counts_loss
         return (sums, self.objective.count(part)) if counted else (torch.zeros_like(sums), 0)
+
+    def join(self, replica: Replica) -> None:
+        """From now on, sum over replicas that outlive each other."""
+        self.replica = replica
+
+    def warm_up(self, batch: Batch) -> None:
+        """Do ahead of time what only the first micro batch does; nothing, where steps do not need it."""
+
+    def replay(self, facts: Mapping[str, Any], sums: NDArray[np.int64]) -> None:
+        """Update the weights with the sums of a step that other replicas have committed."""
+        raise NotImplementedError("only elastic steps have sums that replicas exchange")
 
     def run(
         self,

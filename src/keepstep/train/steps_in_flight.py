@@ -39,6 +39,10 @@ class StepsInFlight:
         """The state before each step in flight."""
         self._batches: list[Batch] | None = None
         """This process's micro batches of the newest step."""
+        self._share: list[int] = []
+        """Among replicas: the numbers of these micro batches in the global batch."""
+        self._dealt: list[int] | None = None
+        """Among replicas: the micro batches of each step that are read ahead."""
         self._void = False
         """Whether this process was asked to stop while it waited for data, and only computes along."""
         self._ended = False
@@ -67,11 +71,11 @@ class StepsInFlight:
 
     def _advance(self, lr_share: float) -> None:
         parts, clock = self._parts, self._parts.clock
-        if parts.replica is not None and self._hooks.at_boundary(self.drain):
-            self._redeal(parts.feed.position)
+        if parts.replica is not None:
+            self._hooks.at_boundary(self.drain)
         started = time.perf_counter()
         position = parts.feed.position
-        batches = self._next_batches()
+        batches = self._share_of_step(position, {})
         data_s = time.perf_counter() - started
         parts.recorder.before_step(clock.step + 1)
         self._before.append(parts.state.step_state())
@@ -96,10 +100,9 @@ class StepsInFlight:
             try:
                 return self._parts.step.run(batches, lr_share, self._signals(), self._hooks.before_update)
             except MembershipChangedError:
-                # Nobody has applied this step: those who are left do all of it.
+                # Nobody has applied this step: those who are left also do the part of those who are gone.
                 self._hooks.rejoin()
-                self._redeal(position)
-                batches = self._next_batches()
+                batches = self._share_of_step(position, dict(zip(self._share, batches, strict=False)))
 
     def _signals(self) -> StepSignals:
         parts = self._parts
@@ -108,10 +111,21 @@ class StepsInFlight:
             return StepSignals(step, stop, self._unreported_s, self._void, self._abandon)
         return StepSignals(step, stop, self._unreported_s if parts.replica.leads else 0.0, self._void)
 
-    def _redeal(self, position: int) -> None:
-        """Read this process's share of the step at `position`, and of later ones, among the replicas that are left."""
-        assert self._parts.replica is not None
-        self._parts.feed.redeal(position, self._parts.replica.rank, self._parts.replica.ranks)
+    def _share_of_step(self, position: int, have: dict[int, Batch]) -> list[Batch]:
+        """This process's micro batches of the step at `position`, of which it has some already, by their number."""
+        parts = self._parts
+        if parts.replica is None:
+            return self._next_batches()
+        self._share = parts.replica.share(parts.feed.microbatches)
+        missing = [number for number in self._share if number not in have]
+        if missing or not have:
+            if missing != self._dealt:
+                parts.feed.redeal(position, missing)
+                self._dealt = missing
+            have = {**have, **dict(zip(missing, self._next_batches(), strict=False))}
+        # A void step computes along with what there is.
+        self._batches = [have[number] for number in self._share if number in have]
+        return self._batches
 
     def _stop_within_s(self, microbatches: int) -> float:
         """How long a stop request takes to have effect, at most; see `_abandon`."""

@@ -17,7 +17,7 @@ from keepstep.train.evaluation import Evaluation
 from keepstep.train.hooks import LoopParts
 from keepstep.train.loop import run_loop
 from keepstep.train.recovery.corruption_check import check_corruption
-from keepstep.train.recovery.replicas import copy_state, serve_state
+from keepstep.train.recovery.replicas import CommonState
 from keepstep.train.recovery.resume import Resume, learning_rates, may_resume
 from keepstep.train.recovery.rollback import Rollback
 from keepstep.train.recovery.saver import Saver, run_metadata
@@ -61,7 +61,8 @@ class Trainer:
         seed_everything(config.seed, context.world.ranks.rank)
         learner = build_learner(config, context.mesh, context.world.device, fill=fill, loaders=self._loaders)
         self._filled, self._step = fill, learner.step
-        self._step.replica = context.replica
+        if context.replica is not None:
+            self._step.join(context.replica)
         data = self._loaders.train
         self._state = TrainState(
             learner.model, learner.optimizers, learner.scaler, self._clock, learner.origin, data, learner.frozen
@@ -86,7 +87,13 @@ class Trainer:
             self._loaders,
         )
         if self._joins and self._context.replica is not None:
-            newest.adopt("living replicas", copy_state(self._context.replica, self._state))
+            # What a first step compiles and allocates is ready before the others wait for it.
+            self._step.warm_up(self._loaders.train.rows(0, self._context.config.microbatch))
+            self._context.replica.waiting = self._context.heartbeat.busy
+            common = CommonState(self._state, self._step, self._values)
+            values = self._context.replica.copy_from_members(common)
+            common.adopt(values)
+            newest.adopt("living replicas", values)
             return
         found = newest.load()
         self._saver.saved_step = newest.saved_step
@@ -133,7 +140,7 @@ class Trainer:
         outcome = "fault"
         try:
             if context.replica is not None and not self._joins:
-                context.replica.enter()
+                context.replica.enter(self._clock.step)
             with profiler:
                 run_loop(parts, self, config)
             # Together while all are well; closing must not wait for a process that is gone.
@@ -193,14 +200,12 @@ class Trainer:
         """Copy the step just done, with its numbers, into the agent's memory."""
         self._snapshots.take(self._clock.step, self._values(), self._recorder.last_loss)
 
-    def at_boundary(self, settle: Callable[[], bool]) -> bool:
-        """Before a step: let replicas join; whether the membership is another one now."""
+    def at_boundary(self, settle: Callable[[], bool]) -> None:
+        """Before a step: let replicas join."""
         replica = self._context.replica
         assert replica is not None
-        changed = serve_state(replica, self._state, self._values, settle)
-        if changed:
+        if replica.at_boundary(CommonState(self._state, self._step, self._values, settle)):
             self._take_over_roles()
-        return changed
 
     def rejoin(self) -> None:
         """A replica was lost in the middle of a step: form the new membership with the others."""

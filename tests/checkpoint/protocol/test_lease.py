@@ -62,6 +62,17 @@ def test_lease_is_taken_over_after_silence_on_the_observers_clock(tmp_path: Path
     fence(second).check()
 
 
+@pytest.mark.parametrize(("launch", "taken"), [("job", True), ("another", False)])
+def test_replica_does_not_wait_for_one_that_the_others_evicted(tmp_path: Path, launch: str, taken: bool) -> None:
+    evicted = take(tmp_path)
+    own = replace(elsewhere("other"), launch=launch)
+    lease = Candidate(str(tmp_path), own, evicts_own=True).attempt(0.0)
+    assert (lease is not None and lease.contested) is taken
+    if taken:
+        with pytest.raises(RunTakenError):
+            fence(evicted).check()
+
+
 @pytest.mark.parametrize(("launch", "resumes"), [("job", True), ("another", False)])
 def test_full_disk_does_not_keep_a_launcher_from_replacing_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str, resumes: bool

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def damaged(turns: Turns, other: Turns, draw: random.Random) -> Turns:
     return made
 
 
-def test_verdicts_equal_the_official_ones() -> None:
-    pytest.importorskip("mpmath")
+def compared_verdicts() -> Iterator[tuple[Any, str | None, str | None]]:
+    """Conversations with our verdict and the official one."""
     official = module("eval_checker.multi_turn_eval.multi_turn_checker")
     benchmark, draw = open_benchmark(), random.Random(2)
     questions = benchmark.questions(["multi_turn_base"])
@@ -67,16 +68,20 @@ def test_verdicts_equal_the_official_ones() -> None:
     for number, reference in enumerate(references):
         other = references[(number + 1) % len(references)]
         cases += [(number, damaged(reference, other, draw), turn) for turn in range(1, 3)]
-    found: list[str | None] = []
     for number, turns, attempt in cases:
         # The official checker keeps instances by the name of the model.
-        name = f"model_{attempt}"
-        verdict = official.multi_turn_checker(
-            turns, questions[number].expected, entries[number], "multi_turn_base", name
-        )
+        name, question = f"model_{attempt}", questions[number]
+        verdict = official.multi_turn_checker(turns, question.expected, entries[number], "multi_turn_base", name)
         theirs = None if verdict["valid"] else verdict["error_type"]
-        found.append(multi_turn_error(benchmark, questions[number], turns))
-        assert found[-1] == theirs, (questions[number].id, turns)
+        yield (question.id, turns), multi_turn_error(benchmark, question, turns), theirs
+
+
+def test_verdicts_equal_the_official_ones() -> None:
+    pytest.importorskip("mpmath")
+    found: list[str | None] = []
+    for case, ours, theirs in compared_verdicts():
+        found.append(ours)
+        assert ours == theirs, case
     assert len(found) == 600
     # A few references fail officially, too: a bracket after the name of a function inside a text changes the text.
     assert found[:200].count(None) >= 190

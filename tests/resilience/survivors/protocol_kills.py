@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,13 +30,14 @@ from numpy.typing import NDArray
 
 from keepstep.core import failpoints
 from keepstep.core.errors import KeepstepError
-from keepstep.resilience.survivors import state_copy
+from keepstep.core.ranks import COORDINATOR
 from keepstep.resilience.survivors.coordinator import Coordinator
-from keepstep.resilience.survivors.replica import Joining, MembershipChangedError, Replica
+from keepstep.resilience.survivors.replica import MembershipChangedError, Replica
+from keepstep.resilience.survivors.state_copy import Bytes, part_bounds
 
 MICROBATCHES = 8
 SIZE = 4000
-WHEN_JOINING = ("view_received", "exchange_formed", "serving", "copying", "copied")
+WHEN_JOINING = ("view_received", "exchange_formed", "serving", "entering", "copying", "copied", "replayed")
 """Failpoints that a replica reaches more than once only if others join."""
 Weights = NDArray[np.int64]
 
@@ -51,26 +53,50 @@ def undisturbed(steps: int) -> str:
     return hashlib.sha256(weights.tobytes()).hexdigest()
 
 
+@dataclass
+class ToyState:
+    """What replicas of the toy have in common."""
+
+    weights: Weights
+    clock: NDArray[np.int64]
+
+    def part(self, part: int, parts: int) -> Bytes:
+        everything = np.concatenate([self.weights, self.clock]).view(np.uint8)
+        start, end = part_bounds(len(everything), part, parts)
+        return everything[start:end].copy()
+
+    def values(self) -> dict[str, Any]:
+        return {"step": int(self.clock[0])}
+
+    def buffers(self) -> list[memoryview]:
+        return [self.weights.view(np.uint8).data, self.clock.view(np.uint8).data]
+
+    def install(self) -> None:
+        pass
+
+    def replay(self, facts: Mapping[str, Any], sums: Weights) -> None:
+        assert facts == {"after": int(self.clock[0])}
+        self.weights += sums[:SIZE]
+        self.clock[0] += 1
+
+
 def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     """One replica."""
     os.setpgid(0, 0)
     weights, clock = np.zeros(SIZE, np.int64), np.zeros(1, np.int64)
-    buffers = [weights.view(np.uint8).data, clock.view(np.uint8).data]
-
-    def serve(joining: list[Joining], part: int, parts: int, epoch: int) -> None:
-        for each in joining:
-            state_copy.send(each.address, part, parts, epoch, buffers, {"from": number} if part == 0 else {})
-
-    replica = Replica(coordinator, number)
+    state = ToyState(weights, clock)
+    replica = Replica(os.environ.get(COORDINATOR) or coordinator, number)
+    total = replica.shared_numbers(SIZE + MICROBATCHES)
     if replica.leads:
-        replica.enter()
+        replica.enter(0)
     else:
-        replica.copy_from_members(buffers)
+        values = replica.copy_from_members(state)
+        assert values == {"step": int(clock[0])}
     while clock[0] < steps:
-        replica.at_boundary(serve)
+        replica.at_boundary(state)
         step = int(clock[0]) + 1
-        total = _summed(replica, step, weights, pause_s)
-        weights += total
+        _sum_step(replica, step, weights, total, pause_s)
+        weights += total[:SIZE]
         clock[0] = step
         failpoints.reach("applied")
     replica.finish()
@@ -79,20 +105,22 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     replica.close()
 
 
-def _summed(replica: Replica, step: int, weights: Weights, pause_s: float) -> Weights:
+def _sum_step(replica: Replica, step: int, weights: Weights, total: Weights, pause_s: float) -> None:
     while True:
         try:
-            total = np.zeros(SIZE + MICROBATCHES, np.int64)
-            for microbatch in range(replica.rank, MICROBATCHES, replica.ranks):
+            total[:] = 0
+            for microbatch in replica.share(MICROBATCHES):
                 total[:SIZE] += gradient(step, microbatch, weights)
                 total[SIZE + microbatch] += 1
                 time.sleep(pause_s)
             replica.sum_(total)
             assert (total[SIZE:] == 1).all(), f"micro batches in the sum: {total[SIZE:]}"
             replica.commit(step, hashlib.sha256(total.tobytes()).hexdigest())
-            return total[:SIZE]
         except MembershipChangedError:
             replica.rejoin()
+            continue
+        replica.relay(lambda: {"after": step - 1}, lambda: total)
+        return
 
 
 def _in_process(*arguments: Any) -> None:
@@ -114,6 +142,8 @@ class Job:
     environment_of_replacements: dict[str, str] = field(default_factory=dict)
     kills: int = 0
     losses: int = 0
+    lost_or_joined: int = 0
+    """Replicas that joined and have done a step, less those who left."""
     processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     def run(self, random_kills: int = 0, seed: int = 0) -> set[str]:
@@ -129,8 +159,11 @@ class Job:
                 time.sleep(0.002)
                 # Never the last one that has the state: wait until each loss has been noticed and made up for.
                 while not coordinator.events.empty():
-                    self.losses += coordinator.events.get()["kind"] == "left"
-                noticed = self.losses >= self.kills and len(coordinator.members) == self.replicas
+                    event = coordinator.events.get()
+                    self.losses += event["kind"] == "left"
+                    self.lost_or_joined += {"left": -1, "joined": 1}[event["kind"]]
+                full = not self.lost_or_joined and len(coordinator.members) == self.replicas
+                noticed = self.losses >= self.kills and full
                 complete = noticed and coordinator.can_replace
                 if self.kills < random_kills and time.monotonic() > next_kill and complete:
                     self._kill(dice)
@@ -176,7 +209,7 @@ def kill_at(point: str, folder: Path, occurrence: int) -> bool:
     if point in WHEN_JOINING:
         # At the start only one replica has a state; later ones join because others are killed at random.
         environment[failpoints.VARIABLE] = f"{point}:1"
-        job = Job(folder, replicas=3, steps=60, pause_s=0.004, environment_of_replacements=environment)
+        job = Job(folder, replicas=3, steps=150, pause_s=0.004, environment_of_replacements=environment)
         weights = job.run(random_kills=6, seed=occurrence)
     else:
         job = Job(folder, replicas=3, steps=12, environment=environment)

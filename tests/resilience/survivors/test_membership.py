@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from keepstep.resilience.survivors.membership import Membership
+from keepstep.resilience.survivors.replica import deal
 
 
 class Recorded:
@@ -20,14 +21,18 @@ class Recorded:
         for number in range(3):
             self.join(number)
         for number in (1, 2):
-            self.membership.receive(number, {"kind": "copied", "epoch": self.last(number)["epoch"]})
+            self.copied(number, step=0)
 
     def _note(self, **facts: Any) -> None:
         self.notes.append(facts)
 
     def join(self, number: int) -> None:
         self.membership.hello(number, f"address {number}")
-        self.membership.receive(number, {"kind": "ready", "epoch": 0})
+        self.membership.receive(number, {"kind": "ready", "copy": 0})
+
+    def copied(self, number: int, step: int) -> None:
+        copy = next(message["copy"] for message in reversed(self.sent[number]) if message["kind"] == "copy")
+        self.membership.receive(number, {"kind": "copied", "copy": copy, "step": step})
 
     def last(self, number: int) -> dict[str, Any]:
         return self.sent[number][-1]
@@ -35,6 +40,10 @@ class Recorded:
     def prepare(self, number: int, step: int = 1, checksum: str = "a") -> None:
         epoch = next(message["epoch"] for message in reversed(self.sent[number]) if message["kind"] == "view")
         self.membership.receive(number, {"kind": "prepared", "epoch": epoch, "step": step, "checksum": checksum})
+
+    def prepare_all(self, step: int) -> None:
+        for number in self.membership.members:
+            self.prepare(number, step)
 
 
 @pytest.fixture
@@ -75,23 +84,65 @@ def test_report_of_an_earlier_epoch_evicts_nobody(three: Recorded) -> None:
 def test_longest_serving_member_leads_after_the_leader(three: Recorded) -> None:
     three.membership.lost(0)
     three.join(0)
-    three.prepare(1)
-    three.prepare(2)
+    three.prepare_all(step=1)
     assert three.last(1)["joining"] == [[0, "address 0"]]
-    three.membership.receive(0, {"kind": "copied", "epoch": three.last(0)["epoch"]})
+    three.copied(0, step=1)
+    three.prepare_all(step=2)
     assert three.membership.members == (1, 2, 0)
+
+
+def test_members_step_on_until_the_one_that_joins_has_caught_up(three: Recorded) -> None:
+    three.membership.lost(0)
+    three.join(0)
+    three.prepare_all(step=1)
+    # The state of step 1 has not arrived yet.
+    three.prepare_all(step=2)
+    assert (three.last(1)["kind"], three.last(1)["joining"], three.last(1)["entering"]) == ("commit", [], False)
+    three.copied(0, step=1)
+    three.prepare_all(step=3)
+    assert three.membership.members == (1, 2)
+    three.copied(0, step=2)
+    three.copied(0, step=3)
+    three.prepare_all(step=4)
+    assert [message["kind"] for message in three.sent[1][-2:]] == ["commit", "view"]
+    assert three.sent[1][-2]["entering"]
+    assert three.last(0)["members"] == [[1, "address 1"], [2, "address 2"], [0, "address 0"]]
 
 
 def test_source_lost_during_a_copy_lets_it_start_again(three: Recorded) -> None:
     three.membership.lost(0)
     three.join(0)
-    three.prepare(1)
-    three.prepare(2)
+    three.prepare_all(step=1)
     three.membership.lost(2)
-    assert three.last(0)["kind"] == "retry"
+    # What belongs to the first copy counts no more, and the next one is after the next step.
+    three.copied(0, step=1)
     assert three.membership.members == (1,)
     three.prepare(1, step=2)
+    assert three.last(0) == {"kind": "copy", "copy": 3, "sources": 1}
+
+
+def test_one_that_joins_and_is_lost_disturbs_nobody(three: Recorded) -> None:
+    three.membership.lost(0)
+    three.join(0)
+    three.prepare_all(step=1)
+    three.membership.lost(0)
+    three.prepare_all(step=2)
+    assert [three.last(number)["kind"] for number in (1, 2)] == ["commit"] * 2
+    assert three.membership.members == (1, 2)
+
+
+def test_one_that_misses_the_last_sums_copies_again(three: Recorded) -> None:
+    three.membership.lost(0)
+    three.join(0)
+    three.prepare_all(step=1)
+    copy = three.last(0)["copy"]
+    three.copied(0, step=1)
+    three.prepare_all(step=2)
+    three.membership.receive(0, {"kind": "ready", "copy": copy})
+    assert three.membership.members == (1, 2)
+    three.prepare_all(step=3)
     assert three.last(0)["kind"] == "copy"
+    assert [note["kind"] for note in three.notes] == ["left"]
 
 
 def test_replica_with_other_sums_is_evicted(three: Recorded) -> None:
@@ -128,10 +179,81 @@ def test_replica_that_comes_after_the_end_is_sent_away(three: Recorded) -> None:
 def test_replica_that_fails_to_copy_after_the_end_changes_nothing(three: Recorded) -> None:
     three.membership.lost(2)
     three.join(2)
-    three.prepare(0)
-    three.prepare(1)
-    epoch = three.last(2)["epoch"]
+    three.prepare_all(step=1)
+    copy = three.last(2)["copy"]
     three.membership.receive(0, {"kind": "finished"})
     three.membership.lost(1)
-    three.membership.receive(2, {"kind": "ready", "epoch": epoch})
+    three.membership.receive(2, {"kind": "ready", "copy": copy})
     assert three.last(2) == {"kind": "over"}
+
+
+def test_one_that_was_to_enter_after_the_last_step_is_sent_away(three: Recorded) -> None:
+    three.membership.lost(2)
+    three.join(2)
+    three.prepare_all(step=1)
+    copy = three.last(2)["copy"]
+    three.copied(2, step=1)
+    three.prepare_all(step=2)
+    assert three.last(2)["kind"] == "view"
+    three.membership.receive(0, {"kind": "finished"})
+    three.membership.receive(2, {"kind": "ready", "copy": copy})
+    assert three.last(2) == {"kind": "over"}
+
+
+def test_spare_waits_and_takes_a_free_place(three: Recorded) -> None:
+    three.join(3)
+    three.prepare_all(step=1)
+    assert three.last(3) == {"kind": "welcome", "leads": False}
+    assert three.membership.is_spare(3)
+    three.membership.lost(1)
+    three.prepare_all(step=2)
+    assert three.last(0)["joining"] == [[3, "address 3"]]
+    three.join(1)
+    three.copied(3, step=2)
+    three.prepare_all(step=3)
+    assert three.membership.members == (0, 2, 3)
+    assert three.membership.is_spare(1)
+
+
+def test_lost_spare_disturbs_nobody_and_is_noted(three: Recorded) -> None:
+    three.join(3)
+    three.prepare_all(step=1)
+    sent = {number: len(three.sent[number]) for number in range(3)}
+    three.membership.lost(3)
+    assert {number: len(three.sent[number]) for number in range(3)} == sent
+    assert [(note["kind"], note["step"]) for note in three.notes] == [("spare_ready", 0), ("spare_lost", 1)]
+    assert three.membership.is_spare(3)
+
+
+def test_run_starts_with_the_replica_that_has_a_snapshot() -> None:
+    sent: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    membership = Membership(2, lambda number, message: sent[number].append(message), lambda **_: None, first=2)
+    for number in (0, 1):
+        membership.hello(number, f"address {number}")
+        membership.receive(number, {"kind": "ready", "copy": 0})
+    assert not membership.members
+    membership.hello(2, "address 2")
+    membership.receive(2, {"kind": "ready", "copy": 0})
+    assert sent[2][0] == {"kind": "welcome", "leads": True}
+    assert membership.members == (2,)
+    assert sent[2][1]["joining"] == [[0, "address 0"]]
+
+
+def test_survivors_keep_their_micro_batches_and_share_the_rest() -> None:
+    assert deal([[4, 0, 2]], 8) == {4: [0, 3, 6], 0: [1, 4, 7], 2: [2, 5]}
+    assert deal([[4, 0, 2], [4, 2]], 8) == {4: [0, 3, 6, 4], 2: [2, 5, 1, 7]}
+    assert deal([[4, 0, 2], [4, 2], [2]], 8)[2][:4] == [2, 5, 1, 7]
+    assert sorted(deal([[4, 0, 2], [4, 2], [2]], 8)[2]) == list(range(8))
+
+
+def test_members_hear_who_was_lost_since_the_step_began(three: Recorded) -> None:
+    three.prepare_all(step=1)
+    three.membership.lost(1)
+    three.membership.lost(0)
+    assert three.last(2)["history"] == [[0, 1, 2], [0, 2], [2]]
+    three.prepare_all(step=2)
+    three.join(0)
+    three.prepare_all(step=3)
+    three.copied(0, step=3)
+    three.prepare_all(step=4)
+    assert three.last(2)["history"] == [[2, 0]]

@@ -16,6 +16,6 @@ def test_replica_killed_at_each_point_leaves_equal_weights(point: str, tmp_path:
 
 
 def test_random_kills_lose_and_repeat_no_micro_batch(tmp_path: Path) -> None:
-    job = Job(tmp_path, replicas=4, steps=60, pause_s=0.004)
-    assert job.run(random_kills=15, seed=1) == {undisturbed(60)}
+    job = Job(tmp_path, replicas=4, steps=150, pause_s=0.004)
+    assert job.run(random_kills=15, seed=1) == {undisturbed(150)}
     assert job.kills == 15

@@ -150,8 +150,9 @@ NO_FENCE = Fence()
 class Candidate:
     """A process that wants a folder, and what it has seen of the holder. Times are those of its own clock."""
 
-    def __init__(self, place: str, own: Holder) -> None:
-        self.store, self.place, self.own = open_store(place), place, own
+    def __init__(self, place: str, own: Holder, evicts_own: bool = False) -> None:
+        """With `evicts_own` it does not wait for a holder of its own launch, which must not commit any more."""
+        self.store, self.place, self.own, self._evicts_own = open_store(place), place, own, evicts_own
         self.holder: Holder | None = None
         self.waited_s = self.silent_s = 0.0
         self._seen: tuple[int, bytes] | None = None
@@ -172,6 +173,9 @@ class Candidate:
         expired = self.silent_s >= self.lease_s
         if not number or expired or (self.holder is not None and self.holder.has_ended):
             return self._take(number + 1, contested=expired)
+        if self._evicts_own and self._follows_its_own(contested=False):
+            # It may be alive on another node, in the middle of a save: its commit will fail.
+            return self._take(number + 1, contested=True)
         if self._changes and self.waited_s >= WAIT_LEASES * self.lease_s and self.silent_s < self.lease_s / 2:
             raise RunTakenError(f"{self.holder or 'another process'} trains in {self.store.locate()} already", _HINT)
         return None
@@ -203,7 +207,7 @@ class Candidate:
         return Lease(self.store, self.place, self.own, number, contested)
 
     def _follows_its_own(self, contested: bool) -> bool:
-        """Whether the holder has ended and was started by the same launcher, which replaces one process by one."""
+        """Whether the holder was started by the same launcher, which replaces one process by one."""
         return not contested and self.holder is not None and self.holder.launch == self.own.launch != ""
 
 
@@ -255,16 +259,17 @@ class Leases:
 
     def __init__(self, own: Holder | None, stopped: Callable[[], bool], note: Callable[[str], None]) -> None:
         self._own, self._stopped, self._note = own, stopped, note
+        self._evicts_own = False
         self._held: list[Lease] = []
 
-    def lead(self, own: Holder) -> None:
-        """This process holds from now on what `hold` is called for."""
-        self._own = own
+    def lead(self, own: Holder, evicts_own: bool = False) -> None:
+        """This process holds from now on what `hold` is called for; `evicts_own` as for Candidate."""
+        self._own, self._evicts_own = own, evicts_own
 
     def hold(self, place: Path | str) -> None:
         """Wait for a holder that ends, take over from one without heartbeats, else raise RunTakenError."""
         if self._own is not None:
-            self._held.append(_acquire(Candidate(str(place), self._own), self._stopped, self._note))
+            self._held.append(_acquire(Candidate(str(place), self._own, self._evicts_own), self._stopped, self._note))
             self._held[-1].start()
 
     @property

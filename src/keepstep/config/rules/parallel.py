@@ -170,14 +170,16 @@ def flash_needs_bounds(config: RunConfig, reason: str) -> Found:
     return f"takes no mask, which {reason} needs where {axes} is not 1", "compute.attention=auto"
 
 
-@rule("resilience.survive", "reproducible", "model.experts.count", "rl.method")
+@rule("resilience.survive", "model.experts.count", "rl.method", "parallel.shard")
 def survivors_hold_whole_states(config: RunConfig) -> Found:
-    """Replicas that outlive each other hold whole weights, and their sums do not depend on how many they are."""
+    """Replicas that outlive each other are one process each, which holds whole weights."""
     if not config.resilience.survive:
         return None
-    if config.reproducible != "elastic":
-        return f"needs sums that do not depend on the number of replicas, and reproducible is {config.reproducible}", (
-            "reproducible=elastic"
+    if config.parallel.shard > 1:
+        return (
+            f"keeps replicas of one process with whole weights, and parallel.shard is {config.parallel.shard}; sharded "
+            "replicas (HSDP) restart together",
+            "parallel.shard=1 or resilience.survive=false",
         )
     if config.model.experts.count:
         return "does not support experts, whose routers are balanced over all processes", "resilience.survive=false"
@@ -189,14 +191,34 @@ def survivors_hold_whole_states(config: RunConfig) -> Found:
     return None
 
 
+@rule("resilience.spares", "resilience.survive")
+def spares_replace_lost_replicas(config: RunConfig) -> Found:
+    """Without survivors there is no state in memory that a spare could copy."""
+    if config.resilience.spares and not config.resilience.survive:
+        return "needs replicas that outlive each other", "resilience.survive=true"
+    return None
+
+
 @rule(
     "reproducible", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.offload",
     "precision",
 )  # fmt: skip
 def elastic_runs_hold_whole_weights(config: RunConfig) -> Found:
     """A result that does not depend on the number of processes needs whole weights on each."""
-    if config.reproducible != "elastic":
-        return None
+    return _unfit_for_whole_weights(config) if config.reproducible == "elastic" else None
+
+
+@rule(
+    "resilience.survive", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert",
+    "parallel.offload", "precision",
+)  # fmt: skip
+def survivors_hold_whole_weights(config: RunConfig) -> Found:
+    """Whatever the sums promise, a replica takes the micro batches of another one."""
+    survives = config.resilience.survive and config.reproducible != "elastic"
+    return _unfit_for_whole_weights(config) if survives else None
+
+
+def _unfit_for_whole_weights(config: RunConfig) -> Found:
     parallel = config.parallel
     split = [axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(parallel, axis) > 1]
     if split:

@@ -412,13 +412,31 @@ def data_options_need_a_plugin(config: RunConfig) -> Found:
     return f"is for plug-ins, and data.path {data.path} is none", "install the plug-in's package, or leave it out"
 
 
-@rule("lora.rank", "precision", "model.linear")
+@rule("lora.rank", "model.linear")
 def lora_needs_plain_linears(config: RunConfig) -> Found:
-    """Adapters are added to unquantised linear layers."""
-    if not config.lora.rank:
-        return None
-    if config.precision == "fp8":
-        return "needs matmuls in bf16, and precision is fp8", "precision=bf16, or lora.rank=0"
-    if config.model.linear != "dense":
+    """Adapters are added to plain linear layers, which `lora.base` may quantise."""
+    if config.lora.rank and config.model.linear != "dense":
         return f"needs model.linear dense, and it is {config.model.linear}", "model.linear=dense"
+    return None
+
+
+@rule(
+    "lora.base", "lora.rank", "precision", "model.experts.count", "model.kv_lora_rank",
+    "parallel.tensor", "parallel.pipeline", "parallel.offload",
+)  # fmt: skip
+def quantized_base_is_whole(config: RunConfig) -> Found:
+    """Frozen weights are quantised under adapters only, and every process holds all of them."""
+    base = config.adapters.base
+    if base == "bf16" or (not config.lora.rank and config.lora.base == "bf16"):
+        return None
+    if not config.lora.rank:
+        return "is for the frozen weights under adapters, and lora.rank is 0", "lora.rank=16, or leave lora.base out"
+    if config.precision == "fp8" and base == "nf4":
+        return "computes in bf16, and precision is fp8", "precision=bf16, or lora.base=fp8"
+    if config.model.experts.count or config.model.kv_lora_rank:
+        which = "experts" if config.model.experts.count else "latent attention"
+        return f"does not quantise {which}", "lora.base=bf16 with precision=bf16"
+    for name, alone in (("tensor", 1), ("pipeline", 1), ("offload", False)):
+        if getattr(config.parallel, name) != alone:
+            return f"keeps quantised weights whole on each GPU: needs parallel.{name}={alone}", "lora.base=bf16"
     return None

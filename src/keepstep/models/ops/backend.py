@@ -96,6 +96,20 @@ class KernelBackend:
 
         adamw_(halves, gradient, moments, factor, **settings)
 
+    def momentum_(self, gradient: Tensor, momentum: Tensor, factor: Tensor, beta: float) -> Tensor:
+        """Muon's momentum in place, where `has_adamw`; returns its direction in bf16."""
+        from keepstep.models.kernels.muon import momentum_
+
+        direction = torch.empty_like(gradient, dtype=torch.bfloat16)
+        momentum_(gradient, momentum, direction, factor, beta)
+        return direction
+
+    def add_direction_(self, halves: Pair, direction: Tensor, factor: Tensor, keep: float, step: float) -> None:
+        """keep · weight + step · direction, for a weight kept as two halves."""
+        from keepstep.models.kernels.muon import apply_
+
+        apply_(halves, direction.contiguous(), factor, keep, step)
+
     def add_fixed_point_(self, total: Tensor, gradient: Tensor, largest: Tensor, scale: float, first: bool) -> None:
         """Add round(gradient · scale) to an int64 `total`, or set it with `first`; raises the fp32 scalar `largest`."""
         if gradient.is_cuda and has_triton() and gradient.is_contiguous():

@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,34 @@ SEND_TIMEOUT_S = 1.0
 """Messages are small: a replica that does not take one for so long is stopped or hangs."""
 
 
-class Coordinator:
-    """Listens at `path` for the replicas of one attempt until it is closed."""
+@dataclass(frozen=True)
+class Network:
+    """How replicas of other nodes reach the coordinator."""
 
-    def __init__(self, path: Path, expected: int) -> None:
-        self.path = path
+    host: str
+    """The name or address of this node, as the others know it."""
+    secret: bytes = field(repr=False)
+    """What they prove to know."""
+
+
+class Coordinator:
+    """Listens for the replicas of one attempt until it is closed: at `path`, or with a `network` on that."""
+
+    def __init__(self, path: Path, expected: int, first: int | None = None, network: Network | None = None) -> None:
+        """`expected` replicas train. The `first` one has the state that the others copy, if that is known."""
+        self.path, self._network = path, network
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """Changes of membership that the agent has not recorded yet."""
         self._connections: dict[int, socket.socket] = {}
-        self._membership = Membership(expected, self._send, self._note)
+        self._membership = Membership(expected, self._send, self._note, first)
         self._selector = selectors.DefaultSelector()
-        self._listener = wire.listen(path)
+        self._listener = wire.NetworkListener() if network else wire.listen(path)
+        self._admitted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        """Connections from the network that have proven themselves."""
+        self.address = str(path)
+        """Where replicas connect."""
+        if isinstance(self._listener, wire.NetworkListener) and network:
+            self.address = wire.network_address(network.host, self._listener.port)
         self._wakeup, self._woken = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -54,6 +72,15 @@ class Coordinator:
         """The replica that writes for all."""
         return self._membership.leader
 
+    @property
+    def leader_of_last_step(self) -> int | None:
+        """The leader when a step was committed last: nobody has taken part for longer."""
+        return self._membership.leader_of_last_step
+
+    def is_spare(self, number: int) -> bool:
+        """Whether this replica waits to take the place of another one, or did so to its end."""
+        return self._membership.is_spare(number)
+
     def close(self) -> None:
         """Stop, and close all connections: nothing can be committed any more."""
         self._wakeup.close()
@@ -61,18 +88,41 @@ class Coordinator:
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr] # only sockets are registered
         self._selector.close()
+        while not self._admitted.empty():
+            self._admitted.get().close()
 
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._woken:
-                    return
-                if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    connection.settimeout(SEND_TIMEOUT_S)
-                    self._selector.register(connection, selectors.EVENT_READ, (wire.Inbox(), []))
+                    if not self._woken.recv(1):
+                        return
+                    self._add(self._admitted.get())
+                elif key.fileobj is self._listener:
+                    # One that is gone before it was accepted does not matter.
+                    with suppress(ConnectionError):
+                        self._accept()
                 else:
                     self._read(key)
+
+    def _accept(self) -> None:
+        connection, _ = socket.socket.accept(self._listener)
+        if self._network:
+            # A stranger who says nothing must not hold up the others.
+            threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+        else:
+            self._add(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        assert self._network is not None
+        if wire.admitted(connection, self._network.secret):
+            self._admitted.put(connection)
+            with suppress(OSError):
+                self._wakeup.send(b"+")
+
+    def _add(self, connection: socket.socket) -> None:
+        connection.settimeout(SEND_TIMEOUT_S)
+        self._selector.register(connection, selectors.EVENT_READ, (wire.Inbox(), []))
 
     def _read(self, key: selectors.SelectorKey) -> None:
         connection: socket.socket = key.fileobj  # type: ignore[assignment] # only sockets are registered

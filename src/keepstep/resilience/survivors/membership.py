@@ -6,6 +6,9 @@ starts a new epoch, in which the survivors redo the step; a loss after that find
 So a step is applied by all living replicas or by none.
 
 A replica without a connection to this authority cannot commit, so there are never two truths.
+
+One that joins copies the state of the members while these train: they send it one state between two steps, and then
+the sums of each step that is committed. When it has applied all steps but the one in flight, it becomes a member.
 """
 
 from __future__ import annotations
@@ -30,23 +33,40 @@ REMEMBERED_STEPS = 50
 class _Replica:
     number: int
     address: str
-    phase: Literal["building", "waiting", "copying", "copied", "member"] = "building"
+    phase: Literal["building", "waiting", "copying", "member"] = "building"
     checksum: str = ""
     step: int = -1
+    """The step that it has prepared; of one that copies, the step of the state that it has."""
 
 
 class Membership:
     """The state of the protocol. Its methods are called for what arrives, and send what follows."""
 
-    def __init__(self, expected: int, send: Send, note: Note) -> None:
-        """The first epoch begins when `expected` replicas are there."""
+    def __init__(self, expected: int, send: Send, note: Note, first: int | None = None) -> None:
+        """The first epoch begins when `expected` replicas are there; more than these wait as spares.
+
+        `first` makes or loads the state that the others copy: the first one that connects, if it is None.
+        """
         self._expected, self._send, self._note = expected, send, note
         self._replicas: dict[int, _Replica] = {}
+        self._gone: dict[int, _Replica] = {}
+        """By number: the newest replica that is gone."""
         self._members: list[int] = []
         """The longest-serving first: it leads, because it knows most about the steps so far."""
-        self._first: int | None = None
+        self._first = first
+        self.leader_of_last_step: int | None = None
+        """The leader when a step was committed last."""
         self._epoch = 0
-        self._admitting = False
+        self._step = 0
+        """Committed last."""
+        self._history: list[list[int]] = []
+        """The members when the step in flight began, and after each loss since then."""
+        self._copy = 0
+        """Counts the copies of the state: what belongs to an earlier one is out of date."""
+        self._holds = False
+        """Whether the first replica waits until the others have its state."""
+        self._joins_stalled_s = 0.0
+        """What the steps took beyond the usual while others copied the state."""
         self._changes: list[Message] = []
         """Changes of membership since the last commit, which are noted with the time that they cost."""
         self._committed_at = time.monotonic()
@@ -66,6 +86,11 @@ class Membership:
         """The replicas of this epoch."""
         return tuple(self._members)
 
+    def is_spare(self, number: int) -> bool:
+        """Whether a replica waits for a free place, or did so until it was gone."""
+        replica = self._replicas.get(number) or self._gone.get(number)
+        return replica is not None and replica.phase == "waiting"
+
     def hello(self, number: int, address: str) -> None:
         """A replica has connected; the first one makes or loads the state that the others copy."""
         if self._first is None:
@@ -76,18 +101,30 @@ class Membership:
     def receive(self, number: int, message: Message) -> None:
         """A message from a replica that is connected."""
         replica = self._replicas.get(number)
+        if self.over and message["kind"] == "ready":
+            # The run ended while it copied the state, perhaps with the very step that it was to enter after.
+            self._send(number, {"kind": "over"})
         if replica is None or self.over:
             return
         match message["kind"]:
-            case "ready" if replica.phase == "building" or message["epoch"] == self._epoch:
+            case "ready" if replica.phase == "building":
                 self._ready(replica)
-            case "copied" if replica.phase == "copying" and message["epoch"] == self._epoch:
-                replica.phase = "copied"
-                self._try_next_epoch()
+            case "ready" if replica.phase == "copying" and message["copy"] == self._copy:
+                # It failed to copy.
+                replica.phase = "waiting"
+                self._try_end_hold()
+            case "ready" if replica.phase == "member" and message["copy"] == self._copy:
+                # A member was lost before it had sent all to this one, which has done no step yet.
+                replica.phase = "waiting"
+                self._changes = [each for each in self._changes if each["replica"] != number]
+                self._leave(number)
+            case "copied" if replica.phase == "copying" and message["copy"] == self._copy:
+                replica.step = message["step"]
+                self._try_end_hold()
             case "prepared" if replica.phase == "member" and message["epoch"] == self._epoch:
                 replica.checksum, replica.step = message["checksum"], message["step"]
                 self._try_commit()
-            case "broken" if message["epoch"] == self._epoch and not self._admitting:
+            case "broken" if message["epoch"] == self._epoch:
                 self.lost(message["peer"], "no connection to another replica")
             case "finished":
                 self._finished()
@@ -98,68 +135,85 @@ class Membership:
         if replica is None or self.over:
             return
         self._send(number, {"kind": "evicted"})
+        self._gone[number] = replica
         if replica.phase != "member":
+            if replica.phase == "waiting" and self._is_full:
+                self._note_spare("spare_lost", number, what=why)
             # Without the first replica there is no state yet that the others could copy.
             self.all_lost = self.all_lost or (not self._members and number == self._first)
-            self._try_next_epoch()
+            self._try_end_hold()
             return
-        self._members.remove(number)
         self._changes.append({"kind": "left", "replica": number, "what": why})
-        if not self._members:
-            self.all_lost = True
-        elif self._admitting:
-            # A source may be gone in the middle of a copy: those who join try again at the next step.
-            for each in self._in_phase("copying") + self._in_phase("copied"):
-                each.phase = "waiting"
-                self._send(each.number, {"kind": "retry"})
-            self._try_next_epoch()
-        else:
+        self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        self._members.remove(number)
+        # A source of the copy is gone: those who join start over after the next step.
+        for each in self._in_phase("copying"):
+            each.phase = "waiting"
+        if self._members:
             self._next_epoch()
+        else:
+            self.all_lost = True
 
     def _ready(self, replica: _Replica) -> None:
         replica.phase = "waiting"
-        # It may have failed to copy: the members wait for the end of that.
-        self._try_next_epoch()
-        if self._members or len(self._in_phase("waiting")) < self._expected:
+        waiting = self._in_phase("waiting")
+        if self._is_full:
+            self._note_spare("spare_ready", replica.number)
+        if self._members or len(waiting) < self._expected or self._first not in [each.number for each in waiting]:
             return
         assert self._first is not None
         self._replicas[self._first].phase = "member"
         self._members = [self._first]
         self._epoch += 1
-        self._send(self._first, {**self._view(), "joining": self._admit()})
-        self._try_next_epoch()
+        self._holds = True
+        self._send(self._first, {**self._view(), **self._admit(), "entering": True})
+        for each in self._in_phase("waiting"):
+            self._note_spare("spare_ready", each.number)
+        self._try_end_hold()
 
-    def _admit(self) -> list[list[int | str]]:
-        """Whom the members serve now; those get a message too."""
-        joining = self._in_phase("waiting")
-        self._admitting = bool(joining)
+    def _admit(self) -> Message:
+        """Who starts to copy the state of the members now; spares wait until there is a place."""
+        if self._in_phase("copying"):
+            return {"copy": self._copy, "joining": []}
+        joining = self._in_phase("waiting")[: self._expected - len(self._members)]
+        self._copy += bool(joining)
         for each in joining:
-            each.phase = "copying"
-            self._send(each.number, {"kind": "copy", "epoch": self._epoch, "sources": len(self._members)})
-        return [[each.number, each.address] for each in joining]
+            each.phase, each.step = "copying", -1
+            self._send(each.number, {"kind": "copy", "copy": self._copy, "sources": len(self._members)})
+        return {"copy": self._copy, "joining": [[each.number, each.address] for each in joining]}
 
-    def _try_next_epoch(self) -> None:
-        """After an admission: nobody copies any more, so the next epoch can begin."""
-        if not self._admitting or self._in_phase("copying"):
-            return
-        for each in self._in_phase("copied"):
+    def _enter(self) -> bool:
+        """Those who copy become members; whether there are any."""
+        entering = self._in_phase("copying")
+        for each in entering:
             each.phase = "member"
             self._members.append(each.number)
-            if self._epoch > 1:
+            if not self._holds:
                 self._changes.append({"kind": "joined", "replica": each.number})
-        self._admitting = False
-        self._next_epoch()
+        return bool(entering)
+
+    def _try_end_hold(self) -> None:
+        """At the start: the first step begins when nobody copies any more."""
+        if self._holds and all(each.step >= 0 for each in self._in_phase("copying")):
+            self._enter()
+            self._holds = False
+            self._committed_at = time.monotonic()
+            self._history = []
+            self._next_epoch()
 
     def _next_epoch(self) -> None:
         self._epoch += 1
+        self._history.append(list(self._members))
         for each in self._in_phase("member"):
             each.checksum = ""
         for number in self._members:
-            self._send(number, {**self._view(), "joining": []})
+            self._send(number, self._view())
 
     def _view(self) -> Message:
         members = [[number, self._replicas[number].address] for number in self._members]
-        return {"kind": "view", "epoch": self._epoch, "members": members}
+        return {"kind": "view", "epoch": self._epoch, "members": members, "history": self._history}
 
     def _try_commit(self) -> None:
         members = self._in_phase("member")
@@ -178,23 +232,39 @@ class Membership:
         for each in members:
             each.checksum = ""
         self._note_changes(leader.step)
-        commit = {"kind": "commit", "epoch": self._epoch, "step": leader.step, "joining": self._admit()}
+        self.leader_of_last_step, self._step = leader.number, leader.step
+        entering = all(each.step == leader.step - 1 for each in self._in_phase("copying")) and self._enter()
+        admitted = {"copy": self._copy, "joining": []} if entering else self._admit()
         for each in members:
-            self._send(each.number, commit)
+            self._send(each.number, {"kind": "commit", "step": leader.step, **admitted, "entering": entering})
+        self._history = [] if entering else [list(self._members)]
+        if entering:
+            self._next_epoch()
 
     def _note_changes(self, step: int) -> None:
         """Report changes of membership with the step that they delayed."""
         now = time.monotonic()
         step_s, self._committed_at = now - self._committed_at, now
-        if not self._changes:
+        copying = bool(self._in_phase("copying"))
+        if not self._changes and not copying:
             self._step_times_s.append(step_s)
             return
         usual_s = statistics.median(self._step_times_s) if self._step_times_s else 0.0
         stall_s = max(0.0, step_s - usual_s) if usual_s else 0.0
         for change in self._changes:
-            facts = {"step": step, "ranks": len(self._members), "stall_s": stall_s, "usual_step_s": usual_s}
+            also_s = self._joins_stalled_s if change["kind"] == "joined" else 0.0
+            facts = {"step": step, "ranks": len(self._members), "stall_s": stall_s + also_s, "usual_step_s": usual_s}
             self._note(**change, **facts)
+        self._joins_stalled_s = self._joins_stalled_s + stall_s if copying and not self._changes else 0.0
         self._changes.clear()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether all places are taken, so that whoever waits is a spare."""
+        return len(self._members) + len(self._in_phase("copying")) >= self._expected
+
+    def _note_spare(self, kind: str, number: int, **facts: str) -> None:
+        self._note(kind=kind, replica=number, step=self._step, ranks=len(self._members), **facts)
 
     def _finished(self) -> None:
         self.over = True

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from keepstep.config.schema import ResilienceConfig
 from keepstep.core import proc
-from keepstep.core.ranks import COORDINATOR
+from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET
 from keepstep.resilience.failure_cause import Cause, Kind
 from keepstep.resilience.restart_policy import RestartPolicy
-from keepstep.resilience.survivors.coordinator import Coordinator
+from keepstep.resilience.survivors.coordinator import Coordinator, Network
 
 REPLACEABLE: frozenset[Kind] = frozenset({"crash", "hang", "peer"})
 """What one process may suffer while the others are well. Anything else would meet its replacement too."""
@@ -22,10 +23,26 @@ Verdict = Literal["replace", "leave out", "fault"]
 class Supervisor:
     """Holds the coordinator of an attempt, and decides about processes that end."""
 
-    def __init__(self, scratch: Path, processes: int, max_restarts: int, on_event: Callable[..., None]) -> None:
-        self._path, self._processes, self._on_event = scratch / "membership", processes, on_event
-        self._policies = [RestartPolicy(max_restarts) for _ in range(processes)]
+    cut_off = False
+    """Whether this node has to join the others again."""
+
+    def __init__(
+        self,
+        scratch: Path,
+        processes: int,
+        settings: ResilienceConfig,
+        on_event: Callable[..., None],
+        network: Network | None = None,
+        nodes: int = 1,
+    ) -> None:
+        """`processes` of each node train; the spares of `settings` wait until one of these is lost."""
+        self._path, self._processes, self._on_event = scratch / "membership", processes * nodes, on_event
+        self._network = network
+        self._max_restarts = settings.max_restarts
+        self._policies = [RestartPolicy(self._max_restarts) for _ in range(processes + settings.spares)]
         self._coordinator: Coordinator | None = None
+        self._last_leader: int | None = None
+        """Of the attempt before: its memory holds the newest snapshot."""
         self._causes: dict[int, str] = {}
         """Why processes ended, until their membership has ended too."""
         self.left_out: set[int] = set()
@@ -35,8 +52,13 @@ class Supervisor:
         """Start over with new replicas; returns their environment."""
         self.close()
         self.left_out.clear()
-        self._coordinator = Coordinator(self._path, self._processes)
-        return {COORDINATOR: str(self._path)}
+        first = self._last_leader
+        if self._network and (first is None or first >= len(self._policies)):
+            # One of this node: the others may be gone for good.
+            first = 0
+        self._coordinator = Coordinator(self._path, self._processes, first, self._network)
+        secret = {REPLICA_SECRET: self._network.secret.decode()} if self._network else {}
+        return {COORDINATOR: self._coordinator.address, **secret}
 
     def judge(self, cause: Cause, local_rank: int, step: int) -> Verdict:
         """What follows from the end of a process. `step` is the newest that it has finished, or -1."""
@@ -46,6 +68,9 @@ class Supervisor:
             return "leave out"
         if cause.kind not in REPLACEABLE or not self._coordinator.can_replace:
             return "fault"
+        if self._coordinator.is_spare(local_rank):
+            # It had built the run and waited: what ended it says nothing about the next one.
+            self._policies[local_rank] = RestartPolicy(self._max_restarts)
         decision = self._policies[local_rank].decide(cause, step)
         return "replace" if decision.restart else "leave out"
 
@@ -56,20 +81,23 @@ class Supervisor:
                 event = self._coordinator.events.get_nowait()
             except queue.Empty:
                 return
-            if event["kind"] == "left":
+            if "what" in event:
                 event["what"] = self._causes.pop(event["replica"], event["what"])
-            print(
-                f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
-                f"stalled for {event['stall_s']:.2f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            # Spares delay nobody.
+            if "stall_s" in event:
+                print(
+                    f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
+                    f"stalled for {event['stall_s']:.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._on_event(**event)
 
     def close(self) -> None:
         """End the attempt."""
         if self._coordinator is not None:
             self._coordinator.close()
+            self._last_leader = self._coordinator.leader_of_last_step
             self.record_events()
             self._coordinator = None
 

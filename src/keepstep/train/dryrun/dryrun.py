@@ -95,7 +95,8 @@ class DryRun:
 
 def dry_run(config: RunConfig, work: Workload) -> DryRun:
     """Simulate the first process of the run's first, second and last stage."""
-    settled = replace(config, precision=work.precision, compute=replace(config.compute, device="cpu", compile=False))
+    compute = replace(config.compute, device="cpu", compile=False)
+    settled = replace(config, precision=work.precision, lora=config.adapters, compute=compute)
     last = work.degrees.pipeline - 1
     stages = sorted({0, min(1, last), last})
     # A process each: torch remembers meshes of groups that are gone. Spawned, as torch's threads do not survive a fork.

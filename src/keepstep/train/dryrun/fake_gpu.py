@@ -185,6 +185,13 @@ class GpuOnFakeTensors(KernelBackend):
     def adamw_(self, halves: Pair, gradient: Tensor, moments: Pair, factor: Tensor, **settings: Any) -> None:
         """Allocates nothing."""
 
+    def momentum_(self, gradient: Tensor, momentum: Tensor, factor: Tensor, beta: float) -> Tensor:  # noqa: ARG002
+        """Allocates the direction."""
+        return torch.empty_like(gradient, dtype=torch.bfloat16)
+
+    def add_direction_(self, halves: Pair, direction: Tensor, factor: Tensor, keep: float, step: float) -> None:
+        """Allocates nothing."""
+
     def add_fixed_point_(self, total: Tensor, gradient: Tensor, largest: Tensor, scale: float, first: bool) -> None:
         """A kernel adds in one pass, without a wider copy of the gradient."""
 

@@ -541,9 +541,11 @@ def test_attention_backward_passes_numbers_on_that_are_not_finite(value: float) 
 @hopper
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("size", HEAD_SIZES)
-def test_fused_attention_trains_like_plain_attention(size: int) -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_fused_attention_trains_like_plain_attention(size: int, qk_norm: bool) -> None:
     heads = 512 // size
-    config = ModelConfig(hidden=512, heads=heads, kv_heads=heads // 4, seq_len=1024, positions="rotary", bias=False)
+    shape = {"hidden": 512, "heads": heads, "kv_heads": heads // 4, "seq_len": 1024, "positions": "rotary"}
+    config = ModelConfig(**shape, bias=False, qk_norm=qk_norm)
     torch.manual_seed(14)
     attention = Attention(config, 0).to(CUDA, torch.bfloat16)
     x = torch.randn(2, 1024, 512, device=CUDA).bfloat16().requires_grad_()

@@ -97,7 +97,7 @@ def test_compiled_selective_recomputation_keeps_matmul_outputs() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("shape", [LLAMA, GPT, {**LLAMA, "qk_norm": True}], ids=["llama", "gpt", "qwen3"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_bit(shape: dict[str, Any], fused: bool, mode: RecomputeMode) -> None:
     plain = make_block(shape, "none", fused)

@@ -21,7 +21,7 @@ from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.norm import RMSNorm, make_rms_norm
 from keepstep.models.ops.backend import backend
-from keepstep.models.ops.fused_attention import fused_attention, qkv_fused_attention
+from keepstep.models.ops.fused_attention import fused_attention, heads_attention, qkv_fused_attention
 from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.ops.rope import qkv_rope, split_apply_rope
 from keepstep.models.ops.varlen_attention import varlen_attention
@@ -85,6 +85,8 @@ class Attention(nn.Module):
         return supports(x_btd.shape[1], self.head_size, x_btd.dtype)
 
     def _attend_fused(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if not self.plain_rope:
+            return heads_attention(*self._project(x_btd, rotary))
         if rotary is not None and self._fuses_projection():
             weight_md = self.qkv.weight.to(x_btd.dtype)
             return qkv_fused_attention(x_btd, weight_md, rotary, self.queries_per_group, self.head_size)
@@ -119,8 +121,8 @@ class Attention(nn.Module):
         return normed.view(x_bthe.shape)
 
     def can_fuse_attention(self) -> bool:
-        """Whether nothing stands between the projection and attention, and attention is the plain one."""
-        return self.plain_rope and self.sinks is None
+        """Whether attention is the plain one."""
+        return self.sinks is None
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""

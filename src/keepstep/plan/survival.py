@@ -1,6 +1,6 @@
 """Effective training time where a lost replica costs one step and not a restart, with spare replicas or without.
 
-Replica fail independently and are back after `restart_s`. Each loss stops the others for `stall_s`: they notice, and
+Replicas fail independently and are back after `restart_s`. Each loss stops the others for `stall_s`: they notice, and
 redo the step in flight. Each return stops them for `join_stall_s`. The global batch stays, so fewer replicas deal out
 the same micro batches and a step takes longer; a spare avoids that, and costs its GPUs all the time. The loss of all
 replicas within one repair is so rare that going back to a checkpoint is left out.

@@ -77,7 +77,13 @@ def test_qkv_fused_attention_matches_plain_attention(compiled: bool, trained: bo
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("change", [{}, {"positions": "learned"}, {"clip_qkv": 0.5}, {"bias": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"positions": "learned"}, {"clip_qkv": 0.5}, {"bias": True}, {"qk_norm": True},
+        {"qk_norm": True, "head_qk_norm": False}, {"partial_rotary_factor": 0.5}, {"qk_norm": True, "kv_heads": 4},
+    ],
+)  # fmt: skip
 def test_attention_gives_the_same_fused(change: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     config = ModelConfig(**{**LLAMA, "hidden": 256, "heads": 4, "kv_heads": 2, "seq_len": 128, **change})
@@ -92,6 +98,7 @@ def test_attention_gives_the_same_fused(change: dict[str, object], monkeypatch: 
         # From here on the operator must not be needed.
         monkeypatch.setattr(attention_module, "fused_attention", None)
         monkeypatch.setattr(attention_module, "qkv_fused_attention", None)
+        monkeypatch.setattr(attention_module, "heads_attention", None)
     for ours, theirs in zip(*outcomes, strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
@@ -118,9 +125,9 @@ def test_only_plain_causal_attention_is_fused() -> None:
     assert not is_fused(x, make_context(HEADS_OF_64, x, positions, None, None))
 
 
-def test_attention_with_norms_inside_cannot_be_fused() -> None:
-    assert Attention(ModelConfig(**LLAMA), 0).can_fuse_attention()
-    assert not Attention(ModelConfig(**{**LLAMA, "qk_norm": True}), 0).can_fuse_attention()
+def test_attention_with_sinks_is_not_fused() -> None:
+    assert Attention(ModelConfig(**{**LLAMA, "qk_norm": True}), 0).can_fuse_attention()
+    assert not Attention(ModelConfig(**{**LLAMA, "attention_sinks": True}), 0).can_fuse_attention()
 
 
 def test_sizes_that_the_kernels_support() -> None:

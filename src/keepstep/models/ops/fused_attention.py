@@ -38,6 +38,12 @@ def fused_attention(qkv_btm: Tensor, rotary: RopeTables | None, queries_per_grou
     return attn_out
 
 
+def heads_attention(query_btne: Tensor, key_btge: Tensor, value_btge: Tensor) -> Tensor:
+    """The same over heads that something else has split and changed: norms, rope on a part of each head."""
+    attn_out: Tensor = _HeadsAttention.apply(query_btne, key_btge, value_btge)  # type: ignore[no-untyped-call]
+    return attn_out
+
+
 def qkv_fused_attention(
     x_btd: Tensor, weight_md: Tensor, rotary: RopeTables, queries_per_group: int, head_size: int
 ) -> Tensor:
@@ -69,6 +75,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return attention_qkv_backward(gradients[0], *ctx.saved_tensors), None, None, None, None
+
+
+class _HeadsAttention(torch.autograd.Function):
+    """Attention alone."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = tuple(part.contiguous() for part in (query, key, value))
+        attn_out_btne, lse = attention_forward(*parts)
+        attn_out_btd: Tensor = attn_out_btne.flatten(2)
+        ctx.save_for_backward(*parts, attn_out_btne, lse)
+        return attn_out_btd
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _, key_btge, *_ = saved = ctx.saved_tensors
+        d_qkv_btm = attention_qkv_backward(gradients[0], *saved, None, None)
+        grouped = d_qkv_btm.unflatten(-1, (key_btge.shape[2], -1, key_btge.shape[3]))
+        return grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
 
 
 class _ProjectedAttention(torch.autograd.Function):

@@ -23,7 +23,7 @@ def test_experts_page_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         json.loads(line) for file in tmp_path.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()
     ]
     steps = [line for line in found if "loss" in line]
-    assert len(steps) == 2 * 4
+    assert len(steps) == 3 * 4
     for line in steps:
         assert 1 <= line["expert_load_max"] <= 8
         assert 0 < line["expert_load_entropy"] <= 1

@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["survival", "restart", "overhead", "copy", "protocol", "torchft"])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "survive.json")
     args = parser.parse_args()
-    results: dict[str, Any] = json.loads(args.output.read_text()) if args.only else {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts: dict[str, Callable[[], dict[str, Any]]] = {
@@ -245,6 +245,9 @@ def main() -> int:
             if args.only in (None, part):
                 results |= measure()
                 print(json.dumps(results, indent=1), file=sys.stderr, flush=True)
+    if args.only:
+        # Read late: another part may have been measured meanwhile.
+        results = json.loads(args.output.read_text()) | results
     for other in ("restart", "torchft", "torchft_tuned"):
         stall_s = results[f"{other}_stall_s"]
         results[f"stall_over_{other}"] = round(results["stall_median_s"] / stall_s, 3) if stall_s else None

@@ -74,8 +74,8 @@ def _transpose_kernel(source, out, rows, columns, tile: tl.constexpr):
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     values = tl.load(source + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside)
-    turned = (column[:, None] < columns) & (row[None, :] < rows)
-    tl.store(out + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(values), mask=turned)
+    transposed = (column[:, None] < columns) & (row[None, :] < rows)
+    tl.store(out + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(values), mask=transposed)
 
 
 def transpose_bytes(source: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from keepstep.core.errors import ConfigError, HardwareError
 from keepstep.core.ranks import from_environment
 from keepstep.data.batch import Batch
 from keepstep.interop.run_data import open_run_data
+from keepstep.models.attention_context import Context
 from keepstep.models.mlp import GatedMLP
+from keepstep.models.ops.fused_attention import ScoreRule
 from keepstep.models.ops.varlen_attention import varlen_attention
 from keepstep.models.transformer import Block
 from keepstep.parallel.mesh import build_mesh
@@ -135,6 +137,35 @@ def test_sliding_window_needs_no_mask_with_flash(asked: list[Any]) -> None:
             found.append([step.run([batch], lr_share=1.0)[0].item(), step.evaluate(batch)[0].item()])
         assert bool(asked) == (name == "flash")
     assert set(map(str, asked)) == {str(([0, 32, 64], 128, 5, None))}
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_documents_and_windows_use_our_own_operator(
+    packed: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "keepstep.train.build.uses_varlen_attention", lambda config, *_: config.compute.attention == "auto"
+    )
+    monkeypatch.setattr("keepstep.train.build.has_kernel", lambda *_, **__: True)
+    rules: list[ScoreRule] = []
+    fused_rule = Context.fused_rule
+    monkeypatch.setattr(Context, "fused_rule", lambda context: rules.append(fused_rule(context)) or rules[-1])
+    tokens = np.random.default_rng(3).integers(0, 128, (2, 128))
+    documents = np.repeat([[0, 1, 2], [3, 4, 5]], [50, 70, 8], axis=1) if packed else None
+    batch = Batch(tokens, np.roll(tokens, -1, 1), None, documents, 0)
+    words = ["model=mpt-tiny", "model.seq_len=128", "model.heads=2", "model.head_dim=64", "model.positions=rotary"]
+    words += ["model.layers=2", "model.sliding_window=40", "model.layer_types=[sliding_attention,full_attention]"]
+    words += ["model.vocab=128", "global_batch=2", "microbatch=2", "compute.device=cpu", "precision=bf16"]
+    found = []
+    for name in ("auto", "math"):
+        config = load_config(None, [*words, f"compute.attention={name}"]).config
+        with chosen_kernels(config), joined_world(from_environment(), torch.device("cpu")):
+            step = build_learner(config, build_mesh(check_layout(config, 1), "cpu"), torch.device("cpu")).step
+            found.append([step.run([batch], lr_share=1.0)[0].item() for _ in range(2)])
+        if name == "auto":
+            assert not asked
+            assert [(rule.window, rule.first_key_bt is None) for rule in rules[:2]] == [(40, False), (0, not packed)]
     assert found[1] == pytest.approx(found[0], rel=2e-3)
 
 

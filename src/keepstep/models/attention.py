@@ -21,7 +21,13 @@ from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.norm import RMSNorm, make_rms_norm
 from keepstep.models.ops.backend import backend
-from keepstep.models.ops.fused_attention import fused_attention, heads_attention, qkv_fused_attention
+from keepstep.models.ops.fused_attention import (
+    ScoreRule,
+    fused_attention,
+    heads_attention,
+    normed_attention,
+    qkv_fused_attention,
+)
 from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.ops.rope import qkv_rope, split_apply_rope
 from keepstep.models.ops.varlen_attention import varlen_attention
@@ -57,8 +63,9 @@ class Attention(nn.Module):
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
         if self.is_sliding and context.sliding is not None:
             context = context.sliding
-        if self._fuses_attention(x_btd, context):
-            attn_out_btd = self._attend_fused(x_btd, self._rotary(context))
+        rule = self._fused_rule(x_btd, context)
+        if rule is not None:
+            attn_out_btd = self._attend_fused(x_btd, self._rotary(context), rule)
         else:
             attn_out_btd = self._attend(x_btd, context)
         if residual_btd is not None:
@@ -78,19 +85,34 @@ class Attention(nn.Module):
     def _rotary(self, context: Context) -> tuple[Tensor, Tensor] | None:
         return context.rotary if self.has_rope else None
 
-    def _fuses_attention(self, x_btd: Tensor, context: Context) -> bool:
-        """Whether our own operator computes attention: plain causal rows of a size that its kernels support."""
-        if not (self.plan.fused_attention and context.is_plain()):
-            return False
-        return supports(x_btd.shape[1], self.head_size, x_btd.dtype)
+    def _fused_rule(self, x_btd: Tensor, context: Context) -> ScoreRule | None:
+        """What our own operator must know to compute attention; None where its kernels do not support these rows."""
+        if not (self.plan.fused_attention and supports(x_btd.shape[1], self.head_size, x_btd.dtype)):
+            return None
+        return context.fused_rule()
 
-    def _attend_fused(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _attend_fused(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
+        if self._fuses_norms(rotary):
+            return self._attend_normed(x_btd, rotary, rule)
         if not self.plain_rope:
-            return heads_attention(*self._project(x_btd, rotary))
+            return heads_attention(*self._project(x_btd, rotary), rule)
         if rotary is not None and self._fuses_projection():
             weight_md = self.qkv.weight.to(x_btd.dtype)
-            return qkv_fused_attention(x_btd, weight_md, rotary, self.queries_per_group, self.head_size)
-        return fused_attention(self._qkv(x_btd), rotary, self.queries_per_group, self.head_size)
+            return qkv_fused_attention(x_btd, weight_md, rotary, self.queries_per_group, self.head_size, rule)
+        return fused_attention(self._qkv(x_btd), rotary, self.queries_per_group, self.head_size, rule)
+
+    def _attend_normed(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
+        assert self.query_norm is not None
+        assert self.key_norm is not None
+        weights = self.query_norm.weight.to(x_btd.dtype), self.key_norm.weight.to(x_btd.dtype)
+        eps = self.query_norm.eps
+        return normed_attention(self._qkv(x_btd), weights, eps, rotary, self.queries_per_group, self.head_size, rule)
+
+    def _fuses_norms(self, rotary: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether norms and rope are the plain ones, over whole heads."""
+        whole = rotary is None or 2 * rotary[0].shape[-1] == self.head_size
+        # A subclass reads its weight in another way.
+        return whole and type(self.query_norm) is RMSNorm and type(self.key_norm) is RMSNorm
 
     def _qkv(self, x_btd: Tensor) -> Tensor:
         qkv_btm: Tensor = self.qkv(x_btd)

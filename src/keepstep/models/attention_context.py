@@ -14,6 +14,9 @@ from torch import Tensor
 
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import UsageError
+from keepstep.models.kernels.attention_backward import supports
+from keepstep.models.kernels.attention_schedule import BlockMask, make_block_mask
+from keepstep.models.ops.fused_attention import ScoreRule
 from keepstep.models.ops.varlen_attention import VarlenSpans
 from keepstep.models.positions import alibi_slopes, rope_tables
 
@@ -156,7 +159,7 @@ class Context:
     to the compute precision, and rotary angles in bfloat16 lose whole positions.
     """
 
-    __slots__ = ("cache", "causal", "mask", "rotary", "scale", "sliding", "softcap", "spans", "window")
+    __slots__ = ("block_mask", "cache", "causal", "mask", "rotary", "scale", "sliding", "softcap", "spans", "window")
 
     def __init__(
         self,
@@ -178,13 +181,20 @@ class Context:
         """What scores are multiplied by; None is 1 / √(head size)."""
         self.softcap = softcap
         """Scores stay within ± this; 0 for no bound."""
+        self.block_mask: BlockMask | None = None
+        """With spans that our own attention operator computes: what its kernels must know of them."""
         self.sliding: Context | None = None
         """The context of sliding layers, where layers differ."""
 
-    def is_plain(self) -> bool:
-        """Whether every token attends to all before it in its row, by plain scores, and nothing is remembered."""
-        plain_scores = self.scale is None and not self.softcap
-        return plain_scores and self.causal and self.mask is None and self.spans is None and self.cache is None
+    def fused_rule(self) -> ScoreRule | None:
+        """What our own attention operator must know; None where it does not compute these scores."""
+        if self.softcap or not self.causal or self.mask is not None or self.cache is not None:
+            return None
+        if self.spans is None:
+            return ScoreRule(self.scale)
+        if self.block_mask is None:
+            return None
+        return ScoreRule(self.scale, self.window, self.spans.max_seqlen, self.spans.cu_seqlens, *self.block_mask)
 
 
 def each_kind(config: ModelConfig, make: Callable[[ModelConfig], Context]) -> Context:
@@ -225,13 +235,19 @@ def _one_context(
     tokens = positions_bt.shape[1]
     rotary = rope_tables(config, positions_bt, cache.capacity if cache else 0) if config.positions == "rotary" else None
     scale, softcap = config.score_scale, config.attn_logit_softcapping
+    if spans is not None and spans.whole_rows and not config.sliding_window:
+        spans = None
     if spans is not None:
         # Variable-length attention supports none of these: they would be ignored silently.
         refused = {"ALiBi positions": config.positions == "alibi", "a key-value cache": cache is not None}
         refused |= {"soft-capped scores": softcap > 0, "attention sinks": config.attention_sinks}
         for other in [name for name, given in refused.items() if given]:
             raise UsageError(f"spans of packed documents and {other} cannot be combined", "give documents_bt alone")
-        return Context(None, True, rotary, None, spans, config.sliding_window, scale)
+        context = Context(None, True, rotary, None, spans, config.sliding_window, scale)
+        if spans.fused and supports(tokens, config.head_size, x_btd.dtype):
+            shape = (len(x_btd), tokens, config.sliding_window, config.key_value_heads)
+            context.block_mask = make_block_mask(spans.cu_seqlens, *shape)
+        return context
     if isinstance(cache, SlotCache) and cache.window:
         return Context(cache.mask(config, x_btd.dtype), False, rotary, cache, scale=scale, softcap=softcap)
     past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)

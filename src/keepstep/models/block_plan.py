@@ -25,7 +25,7 @@ class BlockPlan:
     tensor_parallel: bool = False
     """Collectives run between a sub-block's two matmuls, so no operator spans both."""
     fused_attention: bool = False
-    """Plain causal attention uses our own operator, whose backward kernels include rope."""
+    """Causal attention uses our own operator, whose backward kernels include rope; packed documents and windows too."""
     deferred_add: bool = False
     """The block's last addition is left to the next norm, one kernel for both. FSDP wants outputs that are no views."""
     recompute: RecomputeMode = "none"

@@ -43,6 +43,7 @@ constexpr int BLOCKS = 2, THREADS = 384, SHARED_BYTES = 232448;
 struct Fiber { ucontext_t context; std::vector<char> stack; bool done; int block, thread; };
 struct Barrier { int count, pending, bytes, phase; };
 struct Gathering { int arrived = 0; long turn = 0; u64 in[128], out[128]; };
+struct Turn { int arrived = 0; long number = 0; };
 
 static Fiber fibers[BLOCKS * THREADS], *running;
 static ucontext_t scheduler;
@@ -51,6 +52,7 @@ static long progress;
 static char* shared[BLOCKS];
 static std::map<u32, Barrier> barriers[BLOCKS];
 static std::map<std::pair<int, int>, Gathering> gatherings;
+static std::map<std::pair<int, u32>, Turn> turns;  // of threads that wait for one another under a name
 static std::function<void()> body;
 
 [[noreturn]] static void fail(const char* why, u32 number) {
@@ -275,7 +277,7 @@ static int run_cluster() {
     if (!shared[block]) shared[block] = (char*)aligned_alloc(1024, SHARED_BYTES);
     memset(shared[block], 0xff, SHARED_BYTES), barriers[block].clear();
   }
-  gatherings.clear();
+  gatherings.clear(), turns.clear();
   for (int i = 0; i < BLOCKS * THREADS; ++i) {
     Fiber& fiber = fibers[i];
     fiber.stack.resize(1 << 16), fiber.done = false, fiber.block = i / THREADS, fiber.thread = i % THREADS;

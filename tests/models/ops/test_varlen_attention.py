@@ -15,9 +15,9 @@ from keepstep.core.errors import UsageError
 from keepstep.models.attention_context import KeyValueCache
 from keepstep.models.ops.varlen_attention import (
     VarlenSpans,
-    _flash,
     cu_seqlens_of,
     flash_supports,
+    flash_varlen,
     max_seqlen_of,
     varlen_attention,
 )
@@ -137,7 +137,7 @@ def test_both_passes_of_the_kernel_are_told_of_documents_and_window(
     parts = [torch.empty(64, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
     spans = VarlenSpans(torch.empty(3, device="meta", dtype=torch.int32), 128)
     with Calls() as calls:
-        torch.autograd.backward(_flash(*parts, spans, window, 0.3).sum())
+        torch.autograd.backward(flash_varlen(*parts, spans, window, 0.3)[0].sum())
     expected = {"window_size_left": left, "window_size_right": right, "scale": 0.3}
     for name in ("aten::_flash_attention_forward", "aten::_flash_attention_backward"):
         told = calls.told[name]

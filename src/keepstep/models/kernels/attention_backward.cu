@@ -12,14 +12,21 @@
 //
 // Heads of 128 are two halves of 64 columns each. Their gradients fill the registers, so their scores are not computed
 // while the matmuls of the piece before run, keys are read from shared memory, and an item's keys are not prefetched.
+//
+// MASKED is for packed documents and sliding windows: a query sees the keys from its first one on, which never decreases
+// along a row. Pieces behind the last query that sees an item's keys are left out, and scores are masked only in pieces
+// that hold a border of a document or a window.
 
+constexpr bool MASKED = @MASKED@;
 constexpr int HEAD = @HEAD@, HALVES = HEAD / 64;
 constexpr int KEYS = 128, QUERIES = 64, STAGES = HEAD == 64 ? 4 : 3, SCORES = 2, PARTS = 2, SLOTS = HEAD == 64 ? 2 : 1;
-constexpr int KEYS_BYTES = KEYS * HEAD * 2, QUERIES_BYTES = QUERIES * HEAD * 2, STATS_BYTES = 2 * QUERIES * 4;
+constexpr int KEYS_BYTES = KEYS * HEAD * 2, QUERIES_BYTES = QUERIES * HEAD * 2;
+constexpr int NUMBERS_BYTES = 2 * QUERIES * 4, FIRST_KEYS_BYTES = MASKED ? QUERIES * 4 : 0;
+constexpr int STATS_BYTES = NUMBERS_BYTES + FIRST_KEYS_BYTES;  // of a piece: two numbers and a first key for each query
 constexpr int KEYS_HALF = KEYS * 128, QUERIES_HALF = QUERIES * 128;  // bytes of one half of the columns
 constexpr int WIDTH = HEAD == 64 ? 64 : 32;  // columns of queries' gradients that are computed at a time
 constexpr int SCORES_BYTES = KEYS * QUERIES * 2, PART_BYTES = QUERIES * WIDTH * 4;
-constexpr float LOG2_E = 1.4426950408889634f, ROOT = HEAD == 64 ? 0.125f : 0.08838834764831845f, SCALE = ROOT * LOG2_E;
+constexpr float LOG2_E = 1.4426950408889634f, ROOT = @ROOT@f, SCALE = ROOT * LOG2_E;
 constexpr int KEY_REGISTERS = HEAD == 64 ? 216 : 224;  // a thread of the two warpgroups that hold keys
 constexpr float HIDDEN = -1e30f;
 constexpr float LARGEST_SUM = 1073741824.0f;  // half of what an int holds: rounding cannot make a sum wrap around
@@ -33,78 +40,13 @@ constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES;
 constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, LAID = EMPTY + 8 * STAGES, FREED = LAID + 8 * SCORES;
 constexpr int ARRIVED = FREED + 8 * SCORES, LEFT = ARRIVED + 8 * SLOTS;
 
-// 64 × 64 sums = left · right, each over 64 numbers; left in registers, right as [n, k].
-__device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[16], u32 right) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-                 : @OPERANDS sums 32@
-                 : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 32, 16)), "r"(k));
-}
-// The same added, left in shared memory.
-__device__ __forceinline__ void add_shared(float (&sums)[32], u32 left, u32 right) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, 1, 1, 1, 0, 0;\n"
-                 : @OPERANDS sums 32@ : "l"(matrix(left + k * 32, 16)), "l"(matrix(right + k * 32, 16)));
-}
-// The first added, right as [k, n].
-__device__ __forceinline__ void add_matmul(float (&sums)[32], const u32 (&left)[16], u32 right) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
-                 : @OPERANDS sums 32@
-                 : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 2048, 8192)));
-}
-// 64 × 64 or 64 × 32 sums over 16 numbers each, from [k, m] and [k, n].
-__device__ __forceinline__ void multiply_transposed(float (&sums)[32], u32 left, u32 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 1, 1;\n}\n"
-               : @OPERANDS sums 32@ : "l"(matrix(left, 8192)), "l"(matrix(right, 8192)), "r"(add));
-}
-__device__ __forceinline__ void multiply_transposed(float (&sums)[16], u32 left, u32 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {@NUMBERS 16@}, %16, %17, p, 1, 1, 1, 1;\n}\n"
-               : @OPERANDS sums 16@ : "l"(matrix(left, 8192)), "l"(matrix(right, 8192)), "r"(add));
-}
-// Keeps the compiler from reading sums before they were waited for.
-template <int N> __device__ __forceinline__ void settle(float (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-}
-__device__ __forceinline__ void take_matrices(u32* words, u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(at) : "memory");
-}
-__device__ __forceinline__ float2 take_pair(u32 at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-  return x;
-}
-__device__ __forceinline__ void put_four(u32 at, int a, int b, int c, int d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ void fetch_run(u32 to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void add_run(int* to, u32 from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;\n"
-               "cp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
-// Before the copy engine touches what threads have written or read.
-__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 struct Shape { int tokens, heads, groups; };
 
 // What a block works on: the items of its list, piece by piece.
 struct Walk {
-  const int* list;
+  const int *list, *ends;
   Shape shape;
-  int item, row, group, keys, head, query;
+  int item, row, group, keys, head, query, end;
 
   __device__ __forceinline__ void begin() { item = 0, open(); }
   __device__ __forceinline__ bool over() const { return keys < 0; }
@@ -114,11 +56,12 @@ struct Walk {
     keys = code < 0 ? -1 : code % (shape.tokens / KEYS);
     const int shared = code / (shape.tokens / KEYS);
     row = shared / shape.groups, group = shared % shape.groups;
-    head = group * queries(), query = 2 * keys;
+    head = group * queries(), query = 2 * keys, end = shape.tokens / QUERIES;
+    if (MASKED && keys >= 0) end = ends[row * (shape.tokens / KEYS) + keys];
   }
   __device__ __forceinline__ bool at_start() const { return query == 2 * keys && head == group * queries(); }
   __device__ __forceinline__ void next() {
-    if (++query < shape.tokens / QUERIES) return;
+    if (++query < end) return;
     query = 2 * keys;
     if (++head < (group + 1) * queries()) return;
     ++item, open();
@@ -189,6 +132,7 @@ __device__ __forceinline__ void write_rows(const float (&sums)[32], float upper,
 struct Task {
   const TensorMap *queries, *gradients, *keys, *values;
   const float *stats, *scales, *cosines, *sines;
+  const int* first_keys;
   int* query_sums;
   uint4* fused;
   int table_rows;
@@ -223,7 +167,9 @@ struct Supply {
       fetch(base + QUERY_AT + stage * QUERIES_BYTES + h * QUERIES_HALF, task.queries, x + h * 64, y, full);
       fetch(base + GRADIENT_AT + stage * QUERIES_BYTES + h * QUERIES_HALF, task.gradients, x + h * 64, y, full);
     }
-    fetch_run(base + STATS_AT + stage * STATS_BYTES, task.stats + ahead.piece() * 2 * QUERIES, STATS_BYTES, full);
+    const u32 stats = base + STATS_AT + stage * STATS_BYTES;
+    fetch_run(stats, task.stats + ahead.piece() * 2 * QUERIES, NUMBERS_BYTES, full);
+    if constexpr (MASKED) fetch_run(stats + NUMBERS_BYTES, task.first_keys + y, FIRST_KEYS_BYTES, full);
     ++pieces;
     ahead.next();
   }
@@ -269,10 +215,10 @@ __device__ __forceinline__ void add_to_queries(u32 base, const Task& task, Walk 
           arrive(base + FREED + 8 * slot);
           if (SLOTS > 1 || supply.ahead.item == walk.item) supply.fetch_next(task);
         }
-        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PARTS - 1) : "memory");
+        added_runs_are_read<PARTS - 1>();
       }
       __syncwarp();
-      asm volatile("bar.sync 1, 128;" ::: "memory");
+      warpgroup_sync(1);
       // In the order that threads have them: `attention_queries` knows it.
       const u32 part = base + PART_AT + parts % PARTS * PART_BYTES;
 #pragma unroll
@@ -280,13 +226,13 @@ __device__ __forceinline__ void add_to_queries(u32 base, const Task& task, Walk 
         put_four(part + (j * 128 + threadIdx.x) * 16, __float2int_rn(sums[4 * j] * upper),
                  __float2int_rn(sums[4 * j + 1] * upper), __float2int_rn(sums[4 * j + 2] * lower),
                  __float2int_rn(sums[4 * j + 3] * lower));
-      show_to_copies();
-      asm volatile("bar.sync 1, 128;" ::: "memory");
+      copies_see_stores();
+      warpgroup_sync(1);
       if (fetches) add_run(task.query_sums + (walk.piece() * HEAD + column) * QUERIES, part, PART_BYTES);
       __syncwarp();
     }
   }
-  if (fetches) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (fetches) added_runs_are_done();
 }
 
 // One of the two warpgroups that hold 64 keys each.
@@ -295,10 +241,11 @@ struct KeyGroup {
   u32 key[16], weights[16], d_scores[16];
   float scores[32], d_weights[32], d_key[HALVES][32], d_value[HALVES][32];
   u32 keys, values, use, step;  // addresses of its keys and values; pieces so far; their number in their head
+  int first;                    // its first key's number in the row
 
   // The two alternate on the tensor cores, so that one's matmuls run during the other's exponentials.
-  __device__ __forceinline__ void my_turn() const { asm volatile("bar.sync %0, 256;" ::"r"(2 + own) : "memory"); }
-  __device__ __forceinline__ void your_turn() const { asm volatile("bar.arrive %0, 256;" ::"r"(3 - own) : "memory"); }
+  __device__ __forceinline__ void my_turn() const { wait_for_turn(2 + own); }
+  __device__ __forceinline__ void your_turn() const { give_turn(3 - own); }
   __device__ __forceinline__ void release(u32 use) const {
     if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
   }
@@ -333,6 +280,18 @@ struct KeyGroup {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) add_shared(d_weights, values + h * KEYS_HALF, gradient + h * QUERIES_HALF);
   }
+  // A query does not see the keys before its first one. The last query's is the largest of the piece.
+  __device__ __forceinline__ void hide_before_first_keys() {
+    const u32 first_keys = stats(use) + NUMBERS_BYTES;
+    if ((int)word(first_keys - threadIdx.x % 4 * 8 + (QUERIES - 1) * 4) <= first) return;
+    const int key = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int visible = word(first_keys + i / 2 * 32 + i % 2 * 4), upper = i / 2 * 4 + i % 2;
+      if (visible > key) scores[upper] = HIDDEN;
+      if (visible > key + 8) scores[upper + 2] = HIDDEN;
+    }
+  }
   // Weights and the gradients of scores; the latter also go to the warpgroup that needs them transposed.
   __device__ __forceinline__ void finish_scores() {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -343,6 +302,7 @@ struct KeyGroup {
       for (int i = 0; i < 32; ++i)
         if (i / 4 * 8 + i % 2 < first + i / 2 % 2 * 8) scores[i] = HIDDEN;
     }
+    if constexpr (MASKED) hide_before_first_keys();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float2 top = take_pair(stats(use) + j * 32);
@@ -359,7 +319,7 @@ struct KeyGroup {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       lay(to + in_rows(k), d_scores[4 * k], d_scores[4 * k + 1], d_scores[4 * k + 2], d_scores[4 * k + 3]);
-    show_to_copies();
+    copies_see_stores();
     __syncwarp();
     if (lane == 0) arrive(base + LAID + 8 * slot);
   }
@@ -469,7 +429,7 @@ struct KeyGroup {
       write_rows(d_key[h], ROOT, ROOT, values, to + h * 8, row_size);
       write_rows(d_value[h], 1, 1, values, to + HEAD / 8 + h * 8, row_size);
     }
-    show_to_copies();
+    copies_see_stores();
     __syncwarp();
   }
 };
@@ -496,7 +456,8 @@ __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk
     for (int h = 0; h < HALVES; ++h)
 #pragma unroll
       for (int i = 0; i < 32; ++i) group.d_key[h][i] = group.d_value[h][i] = 0;
-    const int steps = walk.shape.tokens / QUERIES - 2 * walk.keys;
+    const int steps = walk.end - 2 * walk.keys;
+    group.first = walk.keys * KEYS + own * 64;
     if constexpr (HALVES == 1)
       group.take_item(steps, walk.queries());
     else
@@ -511,7 +472,7 @@ __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(MAP queries, MAP gradients, MAP keys, MAP values, const float* stats,
                        const float* scales, int* query_sums, uint4* fused, const float* cosines, const float* sines, const int* lists, int list_length,
-                       int table_rows, int tokens, int heads, int groups) {
+                       const int* first_keys, const int* ends, int table_rows, int tokens, int heads, int groups) {
   const u32 base = shared_memory();
   // The same for all of a warp, and known to be.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -522,8 +483,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     barriers_are_ready();
   }
   __syncthreads();
-  const Task task = {&queries, &gradients, &keys, &values, stats, scales, cosines, sines, query_sums, fused, table_rows};
-  Walk walk = {lists + blockIdx.x * list_length, {tokens, heads, groups}};
+  const Task task = {&queries, &gradients, &keys, &values, stats, scales, cosines, sines, first_keys, query_sums, fused, table_rows};
+  Walk walk = {lists + (long long)blockIdx.x * list_length, ends, {tokens, heads, groups}};
   walk.begin();
   // 168 registers a thread at the start: three warpgroups share 504.
   if (warpgroup == 0) {
@@ -532,97 +493,5 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   } else {
     more_registers<KEY_REGISTERS>();
     keep_keys(base, task, walk, warpgroup - 1);
-  }
-}
-
-// The largest key element and the largest squared norm of a value of every key-value head, as bits of positive floats,
-// which order like integers; a NaN is larger than all. limits: [row, group] of both, zero at the start. One thread block
-// for 512 tokens of one head.
-extern "C" __global__ void __launch_bounds__(256)
-    attention_limits(const uint4* key, const uint4* value, u32* limits, int tokens, int groups) {
-  constexpr int LANES = HEAD / 8;
-  const int chunks = (tokens + 511) / 512, head = blockIdx.x / chunks, first = blockIdx.x % chunks * 512;
-  const int row = head / groups, group = head % groups, lane = threadIdx.x % LANES;
-  u32 largest_key = 0, largest_value = 0;
-  for (int token = first + threadIdx.x / LANES; token < min(tokens, first + 512); token += 256 / LANES) {
-    const long long at = (((long long)row * tokens + token) * groups + group) * LANES + lane;
-    const uint4 x = key[at], y = value[at];
-    const u32 words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      largest_key = max(largest_key, max(words[i] << 16 & 0x7FFFFFFFu, words[i] & 0x7FFF0000u));
-    float sum = low(y.x) * low(y.x) + high(y.x) * high(y.x) + low(y.y) * low(y.y) + high(y.y) * high(y.y);
-    sum += low(y.z) * low(y.z) + high(y.z) * high(y.z) + low(y.w) * low(y.w) + high(y.w) * high(y.w);
-    for (int k = 1; k < LANES; k *= 2) sum += __shfl_xor_sync(~0u, sum, k);
-    largest_value = max(largest_value, __float_as_uint(sum) & 0x7FFFFFFFu);
-  }
-  for (int k = 1; k < 32; k *= 2) {
-    largest_key = max(largest_key, __shfl_xor_sync(~0u, largest_key, k));
-    largest_value = max(largest_value, __shfl_xor_sync(~0u, largest_value, k));
-  }
-  if (threadIdx.x % 32 == 0) atomicMax(limits + 2 * head, largest_key), atomicMax(limits + 2 * head + 1, largest_value);
-}
-
-// For each query: the base-2 log-sum-exp of its scores, what its gradients of weights have in common (negative), and the
-// scale of its gradient as integers with its inverse. A gradient of a query, before the factor ROOT, is a sum over keys of
-// weight · (gradient of weight - mean) · key: at most |output gradient| · the largest |value| · the largest key element.
-// One thread block for 16 tokens, all heads. stats, scales: [row, head, 64 queries] of 64 numbers, then 64 more.
-extern "C" __global__ void __launch_bounds__(256)
-    attention_stats(const uint4* attn_out, const uint4* gradient, const float* lse, const u32* limits, float* stats,
-                    float* scales, int tokens, int heads, int groups) {
-  constexpr int LANES = HEAD / 8;
-  const int first = blockIdx.x * 16, row = first / tokens, lane = threadIdx.x % LANES;
-  for (int i = threadIdx.x / LANES; i < 16 * heads; i += 256 / LANES) {
-    const int head = i % heads, token = first % tokens + i / heads;
-    const long long at = ((long long)(first + i / heads) * heads + head) * LANES + lane;
-    const uint4 x = attn_out[at], y = gradient[at];
-    float sum = low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y);
-    sum += low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
-    float norm = low(y.x) * low(y.x) + high(y.x) * high(y.x) + low(y.y) * low(y.y) + high(y.y) * high(y.y);
-    norm += low(y.z) * low(y.z) + high(y.z) * high(y.z) + low(y.w) * low(y.w) + high(y.w) * high(y.w);
-    for (int k = 1; k < LANES; k *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, k);
-      norm += __shfl_xor_sync(~0u, norm, k);
-    }
-    if (lane) continue;
-    const long long line = (long long)row * heads + head;
-    const long long to = (line * (tokens / QUERIES) + token / QUERIES) * 2 * QUERIES + token % QUERIES;
-    stats[to] = lse[line * tokens + token] * LOG2_E, stats[to + QUERIES] = -sum;
-    const u32* limit = limits + 2 * (row * groups + head / (heads / groups));
-    const float bound = sqrtf(norm) * sqrtf(__uint_as_float(limit[1])) * __uint_as_float(limit[0]);
-    // Not finite: integers cannot say so, their scale does.
-    scales[to] = bound > 0 && bound < 1e38f ? LARGEST_SUM / bound : 0.0f;
-    scales[to + QUERIES] = bound < 1e38f ? bound / LARGEST_SUM : __uint_as_float(0x7FC00000u);
-  }
-}
-
-// The gradients of 64 queries of all heads of a group from their integer sums, rope undone, into the gradient of the
-// fused projection.
-extern "C" __global__ void __launch_bounds__(128)
-    attention_queries(const int4* query_sums, const float* scales, uint4* fused, const float* cosines, const float* sines,
-                      int table_rows, int tokens, int heads, int groups) {
-  __shared__ __align__(1024) char room[8192];
-  const int blocks = tokens / QUERIES, group = blockIdx.x % groups, block = blockIdx.x / groups % blocks;
-  const int row = blockIdx.x / groups / blocks, each = heads / groups, slots = (heads + 2 * groups) * (HEAD / 8);
-  const long long token = (long long)row * tokens + block * QUERIES;
-  const Rope rope(cosines, sines, table_rows == tokens ? block * QUERIES : token);
-  uint4* to = fused + token * slots + group * (each + 2) * (HEAD / 8);
-  for (int head = 0; head < each; ++head, to += HEAD / 8) {
-    const long long piece = ((long long)row * heads + group * each + head) * blocks + block;
-    const int4* from = query_sums + piece * (QUERIES * HEAD / 4);
-    const float* inverse = scales + piece * 2 * QUERIES + QUERIES + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const float upper = inverse[0] * ROOT, lower = inverse[8] * ROOT;
-    float sums[HALVES][32];
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int4 x = from[(h * 8 + j) * 128 + threadIdx.x];
-        sums[h][4 * j] = x.x, sums[h][4 * j + 1] = x.y, sums[h][4 * j + 2] = x.z, sums[h][4 * j + 3] = x.w;
-      }
-    rope.undo(sums);
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-      write_rows(sums[h], upper, lower, (u32)__cvta_generic_to_shared(room), to + h * 8, slots);
   }
 }

@@ -30,6 +30,10 @@ class VarlenSpans(NamedTuple):
     """The result of `cu_seqlens_of`, on the device of the queries."""
     max_seqlen: int
     """No document has more tokens."""
+    fused: bool = False
+    """Whether our own backward kernels compute blocks that they fit (`models/ops/fused_attention.py`)."""
+    whole_rows: bool = False
+    """Whether each row is one document, which only a sliding window needs to know."""
 
 
 def cu_seqlens_of(documents_bt: NDArray[Any]) -> NDArray[np.int32]:
@@ -86,13 +90,17 @@ def varlen_attention(
     Scores are multiplied by `scale`; None is 1 / √e.
     """
     query, key, value = (part.flatten(0, 1) for part in (query_btne, key_btge, value_btge))
-    run = _flash if query.is_cuda else _plain
-    return run(query, key, value, spans, window, scale).view_as(query_btne)
+    if query.is_cuda:
+        return flash_varlen(query, key, value, spans, window, scale)[0].view_as(query_btne)
+    return _plain(query, key, value, spans, window, scale).view_as(query_btne)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int, scale: float | None) -> Tensor:
-    cu_seqlens, longest = spans
-    found = torch.ops.aten._flash_attention_forward(
+def flash_varlen(
+    query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output [b·t, n, e] over heads [b·t, .., e], and the fp32 log-sum-exp of each softmax [n, b·t]."""
+    cu_seqlens, longest = spans.cu_seqlens, spans.max_seqlen
+    attn_out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(query, key, value, cu_seqlens, cu_seqlens, longest, longest, 0.0),
         is_causal=True,
         return_debug_mask=False,
@@ -101,8 +109,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window
         window_size_left=window - 1 if window else None,
         window_size_right=0 if window else None,
     )
-    attn_out: Tensor = found[0]
-    return attn_out
+    return attn_out, lse
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, spans: VarlenSpans, window: int, scale: float | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from keepstep.models.kernels.grouped_gemm import can_multiply
+from keepstep.models.ops.expert_rows import top_experts
 from keepstep.models.ops.routed_experts import routed_experts, sort_by_expert
 
 pytestmark = pytest.mark.skipif(
@@ -53,3 +54,14 @@ def test_experts_in_their_matmuls(experts: int, hidden: int, width: int) -> None
     assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     for one, other in zip(ours, results(experts, 4, hidden, width, chosen, False), strict=True):
         assert (one.float() - other).norm() < 0.02 * other.norm()
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5000, 128, 8), (33, 60, 4), (1, 8, 2), (0, 64, 8)])
+def test_the_experts_of_a_token_are_those_of_the_highest_scores(tokens: int, experts: int, top_k: int) -> None:
+    scores = torch.rand(tokens, experts, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+    assert top_experts(scores, top_k).equal(scores.topk(top_k).indices)
+    # Equal scores and numbers that are none: the first ones, and always some that exist.
+    scores.zero_()
+    assert top_experts(scores, top_k).equal(torch.arange(top_k, device="cuda").expand(tokens, top_k))
+    scores.fill_(torch.nan)
+    assert top_experts(scores, top_k).equal(torch.arange(top_k, device="cuda").expand(tokens, top_k))

@@ -25,6 +25,7 @@ from keepstep.config.schema import ModelConfig
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.mlp import GatedMLP, PlainMLP, make_mlp
 from keepstep.models.ops.biased_experts import ExpertWeights, biased_experts
+from keepstep.models.ops.expert_rows import top_experts
 from keepstep.models.ops.routed_experts import Routes, fp32_linear, routed_experts, sort_by_expert
 
 ROUTER_METRICS = ("expert_load_max", "expert_load_entropy", "expert_bias_max")
@@ -84,7 +85,8 @@ class Router(nn.Module):
             top = grouped.topk(best, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
             others = torch.ones(grouped.shape[:2], dtype=torch.bool, device=top.device).scatter(1, top, False)
             scores_ne = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
-        return scores_ne.topk(experts.top_k, dim=-1).indices
+        chosen_nk: Tensor = top_experts(scores_ne, experts.top_k)
+        return chosen_nk
 
     def _observed(self, logits_ne: Tensor, scores_ne: Tensor, chosen_nk: Tensor) -> Tensor:
         """The scores, whose gradient brings the balancing losses in and counts the tokens of each expert.

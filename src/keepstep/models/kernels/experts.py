@@ -2,10 +2,11 @@
 
 - Rows are copied to where their experts want them: a token is read once, and not once for each of its experts. The
   outputs of a token's experts are added up where it stands. Sums are fp32 and have a fixed order: no atomics.
+- The experts of a token are chosen. Torch's top-k, written for long rows, takes 0.3 ms for 8 of 128 on an H200.
 - SwiGLU multiplies each row by its expert's weight. Its backward pass computes the activation again, which need not be
   saved, and the gradient of the weight on the way.
 
-Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, f width of an expert.
+Shape legend: n tokens, e experts, k experts of a token, m = n·k rows sorted by expert, d hidden, f width of an expert.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 _BLOCK = 1024
 _WARPS = 4
+_TOP_NUMBERS = 2048
+"""Scores that a program looks through: 16 rows of 128 experts."""
 _WIDEST_ROW = 16384
 """Numbers of a row that fit in the registers of one block of threads."""
 
@@ -104,6 +107,33 @@ def _quantize_rows_kernel(source, undo, output, width, highest, block: tl.conste
     tl.store(undo + row, scale)
     x = tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -highest), highest)
     tl.store(output + row * width + lane, x.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _top_kernel(scores, chosen, rows, count, top_k: tl.constexpr, row_block: tl.constexpr, block: tl.constexpr):
+    row = (tl.program_id(0) * row_block + tl.arange(0, row_block)).to(tl.int64)
+    lane = tl.arange(0, block)[None, :]
+    inside = (row < rows)[:, None] & (lane < count)
+    bits = tl.load(scores + row[:, None] * count + lane, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    # Whole numbers in the order of the scores: below minus infinity there is room for lanes that cannot be chosen.
+    lowest = -(2**31)
+    key = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
+    for turn in tl.static_range(top_k):
+        place = tl.argmax(key, 1)
+        tl.store(chosen + row * top_k + turn, place.to(tl.int64), mask=row < rows)
+        key = tl.where(lane == place[:, None], lowest, key)
+
+
+def top_experts(scores_ne: Tensor, top_k: int) -> Tensor:
+    """The numbers of the highest scores of each row, the highest first and the first of equal ones, int64 [n, k]."""
+    rows, count = scores_ne.shape
+    chosen_nk = torch.empty(rows, top_k, dtype=torch.int64, device=scores_ne.device)
+    if rows:
+        block = triton.next_power_of_2(count)
+        row_block = max(1, _TOP_NUMBERS // block)
+        grid = (triton.cdiv(rows, row_block),)
+        _top_kernel[grid](scores_ne, chosen_nk, rows, count, top_k, row_block, block, num_warps=_WARPS)
+    return chosen_nk
 
 
 def spread_rows(source_nd: Tensor, place_m: Tensor, copies: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 On a GPU each is one pass over memory (`kernels/experts.py`).
 
-Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, f width of an expert.
+Shape legend: n tokens, e experts, k experts of a token, m = n·k rows sorted by expert, d hidden, f width of an expert.
 """
 
 from __future__ import annotations
@@ -17,6 +17,25 @@ from torch.nn import functional as F
 
 from keepstep.models.kernels.cuda import CudaError, relative_difference, works
 from keepstep.models.ops.backend import has_triton
+
+_MOST_EXPERTS = 1024
+"""Scores of a token that one program of the kernel looks through."""
+
+
+@torch.library.custom_op("keepstep::top_experts", mutates_args=())
+def top_experts(scores_ne: Tensor, top_k: int) -> Tensor:
+    """The numbers of the highest scores of each row, the highest first, int64 [n, k]."""
+    small = scores_ne.shape[1] <= _MOST_EXPERTS and scores_ne.dtype == torch.float32
+    if small and scores_ne.is_cuda and has_triton() and works("top_experts", scores_ne.device, _prove_choice):
+        from keepstep.models.kernels import experts
+
+        return experts.top_experts(scores_ne.contiguous(), top_k)
+    return scores_ne.topk(top_k, dim=-1).indices
+
+
+@top_experts.register_fake
+def _(scores_ne: Tensor, top_k: int) -> Tensor:
+    return scores_ne.new_empty(scores_ne.shape[0], top_k, dtype=torch.int64)
 
 
 @torch.library.custom_op("keepstep::spread_rows", mutates_args=())
@@ -123,6 +142,17 @@ def _prove(device: torch.device) -> float:
         backward = module.weighted_swiglu_backward(d, g, w)
         rows = module.spread_rows(g[:10], o, 4), module.sum_rows(g, o, 4)
         return [part.cpu() for part in (*rows, module.weighted_swiglu(g, w), *backward)]
+
+    return _difference(results, device)
+
+
+def _prove_choice(device: torch.device) -> float:
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(size, generator=generator) for size in ((40, 128), (3, 60), (700, 64))]
+    scores[0][:, :30] = -torch.inf
+
+    def results(module: Any, where: torch.device) -> list[Tensor]:
+        return [module.top_experts(each.to(where), 8).float().cpu() for each in scores]
 
     return _difference(results, device)
 

@@ -6,8 +6,10 @@ FSDP must see the block as it will be called.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from keepstep import models
 from keepstep.config.schema import ComputeConfig, ParallelConfig
 from keepstep.models.block_plan import BlockPlan, RecomputeMode
 from keepstep.models.moe import MoE
@@ -85,10 +88,28 @@ def apply_parallel(
             save_attention = not divided and attend is None and not (piped and parallel.schedule == "zero_bubble")
             apply_recompute(block, mode, save_attention=save_attention)
             if compute.compile:
+                name_compile_cache()
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if shard_dtype is not None:
             _shard_model(stage, mesh, shard_dtype, keep_gathered, parallel.offload)
     return stages
+
+
+def name_compile_cache() -> None:
+    """Give this version's compiled code a name of its own in torch's cache on disk.
+
+    Torch keys the cache by the graph, where an operator of ours is a name: after an upgrade that gives it other
+    arguments, the old code would be found, call it with the old ones and fail.
+    """
+    torch.compiler.config.cache_key_tag = f"keepstep {_operators_digest(Path(models.__file__).parent)}"
+
+
+@cache
+def _operators_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _is_whole(block: Block, mesh: ParallelMesh) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,24 @@ def test_adapters_take_the_time_that_an_h200_measured() -> None:
     assert planned.step.total_s == pytest.approx(measured["step_s"], rel=0.1)
     reported = measured["tokens_per_s"] * planned.flops_per_token / cluster.gpu.flops("bf16")
     assert reported == pytest.approx(measured["mfu"], rel=0.01), "the plan and the run count the same operations"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (("qwen3_8layer",), "model=qwen3-30b-a3b model.layers=8"),
+        (("olmoe",), "model=olmoe-1b-7b"),
+        (("fp8_steps", "fp8"), "model=olmoe-1b-7b model.layers=8 precision=fp8"),
+    ],
+)
+def test_experts_take_the_time_and_memory_that_an_h200_measured(name: tuple[str, ...], words: str) -> None:
+    measured = reduce(getitem, name, json.loads((RESULTS / "moe.json").read_text()))
+    cluster = find_cluster("h200:1", read_profiles())
+    rows = f"microbatch={measured['microbatch']} global_batch={measured['global_batch']} compute.recompute=none"
+    work = workload(f"{words} model.seq_len={measured['seq_len']} {rows} compute.compile=true", 1)
+    planned = plan_speed(work, cluster, calibrate(shipped_runs(), cluster))
+    assert planned.step.total_s == pytest.approx(measured["step_s"], rel=0.1)
+    assert plan_memory(work).allocated / 2**30 == pytest.approx(measured["peak_memory_gib"], rel=0.05)
 
 
 def test_speed_frozen_weights_need_no_reduction() -> None:

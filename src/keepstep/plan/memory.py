@@ -195,9 +195,9 @@ class _StageMemory:
 
     def _gradients(self, done: int) -> int:
         """Gradients of `done` parameters; of all where an earlier micro batch has left its sums."""
-        if self.work.elastic:
+        if self.work.integer_sums:
             # Sums in 64 bits; each gradient is added and freed.
-            return 2 * FP32 * self.counts.trained
+            return 2 * FP32 * self.counts.trained // self.shard
         if self.work.unsharded:
             # In compute precision; sums of several micro batches are fp32.
             return self.size * done + (FP32 * self.counts.trained if self.accumulates else 0)

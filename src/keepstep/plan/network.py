@@ -184,7 +184,7 @@ def passes_to_experts(work: Workload) -> int:
 
 def gradient_bytes(work: Workload) -> int:
     """Bytes of one element in gradient sums over processes."""
-    return 2 * FP32 if work.elastic else FP32
+    return 2 * FP32 if work.integer_sums else FP32
 
 
 def weight_passes(work: Workload) -> tuple[int, int]:

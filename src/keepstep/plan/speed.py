@@ -26,6 +26,9 @@ class Factors:
 
 
 UNCALIBRATED = Factors()
+_EXPERT_MATMULS = 0.83
+"""Rate of the matmuls of experts relative to those of dense layers: the mean of three shapes on an H200, each
+kernel measured alone (`kernels` in benchmarks/results/moe.json)."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,12 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     wide = gpu.flops("fp32" if work.precision == "fp32" else "bf16")
     rate, head_rate = gpu.flops(work.matmul_precision) * gpu.matmul_share, wide * gpu.matmul_share
     block_flops = learned * block + 2 * repeated
+    routed = 3 * token_copies(model) * model.expert_size * model.hidden
     # The backward of experts is not in fp8.
-    routed = 3 * token_copies(model) * model.expert_size * model.hidden if work.precision == "fp8" else 0.0
-    wide_flops = learned * head + (learned - 2) * routed * blocks
-    block_s = (block_flops - (learned - 2) * routed) * blocks / rate
-    matmul_s = tokens * (block_s + wide_flops / head_rate) / degrees.tensor
+    wide_routed = (learned - 2) * routed if work.precision == "fp8" else 0.0
+    slowed = 1 + routed / block * (1 / _EXPERT_MATMULS - 1)
+    block_s = (block_flops - wide_routed) * slowed / rate + wide_routed / _EXPERT_MATMULS / head_rate
+    matmul_s = tokens * (block_s * blocks + learned * head / head_rate) / degrees.tensor
     passes = learned + (2 if work.recompute == "full" else 0)
     # `adapters` counts one tensor-parallel process already; they are never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate

@@ -49,6 +49,8 @@ class Workload:
     """Whether the run sets `parallel.shard`: then even a single process uses FSDP."""
     elastic: bool = False
     """`reproducible: elastic`: whole weights on every process, gradients summed as integers."""
+    survives: bool = False
+    """`resilience.survive`: gradients are summed as integers over replicas, which may shard their weights."""
     lora_rank: int = 0
     """Rank of the adapters. Above 0 only they are trained; the weights are frozen in compute precision."""
     lora_targets: tuple[str, ...] = ()
@@ -105,6 +107,11 @@ class Workload:
         return self.keep_gathered or self.degrees.pipeline > 1
 
     @property
+    def integer_sums(self) -> bool:
+        """Whether sums of gradients have 64 bits."""
+        return self.elastic or self.survives
+
+    @property
     def unsharded(self) -> bool:
         """Whether FSDP is not used: a single process in half precision, and elastic runs."""
         alone = self.degrees.world_size == 1 and not self.explicit_shard and not self.offload
@@ -158,6 +165,7 @@ def workload_of(
         offload=config.parallel.offload,
         explicit_shard=config.parallel.shard != -1,
         elastic=config.whole_weights,
+        survives=config.resilience.survive,
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets if config.lora.rank else (),
         lora_base=config.adapters.base if config.lora.rank else "bf16",

@@ -92,6 +92,7 @@ def test_a_conversion_that_keeps_no_row_is_an_error_and_leaves_the_old_files(
         (["--valid-share", "1", "--valid-out", "held.jsonl"], "below 1"),
         (["--valid-share", "0.3"], "name one with --valid-out"),
         (["--count", "0"], "--count is 0"),
+        (["--categories", "parallel,hard"], "no category 'hard'"),
     ],
 )
 def test_a_split_that_means_nothing_is_refused_before_anything_is_written(
@@ -253,3 +254,13 @@ def test_a_tokenizer_that_takes_anothers_place_gets_none_of_its_files(tmp_path: 
     (tmp_path / "named.jinja").write_text("named")
     copy_tokenizer(tmp_path / "second" / "tokenizer.json", kept, str(tmp_path / "named.jinja"))
     assert (kept / "chat_template.jinja").read_text() == "named"
+
+
+def test_generated_rows_of_some_categories(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ["toolcalls-domains", "--count", "20", "--categories", "parallel,irrelevance"]
+    assert main(["data", "chat", *words, "--out", str(out)]) == 0
+    answers = [json.loads(line)["messages"][-1] for line in out.read_text().splitlines()]
+    assert {len(answer.get("tool_calls", ())) for answer in answers} >= {0, 2}
+    assert len(answers) == 20
+    assert 1 not in {len(answer.get("tool_calls", ())) for answer in answers}

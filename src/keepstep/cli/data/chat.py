@@ -44,6 +44,9 @@ def add_actions(actions: Actions) -> None:
     chat.add_argument("--seed", type=int, default=0, help="of the split, and of generated rows")
     chat.add_argument("--count", type=int, default=1000, help="rows to generate (default: 1000)")
     chat.add_argument("--split", choices=("train", "test"), default="train", help="functions to generate from")
+    chat.add_argument(
+        "--categories", metavar="LIST", help="generate these alone: simple, multiple, parallel, irrelevance"
+    )
     chat.add_argument("--format", choices=_FORMATS, default="auto", help="how rows are written (default: auto)")
     chat.add_argument("--json", action="store_true", help="answer as JSON")
 
@@ -139,6 +142,15 @@ def _held_out_share(args: argparse.Namespace) -> float:
     return float(args.valid_share)
 
 
+def _categories(listed: str | None) -> tuple[str, ...]:
+    from keepstep.data.chat.generate import CATEGORIES
+
+    found = tuple(listed.split(",")) if listed else CATEGORIES
+    if unknown := [name for name in found if name not in CATEGORIES]:
+        raise UsageError(f"--categories: there is no category {unknown[0]!r}", f"choose from {', '.join(CATEGORIES)}")
+    return found
+
+
 def _chat(args: argparse.Namespace) -> int:
     """Convert or generate, and print how many rows were kept and rejected."""
     from keepstep.data.chat.files import generated_rows, read_conversations, write_canonical
@@ -151,7 +163,9 @@ def _chat(args: argparse.Namespace) -> int:
     _check_outputs(Path(args.path), [path for path in (args.out, args.valid_out) if path])
     rows: Any
     if args.path in GENERATED:
-        rows = generated_rows(args.path, args.count, args.seed, args.split)
+        rows = generated_rows(args.path, args.count, args.seed, args.split, _categories(args.categories))
+    elif args.categories:
+        raise UsageError("--categories is for generated conversations", "use it with toolcalls or toolcalls-domains")
     else:
         rows = read_conversations(Path(args.path), args.format)
     counts, rejects = write_canonical(rows, args.out, args.valid_out, share, args.seed)

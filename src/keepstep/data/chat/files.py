@@ -8,7 +8,7 @@ import json
 import os
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from keepstep.core.errors import DataError, malformed_as
 from keepstep.core.files import temporary_name
-from keepstep.data.chat.generate import Split
+from keepstep.data.chat.generate import CATEGORIES, Split
 from keepstep.data.chat.generated import generate_rows
 from keepstep.data.chat.published_sets import RowFormat, convert, detect
 from keepstep.data.chat.rows import BadRow, Conversation
@@ -60,9 +60,11 @@ class NumberedRow:
         return RejectedRow(self.file, self.row, reason, self.conversation.row())
 
 
-def generated_rows(name: str, count: int, seed: int, split: Split) -> Iterator[NumberedRow]:
+def generated_rows(
+    name: str, count: int, seed: int, split: Split, categories: Collection[str] = CATEGORIES
+) -> Iterator[NumberedRow]:
     """Rows of a generated data set, numbered from 1."""
-    for number, row in enumerate(generate_rows(name, count, seed, split), start=1):
+    for number, row in enumerate(generate_rows(name, count, seed, split, categories), start=1):
         yield NumberedRow(name, number, row.conversation)
 
 

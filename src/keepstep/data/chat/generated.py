@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from keepstep.data.chat import generate
 from keepstep.data.chat.domains import rows as domains
-from keepstep.data.chat.generate import GeneratedRow, Split
+from keepstep.data.chat.generate import CATEGORIES, GeneratedRow, Split
 
 SMALL = "toolcalls"
 """Short rows, made to be learnt from random weights."""
@@ -19,6 +20,9 @@ GENERATED: Mapping[str, Callable[[int, int, Split], GeneratedRow]] = {
 }
 
 
-def generate_rows(name: str, count: int, seed: int, split: Split) -> Iterator[GeneratedRow]:
-    """The first rows of an endless set."""
-    return (GENERATED[name](index, seed, split) for index in range(count))
+def generate_rows(
+    name: str, count: int, seed: int, split: Split, categories: Collection[str] = CATEGORIES
+) -> Iterator[GeneratedRow]:
+    """The first rows of an endless set, of these categories alone."""
+    rows = (GENERATED[name](index, seed, split) for index in itertools.count())
+    return itertools.islice((row for row in rows if row.category in categories), count)

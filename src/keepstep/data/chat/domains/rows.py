@@ -26,7 +26,7 @@ from keepstep.data.chat.generate import Category, GeneratedRow, Split
 from keepstep.data.chat.rows import call, canonical
 
 _KINDS = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "missing", "turns", "dependent")
-_WEIGHTS = (24, 24, 12, 12, 17, 3, 5, 3)
+_WEIGHTS = (24, 24, 12, 12, 20, 3, 5, 3)
 _CATEGORIES: dict[str, Category] = {
     "multiple": "multiple", "parallel": "parallel", "parallel_multiple": "parallel", "irrelevance": "irrelevance",
 }  # fmt: skip

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from keepstep.checkpoint.in_memory.snapshots import InMemorySnapshots, has_snapshot
+from keepstep.checkpoint.in_memory.snapshots import InMemorySnapshots, newest_snapshot
+from tests.checkpoint.in_memory import resize_worker
 from tests.patience import PATIENCE_S
 
 
@@ -37,12 +39,12 @@ def keep(memory: InMemorySnapshots, step: int) -> None:
 
 
 def test_the_newest_step_comes_back_in_another_process(places: list[Path]) -> None:
-    assert not has_snapshot(places)
+    assert newest_snapshot(places) == -1
     first = InMemorySnapshots(places)
     for step in (5, 6, 7):
         keep(first, step)
     first.close()
-    assert has_snapshot(places)
+    assert newest_snapshot(places) == 7
     second = InMemorySnapshots(places)
     into = state(0.0)
     assert second.newest(into) == 7
@@ -105,4 +107,25 @@ def test_a_replaced_node_gets_its_steps_back_from_the_one_that_mirrors_them(tmp_
     handles[1] = [os.memfd_create("test") for _ in range(4)]
     run("find")
     for handle in (*handles[0], *handles[1]):
+        os.close(handle)
+
+
+@pytest.mark.slow
+def test_whole_tensors_come_back_at_another_number_of_processes(tmp_path: Path) -> None:
+    handles = {owner: [os.memfd_create("test") for _ in range(2)] for owner in ("first", "second", "new")}
+    places = {owner: [Path(f"/proc/{os.getpid()}/fd/{each}") for each in own] for owner, own in handles.items()}
+    worker = str(Path(__file__).with_name("resize_worker.py"))
+
+    def run(task: str, *owners: str) -> None:
+        words = [(str(rank), str(tmp_path / task), task, *places[owner]) for rank, owner in enumerate(owners)]
+        started = [subprocess.Popen([sys.executable, worker, *each]) for each in words]
+        assert [process.wait(PATIENCE_S) for process in started] == [0, 0]
+
+    run("keep", "first", "second")
+    # One process alone, and then the second one with another rank and a new one behind it.
+    alone, into = InMemorySnapshots(places["first"]), resize_worker.state(0.0, 10)
+    assert (alone.newest(into), alone.load(6, into)) == (6, {"step": 6})
+    assert torch.equal(into["model"]["weight"], torch.full((1000, 70), 6.0, dtype=torch.bfloat16))
+    run("find", "second", "new")
+    for handle in chain(*handles.values()):
         os.close(handle)

@@ -17,23 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.async_save.staging import StagingBuffer
 from keepstep.checkpoint.in_memory.footer import FOOTER_BYTES, clear_footer, make_footer, read_footer, write_footer
 from keepstep.checkpoint.in_memory.mirror import Mirror
+from keepstep.checkpoint.in_memory.whole import load_whole, local_tensors, whole_fingerprint
 from keepstep.checkpoint.process_group import ProcessGroupInfo
 from keepstep.checkpoint.protocol.layout import DTYPES, local_shard, split_state
 from keepstep.checkpoint.protocol.shards import PieceSpec, lay_out
 
 
-def has_snapshot(places: Sequence[Path]) -> bool:
-    """Whether one of the buffers holds a complete snapshot, of any layout."""
+def newest_snapshot(places: Sequence[Path]) -> int:
+    """The newest step of which one of the buffers holds a complete snapshot, of any layout; -1 where none does."""
+    newest = -1
     for place in places:
         with place.open("rb") as file:
-            if read_footer(file.fileno()) is not None:
-                return True
-    return False
+            footer = read_footer(file.fileno())
+            newest = max(newest, int(footer["step"]) if footer is not None else -1)
+    return newest
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,19 @@ class _Held:
     own: set[int]
     mirrored: dict[int, str]
     """Steps it holds for another process, with that process's fingerprint."""
+    tensors: str
+    """Identifies its tensors, if it holds whole ones."""
+    whole: set[int]
+    """Steps of these tensors, saved with any number of processes."""
 
 
 class InMemorySnapshots:
     """Saves this process's part of the newest steps into `places`, and finds it there again.
 
-    `newest` and `load` are collective. A snapshot can only be loaded into the layout that saved it; checkpoints are for
-    everything else. With several nodes of `ranks_per_node` processes each, `mirror_places` hold a copy of another
-    node's snapshots. `metadata` is what a checkpoint of this run would carry, for a rescue.
+    `newest` and `load` are collective. A snapshot can be loaded into the layout that saved it, and one of whole tensors
+    into any number of processes; checkpoints are for everything else. With several nodes of `ranks_per_node` processes
+    each, `mirror_places` hold a copy of another node's snapshots. `metadata` is what a checkpoint of this run would
+    carry, for a rescue.
     """
 
     def __init__(
@@ -70,25 +76,36 @@ class InMemorySnapshots:
         self._specs: list[PieceSpec] | None = None
         self._size_bytes = 0
         self._description = b""
-        self._fingerprint = ""
+        self._fingerprint = self._whole_fingerprint = ""
         self._next = 0
 
     def newest(self, state: Mapping[str, Any], before: int | None = None) -> int | None:
-        """The newest step (`before` a given step) that every process has for a state of this layout, or None."""
+        """The newest step (`before` a given step) that every process can get for a state of this layout, or None."""
         self._plan(state)
         self.join()
-        own = {step for buffer in self._buffers if (step := self._step_in(buffer)) is not None}
         mirrored = self._mirror.steps() if self._mirror is not None else {}
-        self._held = self._processes.gather(_Held(self._fingerprint, own, mirrored))
-        known = set().union(*(held.own for held in self._held))
+        own, whole = ({*self._steps(key)} for key in ("fingerprint", "whole"))
+        self._held = self._processes.gather(_Held(self._fingerprint, own, mirrored, self._whole_fingerprint, whole))
+        known = set().union(*(held.own | held.whole for held in self._held))
         wanted = (step for step in sorted(known, reverse=True) if before is None or step < before)
-        ranks = range(self._processes.world_size)
-        return next((step for step in wanted if all(self._obtainable(rank, step) for rank in ranks)), None)
+        return next((step for step in wanted if self._in_layout(step) or self._whole_source(step) is not None), None)
 
-    def _step_in(self, buffer: StagingBuffer) -> int | None:
-        """The step of the complete snapshot in a buffer, if it has our layout."""
-        footer = read_footer(buffer.fd)
-        return int(footer["step"]) if footer is not None and footer["fingerprint"] == self._fingerprint else None
+    def _steps(self, key: str) -> dict[int, StagingBuffer]:
+        """The complete snapshots of our layout (`fingerprint`), or of the same tensors (`whole`), by step."""
+        ours = {"fingerprint": self._fingerprint, "whole": self._whole_fingerprint}[key]
+        footers = [(read_footer(buffer.fd), buffer) for buffer in self._buffers]
+        return {int(footer["step"]): buffer for footer, buffer in footers if footer and ours and footer[key] == ours}
+
+    def _in_layout(self, step: int) -> bool:
+        """Whether every process has this step in our layout, or can get it."""
+        return all(self._obtainable(rank, step) for rank in range(self._processes.world_size))
+
+    def _whole_source(self, step: int) -> int | None:
+        """The process that sends the whole tensors of a step to the others."""
+        # Stages of a pipeline have different ones.
+        if len({held.tensors for held in self._held}) > 1:
+            return None
+        return next((rank for rank, held in enumerate(self._held) if step in held.whole), None)
 
     def _obtainable(self, rank: int, step: int) -> bool:
         """Whether a process has this step, or can get it from the process that mirrors it."""
@@ -109,9 +126,10 @@ class InMemorySnapshots:
         self.join()
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
-        facts = {"fingerprint": self._fingerprint, "step": step, "values": values, "metadata": metadata or {}}
+        layout = {"fingerprint": self._fingerprint, "whole": self._whole_fingerprint}
+        facts = {**layout, "step": step, "values": values, "metadata": metadata or {}}
         footer = make_footer({**facts, "description": [self._size_bytes, len(self._description)]})
-        pieces = list(zip(self._specs, _local_tensors(state), strict=True))
+        pieces = list(zip(self._specs, local_tensors(state).values(), strict=True))
         total_bytes = self._size_bytes + len(self._description) + FOOTER_BYTES
         clear_footer(buffer.fd)
         buffer.ensure(total_bytes, any(tensor.is_cuda for _, tensor in pieces))
@@ -140,21 +158,31 @@ class InMemorySnapshots:
     def load(self, step: int, into: Mapping[str, Any]) -> dict[str, Any]:
         """Fill the tensors of `into` in place and return the values that were saved with them."""
         assert self._specs is not None
+        if not self._in_layout(step):
+            source = self._whole_source(step)
+            assert source is not None
+            own = self._steps("whole").get(step)
+            self._keep(own)
+            return load_whole(self._processes, source, own.fd if own is not None else None, into)
         self._fetch_missing(step)
-        buffer = next(buffer for buffer in self._buffers if self._step_in(buffer) == step)
+        buffer = self._steps("fingerprint")[step]
         footer = read_footer(buffer.fd)
         assert footer is not None
         with mmap.mmap(buffer.fd, 0) as memory:
             everything = torch.frombuffer(memory, dtype=torch.uint8)
-            for spec, tensor in zip(self._specs, _local_tensors(into), strict=True):
+            for spec, tensor in zip(self._specs, local_tensors(into).values(), strict=True):
                 piece = everything[spec.begin : spec.begin + spec.size_bytes].view(DTYPES[spec.dtype])
                 with torch.no_grad():
                     tensor.copy_(piece.view(spec.tensor_slice.shape))
             del everything, piece
-        # The step just loaded is the newest complete one: the next copy must not overwrite it.
-        self._next = (self._buffers.index(buffer) + 1) % len(self._buffers)
+        self._keep(buffer)
         values: dict[str, Any] = footer["values"]
         return values
+
+    def _keep(self, buffer: StagingBuffer | None) -> None:
+        """The step just loaded is the newest complete one: the next copy must not overwrite it."""
+        if buffer is not None:
+            self._next = (self._buffers.index(buffer) + 1) % len(self._buffers)
 
     def _fetch_missing(self, step: int) -> None:
         """Processes of a replaced node get their state from the nodes that mirror it."""
@@ -182,9 +210,5 @@ class InMemorySnapshots:
         self._specs = [by_piece[shard.name, shard.tensor_slice] for shard in shards]
         layout = [rank, world_size, [spec.to_json() for spec in self._specs]]
         self._fingerprint = hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+        self._whole_fingerprint = whole_fingerprint(self._specs)
         self._description = json.dumps({"layout": layout, "metadata": self._metadata}).encode()
-
-
-def _local_tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    tensors, _ = split_state(state)
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]

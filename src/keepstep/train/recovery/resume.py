@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.checkpoint.checkpointer import Checkpointer
-from keepstep.checkpoint.in_memory.snapshots import has_snapshot
+from keepstep.checkpoint.in_memory.snapshots import newest_snapshot
 from keepstep.config.schema import RunConfig
 from keepstep.data.loader import Loaders, changed_order
 from keepstep.interop.initial_weights import WeightsId, load_pretrained
@@ -36,7 +36,7 @@ def learning_rates(config: RunConfig) -> dict[str, str]:
 def may_resume(checkpointer: Checkpointer, memory_files: tuple[Path, ...]) -> bool:
     """Whether there seems to be a state to resume from; the same on every process."""
     on_disk = checkpointer.find() is not None
-    found = torch.tensor(float(on_disk or has_snapshot(memory_files)))
+    found = torch.tensor(float(on_disk or newest_snapshot(memory_files) >= 0))
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return bool(found)
 

@@ -66,10 +66,11 @@ class Saver:
             self.checkpointer.resume_after(sequence_before_command(context, newest_sequence, recorder.note))
 
     def lead(self) -> None:
-        """This process saves for all from now on."""
-        if self._context.config.checkpoint.folder:
-            self._context.leases.hold(self._context.config.checkpoint.folder)
-        self.checkpointer.fence = self._context.leases.fence
+        """This process and its siblings save for all from now on."""
+        if self._context.is_first:
+            if self._context.config.checkpoint.folder:
+                self._context.leases.hold(self._context.config.checkpoint.folder)
+            self.checkpointer.fence = self._context.leases.fence
         newest = self.checkpointer.find()
         self.saved_step = -1 if newest is None else newest.step
 

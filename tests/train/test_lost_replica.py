@@ -15,9 +15,11 @@ from keepstep.config.load import load_config
 from keepstep.data.batch import Batch
 from keepstep.parallel.mesh import build_mesh
 from keepstep.resilience.survivors.replica import MembershipChangedError
+from keepstep.resilience.survivors.siblings import Siblings
 from keepstep.train.build import build_learner
 from keepstep.train.elastic_step import ElasticStep
 from keepstep.train.step import StepSignals
+from tests.train.test_experts import EXPERTS
 from tests.train.tiny_runs import TINY
 
 
@@ -27,6 +29,7 @@ class Survivor:
     def __init__(self, lost_at: str) -> None:
         self._lost_at, self.shares = lost_at, [[0, 2], [0, 2, 1, 3]]
         self.changed_numbers = False
+        self.siblings, self.make_group = Siblings(), None
 
     def share(self, _count: int) -> list[int]:
         return self.shares[0]
@@ -38,15 +41,16 @@ class Survivor:
         pass
 
     def sum_(self, numbers: NDArray[np.int64]) -> None:
-        if len(numbers) > 1 and len(self.shares) > 1:
+        if len(self.shares) > 1:
             self.shares.pop(0)
             self.changed_numbers = self._lost_at == "half of the sum"
             if self.changed_numbers:
                 numbers[:] = 7
             raise MembershipChangedError
-        if len(numbers) == 1 and len(self.shares) > 1:
-            # The other one's part of the targets.
-            numbers *= 2
+
+    def total(self, own: int) -> int:
+        # With the other one's part of the targets.
+        return own * len(self.shares)
 
     def commit(self, _step: int, _checksum: str) -> None:
         pass
@@ -55,10 +59,10 @@ class Survivor:
         pass
 
 
-@pytest.fixture
-def step() -> Iterator[ElasticStep]:
+@pytest.fixture(params=[[], [*EXPERTS, "model.experts.bias_update_rate=0"]], ids=["dense", "experts"])
+def step(request: pytest.FixtureRequest) -> Iterator[ElasticStep]:
+    config = load_config(None, [*TINY, "reproducible=elastic", "model.dropout=0.1", *request.param]).config
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    config = load_config(None, [*TINY, "reproducible=elastic", "model.dropout=0.1"]).config
     device = torch.device("cpu")
     learner = build_learner(config, build_mesh(check_layout(config, 1), "cpu"), device)
     assert isinstance(learner.step, ElasticStep)
@@ -92,4 +96,5 @@ def test_survivor_computes_only_what_is_missing(
         step.run([batch(0), batch(2)], 0.0, StepSignals(step=1))
     numbers = step.run([batch(number) for number in survivor.share(4)], 0.0, StepSignals(step=1))
     assert len(seen) == computed
-    assert numbers[:2].tolist() == undisturbed[:2].tolist()
+    # With experts also the numbers of tokens that each of them had.
+    assert numbers.tolist() == undisturbed.tolist()

@@ -99,9 +99,10 @@ def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     ("words", "hint"),
     [
         (["resilience.spares=1"], "resilience.survive=true"),
-        (["resilience.survive=true", "parallel.shard=2"], "parallel.shard=1"),
         (["resilience.survive=true", "parallel.tensor=2"], "parallel.tensor=1"),
-        (["resilience.survive=true", "reproducible=elastic", "model.experts.count=4"], "resilience.survive=false"),
+        (["resilience.survive=true", "parallel.shard=2", "parallel.tensor=2"], "parallel.tensor=1"),
+        (["resilience.survive=true", "resilience.exchange=nccl", "compute.device=cpu"], "resilience.exchange=host"),
+        (["resilience.survive=true", "rl.method=grpo"], "resilience.survive=false"),
     ],
 )
 def test_survive_refuses_what_it_cannot_keep(words: list[str], hint: str) -> None:

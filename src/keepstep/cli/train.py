@@ -86,7 +86,7 @@ def _train(args: argparse.Namespace) -> int:
     from keepstep.config.layout import check_layout
     from keepstep.launch.local import check_memory_here, process_count
 
-    spares = config.resilience.spares
+    spares = config.resilience.spares * config.replica_size
     processes = process_count(args.procs, config.compute.device, spares)
     # Here, before any process starts: otherwise each of them would report the same problem.
     check_layout(config, processes)
@@ -209,9 +209,8 @@ def start_processes(
         _WARM_MODULES + (("tensorboard.summary.writer.record_writer",) if config.observe.tensorboard else ()),
     )
     with recording(folder.logs, "agent", node_number(os.environ)) as logger:
-        settings = AgentSettings(
-            config.resilience, config.checkpoint.retry_s, folder.root, folder.logs, record, is_over
-        )
+        retry_s, size = config.checkpoint.retry_s, config.replica_size
+        settings = AgentSettings(config.resilience, retry_s, folder.root, folder.logs, record, is_over, size)
         return run_processes(task, processes, group, settings)
 
 

@@ -69,6 +69,10 @@ class Layout:
 def check_layout(config: RunConfig, world_size: int) -> Layout:
     """How this many processes share the run. Raises a ConfigError where they cannot."""
     layout = resolve_layout(config.parallel, world_size)
+    if config.replica_size > 1:
+        # Any number of replicas works. Each takes one micro batch for every process of it at a time.
+        accumulation_steps(config.global_batch, config.microbatch, config.replica_size)
+        return layout
     if config.whole_weights:
         # Processes take micro batches one by one: any number works, and each holds whole weights.
         return Layout(replicate=layout.data_ranks, shard=1)

@@ -532,10 +532,11 @@ class ComputeConfig:
     outputs of attention; auto chooses per block, so that as little is recomputed as the GPU's memory allows."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Attention kernel. auto lets torch choose, except for causal attention with head sizes 64 and 128 on Hopper
-    GPUs, which uses our own backward kernel. With auto and flash, packed documents and sliding windows are passed to
-    the flash kernel as bounds, so tokens outside them cost nothing. math and cudnn compute these tokens and mask them.
-    auto does so too where flash cannot be used: no GPU, fp32, ALiBi, pipeline or context parallelism, or a head size
-    that is above 256 or no multiple of 8. In these cases `flash` is an error. cudnn needs `reproducible: off`."""
+    GPUs, which uses our own backward kernel, also inside packed documents and sliding windows. With auto and flash,
+    these are passed to the flash kernel as bounds, so tokens outside them cost nothing. math and cudnn compute these
+    tokens and mask them. auto does so too where flash cannot be used: no GPU, fp32, ALiBi, pipeline or context
+    parallelism, or a head size that is above 256 or no multiple of 8. In these cases `flash` is an error. cudnn needs
+    `reproducible: off`."""
     fused_matmuls: bool = True
     """Use matmuls with fused epilogues: the residual add on every GPU; SwiGLU, GELU and RoPE on Hopper GPUs. false
     computes each of these in its own kernel."""
@@ -675,11 +676,14 @@ class ResilienceConfig:
     them."""
     survive: bool = False
     """Keep the other replicas running when one is lost: they redo the step in flight with its micro batches, and a
-    replacement copies their state. Every process is a replica with whole weights. With `reproducible: elastic` the
-    losses do not depend on who was lost."""
+    replacement copies their state. Every process is a replica with whole weights, or with `parallel.shard` above 1 so
+    many processes are one (HSDP). With `reproducible: elastic` the losses do not depend on who was lost."""
     spares: NonNegativeInt = 0
-    """With `survive`: processes that have built the run and wait. One of them takes the place of a lost replica, and
-    another is started behind it. On GPUs each needs a GPU of its own. The same as `--spares`."""
+    """With `survive`: replicas that have built the run and wait. One of them takes the place of a lost replica, and
+    another is started behind it. On GPUs each process needs a GPU of its own. The same as `--spares`."""
+    exchange: Literal["host", "nccl"] = "host"
+    """With `survive`: how replicas sum gradients. host: through sockets and host memory. nccl: from GPU to GPU, which
+    has not been run yet."""
     lease_s: Annotated[float, Range(min=1, max=3600)] = 30.0
     """A run holds its folder against other runs by a heartbeat in the folder. After this many seconds without one,
     another run may take over. Raise it where the storage shows changes of other machines late."""
@@ -750,9 +754,19 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
-    def whole_weights(self) -> bool:
-        """Whether every process holds whole weights, and takes micro batches whose gradients are summed as integers."""
+    def integer_sums(self) -> bool:
+        """Whether the gradients of micro batches, or of one for each process of a replica, are summed as integers."""
         return self.reproducible == "elastic" or self.resilience.survive
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of each replica that outlives others: more than one shard its weights (HSDP)."""
+        return max(1, self.parallel.shard) if self.resilience.survive else 1
+
+    @property
+    def whole_weights(self) -> bool:
+        """Whether every process holds whole weights."""
+        return self.integer_sums and self.replica_size == 1
 
     @property
     def has_reference(self) -> bool:

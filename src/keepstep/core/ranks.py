@@ -49,16 +49,21 @@ class Ranks:
     heartbeat_file: Path | None = None
     memory_files: tuple[Path, ...] = ()
     coordinator: str = ""
-    """Where replicas that outlive each other meet. Each of them is a process group of one."""
-    replicas: int = 0
-    """How many of these the run was started with."""
+    """Where replicas that outlive each other connect. `world_size` is then the number of processes of each."""
+    all_processes: int = 0
+    """Processes of all such replicas that the run was started with."""
     leads: bool | None = None
-    """Among such replicas: whether this one writes for all."""
+    """Among such replicas: whether this process writes for all."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0 if self.leads is None else self.leads
+
+    @property
+    def rank_in_group(self) -> int:
+        """The rank in this process's own process group: that of its replica, where replicas outlive each other."""
+        return self.rank % self.world_size
 
     @property
     def supervised(self) -> bool:

@@ -123,6 +123,8 @@ def _events(history: History) -> Table:
         if kind in ("left", "joined"):
             stall = format_seconds(number(event.get("stall_s")))
             about = f"replica {event.get('replica')}, {event.get('ranks')} train, stalled for {stall}"
+        if kind == "paused":
+            about = f"{event.get('ranks')} replicas wait until there are {event.get('min_nodes')} nodes"
         rows.append((clock(number(event.get("time"))), str(kind), str(event.get("step") or "–"), about))
     return Table("Events", ("time", "event", "step", ""), rows)
 

@@ -31,7 +31,8 @@ _STYLES = {
     "failed": "bold red",
 }
 LISTED_EVENTS = (
-    "start", "resume", "guard", "fault", "restart", "resize", "left", "joined", "stop", "finish", "warning",
+    "start", "resume", "guard", "fault", "restart", "resize", "left", "joined", "paused", "stop", "finish",
+    "warning",
 )  # fmt: skip
 
 

@@ -57,10 +57,10 @@ def joined_world(ranks: Ranks, device: torch.device, timeout_s: float = 600.0) -
     options: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    alone = not ranks.launched or bool(ranks.coordinator)
+    alone = not ranks.launched or (bool(ranks.coordinator) and ranks.world_size == 1)
     if ranks.store_file and not alone:
         where = f"file://{ranks.store_file}"
-        options = {"init_method": where, "rank": ranks.rank, "world_size": ranks.world_size}
+        options = {"init_method": where, "rank": ranks.rank_in_group, "world_size": ranks.world_size}
     elif alone:
         # A store inside this process: a group of one needs no port.
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]

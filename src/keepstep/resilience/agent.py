@@ -10,9 +10,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,11 @@ from keepstep.core.ranks import (
     MEMORY_FILES,
     MEMORY_NAME,
     RENDEZVOUS_SECRET,
+    STORE_FILE,
     NodeGroup,
     node_number,
 )
+from keepstep.resilience.agent_settings import AgentSettings
 from keepstep.resilience.failure_cause import CAUSE_FILE, Cause, first_cause, read_cause
 from keepstep.resilience.heartbeat import HeartbeatTable
 from keepstep.resilience.registration import AgentRegistration
@@ -47,6 +49,7 @@ from keepstep.resilience.survivors.remote import RemoteSupervisor, SurvivorRende
 from keepstep.resilience.survivors.supervisor import Supervisor, is_stopped
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers, hang_cause
 
+__all__ = ["AgentSettings", "run_processes"]
 POLL_S = 0.25
 """Between two checks of running processes; the end of a process is noticed immediately."""
 STOPPED_POLL_S = 0.1
@@ -54,29 +57,7 @@ STOPPED_POLL_S = 0.1
 WAITING_NODES_S = 1.0
 SETTLE_S = 0.1
 """After the first process failed: how long to wait for another one that may know the cause better."""
-WRITER_GRACE_S = 0.5
-WRITER_TIMEOUT_S = 120.0
-"""How long a save under way may take after a second Ctrl-C."""
 MEMORY_BUFFERS = 4
-
-EventSink = Callable[..., None]
-"""Called as on_event(kind, **facts) for each fault, restart and resize."""
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """How an agent treats its run."""
-
-    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    storage_wait_s: float = 600.0
-    """How long to wait for room when a full disk ends the processes."""
-    run_folder: Path | None = None
-    """The folder by which other processes of this machine find the agent."""
-    logs: Path | None = None
-    """For the stacks of processes that hang."""
-    on_event: EventSink = lambda *_, **__: None
-    is_over: Callable[[], bool] = lambda: False
-    """Whether the run has finished since this agent started, perhaps on other nodes."""
 
 
 def run_processes(
@@ -95,8 +76,11 @@ def run_processes(
     if settings is None:
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
     several = group if group and group.max_nodes > 1 else None
-    if settings.resilience.spares and processes == 1 and not several:
-        raise UsageError("a spare copies the state of a replica that is left: one is not enough", "--procs 2 or more")
+    if settings.resilience.spares and processes == settings.replica_size and not several:
+        raise UsageError("a spare copies the state of a replica that is left: one is not enough", "more --procs")
+    if processes % settings.replica_size:
+        wrong = f"{processes} processes of this node are no whole number of replicas with parallel.shard processes each"
+        raise UsageError(wrong, f"parallel.shard={settings.replica_size} needs a multiple of {settings.replica_size}")
     with scratch_folder() as scratch:
         if several is None:
             rendezvous = Rendezvous(scratch)
@@ -116,21 +100,22 @@ class _Agent:
         register_companion(scratch, fork_server_folder())
         self._registration = AgentRegistration(settings.run_folder) if settings.run_folder else None
         self._workers = Workers(task)
-        self._slots = processes + settings.resilience.spares
-        """Processes with those that wait to replace a lost one."""
+        self._replica_size = settings.replica_size
+        self._slots = processes + settings.resilience.spares * self._replica_size
+        """Processes with those that wait to replace lost ones."""
         self._heartbeats = HeartbeatTable(self._slots)
         # The agent owns this memory, so snapshots in it survive the processes.
         self._memory = [[os.memfd_create(MEMORY_NAME) for _ in range(MEMORY_BUFFERS)] for _ in range(self._slots)]
         self._launch = secrets.token_hex(8)
         self._signals = AgentSignals()
         self._shutdown_s = shutdown_s()
-        self._world_size = 0
-        self._first_rank = 0
-        self._attempts = 0
+        self._world_size = self._first_rank = self._attempts = 0
         self._policy = RestartPolicy(settings.resilience.max_restarts)
         self._full_disk = FullDisk(settings.storage_wait_s, settings.run_folder, scratch)
-        self._supervisor = make_supervisor(rendezvous, scratch, processes, settings.resilience, settings.on_event)
+        replicas = processes // self._replica_size
+        self._supervisor = make_supervisor(rendezvous, scratch, replicas, settings.resilience, settings.on_event)
         self._environments: list[dict[str, str]] = []
+        self._replaced = Counter[int]()
         self._next_hang_check = 0.0
 
     def run(self) -> int:
@@ -198,7 +183,8 @@ class _Agent:
             self._rendezvous.publish({LAUNCH: self._launch, **also})
         slots = range(self._slots)
         self._environments = [{**self._environment(nodes, local_rank), **also} for local_rank in slots]
-        self._workers.start(self._environments)
+        self._replaced.clear()
+        self._workers.start([{**self._environments[rank], **self._store_of(rank)} for rank in slots])
         self._attempts += 1
 
     def _environment(self, nodes: RendezvousResult, local_rank: int) -> dict[str, str]:
@@ -220,10 +206,15 @@ class _Agent:
             **nodes.environment,
         }
 
+    def _store_of(self, local_rank: int) -> dict[str, str]:
+        """Through which the processes of one replica find each other; its successor has another one."""
+        replica = local_rank // self._replica_size
+        name = f"replica-store-{self._attempts}-{replica}-{self._replaced[replica]}"
+        return {STORE_FILE: str(self._scratch / name)} if self._supervisor is not None else {}
+
     def _watch(self) -> int | Cause | None:
         """How the attempt ended: the exit code, a fault, or None because nodes join or leave."""
-        checked_nodes_at = time.monotonic()
-        signals = self._signals
+        checked_nodes_at, signals = time.monotonic(), self._signals
         forwarded, asked_at, making_room = 0, 0.0, False
         while True:
             self._workers.wait(POLL_S if self._supervisor is None else STOPPED_POLL_S, also=signals.wakeup_fd)
@@ -246,7 +237,7 @@ class _Agent:
             if len(signals.numbers) > forwarded:
                 forwarded, asked_at = len(signals.numbers), time.monotonic()
                 if signals.second_interrupt.received:
-                    self._stop_without_saving()
+                    self._workers.stop_without_saving(partial(self._signalled_since, forwarded))
                     return 128 + signal.SIGINT
                 if forwarded == 1 and not self._first_rank:
                     print(self._heartbeats.read(0).stop_notice(signals.numbers[0]), file=sys.stderr, flush=True)
@@ -269,27 +260,38 @@ class _Agent:
     def _exit_codes(self) -> list[int | None]:
         """Of the processes that count."""
         left_out = self._supervisor.left_out if self._supervisor is not None else ()
-        return [code for rank, code in enumerate(self._workers.exit_codes) if rank not in left_out]
+        codes = enumerate(self._workers.exit_codes)
+        return [code for rank, code in codes if rank // self._replica_size not in left_out]
 
     def _keep_replicas(self, supervisor: Supervisor | RemoteSupervisor) -> Cause | None:
-        """Replace processes that ended while others continue; the cause where nobody can."""
+        """Replace replicas of which a process ended while others continue; the cause where nobody can."""
         supervisor.record_events()
+        if supervisor.waited_in_vain:
+            self._workers.signal(signal.SIGTERM)
         for local_rank, pid in enumerate(self._workers.pids):
             if is_stopped(pid):
                 self._workers.kill_one(local_rank)
-        for local_rank, code in enumerate(self._workers.exit_codes):
-            if code in (None, 0, EXIT_STOPPED) or local_rank in supervisor.left_out:
+        for replica in range(self._slots // self._replica_size):
+            ranks = range(replica * self._replica_size, (replica + 1) * self._replica_size)
+            causes = self._causes(ranks)
+            if not causes or replica in supervisor.left_out:
                 continue
-            cause = read_cause(self._cause_file(local_rank), self._first_rank + local_rank, code)
-            verdict = supervisor.judge(cause, local_rank, self._heartbeats.read(local_rank).step)
+            step = max(self._heartbeats.read(local_rank).step for local_rank in ranks)
+            verdict = supervisor.judge(first_cause(causes), replica, step)
             if verdict == "fault":
                 return self._failure_cause()
+            for local_rank in ranks:
+                # Without one of them the others can do nothing.
+                self._workers.kill_one(local_rank)
             if verdict == "leave out":
-                supervisor.left_out.add(local_rank)
+                supervisor.left_out.add(replica)
                 continue
-            self._cause_file(local_rank).unlink(missing_ok=True)
-            self._heartbeats.clear_slot(local_rank, self._settings.resilience.start_timeout_s)
-            self._workers.replace(local_rank, self._environments[local_rank])
+            self._replaced[replica] += 1
+            for local_rank in ranks:
+                self._cause_file(local_rank).unlink(missing_ok=True)
+                self._heartbeats.clear_slot(local_rank, self._settings.resilience.start_timeout_s)
+                environment = {**self._environments[local_rank], **self._store_of(local_rank)}
+                self._workers.replace(local_rank, environment)
         return None
 
     def _killed_alone(self, hang: Cause) -> bool:
@@ -302,13 +304,8 @@ class _Agent:
             self._workers.kill_one(hang.rank - self._first_rank)
         return True
 
-    def _stop_without_saving(self) -> None:
-        """End the processes now, but let a save that is being written finish, unless there is a third Ctrl-C."""
-        signals = len(self._signals.numbers)
-        self._workers.kill_all_but_writers()
-        if not self._workers.wait_for_writers(WRITER_GRACE_S):
-            print("finishing the save under way; press Ctrl-C again to end it", file=sys.stderr, flush=True)
-            self._workers.wait_for_writers(WRITER_TIMEOUT_S, lambda: len(self._signals.numbers) > signals)
+    def _signalled_since(self, count: int) -> bool:
+        return len(self._signals.numbers) > count
 
     def _node_joins_soon(self) -> bool:
         """Whether the processes stopped because another node asked them to make room: it appears within seconds."""
@@ -322,12 +319,16 @@ class _Agent:
     def _failure_cause(self) -> Cause:
         """Of the processes that failed together, the cause that explains the rest."""
         time.sleep(SETTLE_S)
-        causes = [
+        return first_cause(self._causes(range(self._slots)))
+
+    def _causes(self, local_ranks: range) -> list[Cause]:
+        """Of those among these processes that failed."""
+        codes = self._workers.exit_codes
+        return [
             read_cause(self._cause_file(local_rank), self._first_rank + local_rank, code)
-            for local_rank, code in enumerate(self._workers.exit_codes)
-            if code is not None and code not in (0, EXIT_STOPPED)
+            for local_rank in local_ranks
+            if (code := codes[local_rank]) not in (None, 0, EXIT_STOPPED)
         ]
-        return first_cause(causes)
 
     def _hang(self) -> Cause | None:
         records = [self._heartbeats.read(local_rank) for local_rank in range(self._slots)]

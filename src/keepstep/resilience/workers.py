@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ STACKS_FILE = "KEEPSTEP_STACKS_FILE"
 """Environment variable: the file for a process's stacks when the agent requests them."""
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_WAIT_S = 0.5
+WRITER_GRACE_S = 0.5
+WRITER_TIMEOUT_S = 120.0
+"""How long a save under way may take after a second Ctrl-C."""
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a file system"}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _BLOCKED_IN_FORK_SERVER = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -124,6 +128,13 @@ class Workers:
                 process.close()
         self._processes = []
         _wait_until_gone(groups)
+
+    def stop_without_saving(self, hurry: Callable[[], bool]) -> None:
+        """End the processes now, but let a save that is being written finish, unless there is a third Ctrl-C."""
+        self.kill_all_but_writers()
+        if not self.wait_for_writers(WRITER_GRACE_S):
+            print("finishing the save under way; press Ctrl-C again to end it", file=sys.stderr, flush=True)
+            self.wait_for_writers(WRITER_TIMEOUT_S, hurry)
 
     def kill_all_but_writers(self) -> None:
         """Kill the processes and their helpers; checkpoint writers may finish their save."""

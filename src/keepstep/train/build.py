@@ -112,18 +112,21 @@ def fill_learner(
     reference = None
     if config.has_reference and not config.lora.rank:
         reference, origin = build_reference(config, mesh, device, origin)
+    use_varlen = uses_varlen_attention(config, mesh.layout, device, dtype)
+    own_kernels = use_varlen and config.compute.attention == "auto" and mesh.layout.tensor == 1
     settings = StepSettings(
         mesh=mesh,
         device=device,
         clip=config.optimizer.clip,
         loss_chunks=config.compute.loss_chunks,
         reduce_each_microbatch=not config.parallel.keep_gathered,
-        use_varlen=uses_varlen_attention(config, mesh.layout, device, dtype),
+        use_varlen=use_varlen,
         may_mask=config.compute.attention != "flash",
+        fused_varlen=own_kernels and has_kernel(device, config.model.head_size, masked=True),
         objective=make_objective(config, model, reference, loaders),
     )
     frozen = model if config.lora.rank else reference
-    if config.whole_weights:
+    if config.integer_sums:
         microbatches = config.global_batch // config.microbatch
         exact = ElasticStep(model, optimizers, scaler, settings, seed=config.seed, microbatches=microbatches)
         return Learner(model, optimizers, scaler, exact, origin, frozen)

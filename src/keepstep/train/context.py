@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from keepstep.checkpoint.in_memory.snapshots import newest_snapshot
 from keepstep.checkpoint.protocol.lease import Leases, this_process
 from keepstep.config.layout import check_layout
 from keepstep.config.schema import RunConfig
@@ -19,7 +20,9 @@ from keepstep.parallel.mesh import ParallelMesh, build_mesh
 from keepstep.parallel.world import World, choose_device, joined_world, share_cores
 from keepstep.resilience.heartbeat import Heartbeat
 from keepstep.resilience.signals import StopFlag, stop_on_signals
+from keepstep.resilience.survivors.device_exchange import nccl_group
 from keepstep.resilience.survivors.replica import Replica
+from keepstep.resilience.survivors.siblings import Siblings
 from keepstep.train.device import check_memory, chosen_kernels
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.profiler import memory_snapshot_on_oom
@@ -42,12 +45,17 @@ class RunContext:
     @property
     def processes(self) -> int:
         """Processes that the run was started with."""
-        return self.world.ranks.world_size if self.replica is None else self.world.ranks.replicas
+        return self.world.ranks.all_processes or self.world.ranks.world_size
 
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for all."""
-        return self.world.is_first if self.replica is None else self.replica.leads
+        return self.world.is_first if self.replica is None else self.saves and not self.replica.siblings.rank
+
+    @property
+    def saves(self) -> bool:
+        """Whether this process takes part in saves: among replicas that outlive each other only those of one do."""
+        return self.replica is None or self.replica.leads
 
     def take_folder(self) -> None:
         """Hold the run's folder in place of a replica that is gone, or that the coordinator has evicted."""
@@ -63,10 +71,12 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
     ranks = from_environment()
     if ranks.coordinator:
         # The others may come and go: to torch every replica is alone.
-        ranks = replace(ranks, world_size=1, replicas=ranks.world_size)
-    elif config.resilience.survive and ranks.world_size > 1:
+        ranks = replace(ranks, world_size=config.replica_size, all_processes=ranks.world_size)
+    elif config.resilience.survive and ranks.world_size > config.replica_size:
         raise ConfigError("resilience.survive needs the agent of keepstep train", "keepstep train --procs N")
-    layout = check_layout(config, ranks.world_size)
+    layout = check_layout(config, ranks.all_processes or ranks.world_size)
+    if ranks.coordinator:
+        layout = replace(layout, replicate=1)
     device = choose_device(config.compute.device, ranks.local_rank)
     # Sums over two threads differ from sums over one, and a share of the cores depends on the number of processes.
     threads = config.compute.threads or int(config.reproducible == "elastic")
@@ -79,7 +89,7 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
         Leases(None, lambda: stop.requested, progress) as leases,
     ):
         if replica is not None:
-            ranks = replace(ranks, leads=replica.leads)
+            ranks = replace(ranks, leads=replica.leads and not replica.siblings.rank)
         if ranks.is_first:
             leases.lead(this_process(ranks.launch, config.resilience.lease_s))
         retry_s = config.checkpoint.retry_s
@@ -89,7 +99,11 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
             joined_world(ranks, device, config.resilience.start_timeout_s) as world,
             memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
         ):
+            if replica is not None and config.resilience.exchange == "nccl":
+                replica.make_group = nccl_group
             heartbeat = Heartbeat(ranks.heartbeat_file, ranks.local_rank, config.resilience)
+            if replica is not None:
+                replica.waiting = heartbeat.busy
             mesh = build_mesh(layout, device.type)
             yield RunContext(config, world, mesh, folder, stop, heartbeat, leases, replica)
 
@@ -99,7 +113,9 @@ def _joined_replica(ranks: Ranks, stop: StopFlag) -> Iterator[Replica | None]:
     if not ranks.coordinator:
         yield None
         return
-    replica = Replica(ranks.coordinator, ranks.rank, lambda: stop.requested)
+    siblings = Siblings(ranks.rank_in_group, ranks.world_size, ranks.store_file)
+    number, snapshot = ranks.rank // ranks.world_size, newest_snapshot(ranks.memory_files)
+    replica = Replica(ranks.coordinator, number, lambda: stop.requested, snapshot, siblings)
     try:
         yield replica
     finally:

@@ -35,7 +35,7 @@ def open_feed(context: RunContext, loaders: Loaders, at: int) -> tuple[StepFeed,
         rank=mesh.data_rank if context.replica is None else context.replica.rank,
         ranks=mesh.layout.data_ranks if context.replica is None else context.replica.ranks,
         prefetch=config.data.prefetch,
-        uneven=config.whole_weights,
+        uneven=config.integer_sums,
         skipped=skipped.ranges,
     )
     return feed, skipped

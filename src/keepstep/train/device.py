@@ -115,8 +115,11 @@ def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> 
         return [config.compute.recompute] * config.model.layers
     if device.type != "cuda":
         return ["none"] * config.model.layers
-    per_node = min(layout.world_size, from_environment().local_world_size)
-    return plan_recompute(config, describe_machine(config, device, layout.world_size, per_node))
+    ranks = from_environment()
+    # A layout of one replica that outlives others is not that of the whole run.
+    processes = ranks.world_size if config.replica_size > 1 else layout.world_size
+    per_node = min(processes, ranks.local_world_size)
+    return plan_recompute(config, describe_machine(config, device, processes, per_node))
 
 
 def peak_memory_gib(device: torch.device) -> float:

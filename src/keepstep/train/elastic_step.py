@@ -3,6 +3,10 @@
 Floating-point sums depend on their order, and the order on how many processes share them. Two things take that away:
 the micro batch is the unit of work whatever the number of processes, and gradients of micro batches are added as whole
 numbers. Every process then holds the same sum, bit for bit, and updates whole weights with it.
+
+Where the replicas of a run outlive each other and each shards its weights over several processes (HSDP), the unit of
+work is one micro batch for every process of a replica. FSDP adds these up in floating point, always alike; the rest is
+as above, with shards in the place of whole weights. The bits then do not depend on the number of replicas.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from keepstep.core import failpoints
 from keepstep.data.batch import Batch
@@ -49,16 +54,21 @@ class FixedPointSums:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], microbatches: int, device: torch.device, sum_count: int = 0
+        self,
+        parameters: Iterable[nn.Parameter],
+        microbatches: int,
+        device: torch.device,
+        sum_count: int = 0,
+        token_counts: int = 0,
     ) -> None:
-        """`sum_count`: numbers of a micro batch next to its loss."""
+        """`sum_count`: numbers of a micro batch next to its loss. `token_counts`: numbers of tokens of experts."""
         self._parameters = list(parameters)
         self._ends = [0]
         for parameter in self._parameters:
-            self._ends.append(self._ends[-1] + parameter.numel())
+            self._ends.append(self._ends[-1] + local(parameter).numel())
         self._size, self._microbatches = self._ends[-1], microbatches
-        places = microbatches * (1 + sum_count)
-        self._columns = 1 + sum_count
+        self._columns, self._token_counts = 1 + sum_count, token_counts
+        places = microbatches * self._columns + token_counts
         self.use_memory(torch.zeros(self._size + places + 4, dtype=torch.int64, device=device))
         self._largest = torch.zeros((), device=device)
         self._untouched = set(range(len(self._parameters)))
@@ -69,7 +79,10 @@ class FixedPointSums:
     def use_memory(self, numbers: Tensor) -> None:
         """Add up in this memory from the next step on."""
         self._numbers = numbers
-        losses, self._flags = numbers[self._size :].split([self._microbatches * self._columns, 4])
+        counts = [self._microbatches * self._columns, self._token_counts, 4]
+        self.tokens: Tensor
+        """Tokens that each expert of each layer had."""
+        losses, self.tokens, self._flags = numbers[self._size :].split(counts)
         self._losses = losses.view(self._microbatches, self._columns)
 
     @property
@@ -86,6 +99,10 @@ class FixedPointSums:
     def add_loss(self, microbatch: int, sums: Tensor) -> None:
         """Note the loss of one micro batch of the step and its other sums, by its number in the global batch."""
         self._losses[microbatch] = sums.float().view(torch.int32)
+
+    def sum_losses(self) -> None:
+        """Add up losses and signals over the processes that shard the weights."""
+        dist.all_reduce(self._numbers[self._size :])
 
     def reduce(self, signals: StepSignals, sum_: Callable[[Tensor], object]) -> None:
         """Add up over all processes with `sum_`. Whole numbers: no order of adding gives another result."""
@@ -137,7 +154,7 @@ class FixedPointSums:
             torch.mul(self._numbers[start:end], 1 / STEPS_PER_ONE, out=halves[start:end])
             start = end
         return {
-            parameter: halves[self._ends[number] : self._ends[number + 1]].view_as(parameter)
+            parameter: _like(parameter, halves[self._ends[number] : self._ends[number + 1]])
             for number, parameter in enumerate(self._parameters)
         }
 
@@ -149,15 +166,29 @@ class FixedPointSums:
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
             first = number in self._untouched
-            backend().add_fixed_point_(self._total(number), parameter.grad, self._largest, STEPS_PER_ONE, first)
+            backend().add_fixed_point_(self._total(number), local(parameter.grad), self._largest, STEPS_PER_ONE, first)
             self._untouched.discard(number)
             parameter.grad = None
 
         return take
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: nn.Parameter, values: Tensor) -> Tensor:
+    """Local values in the shape of a parameter, sharded as it is."""
+    shaped = values.view_as(local(parameter))
+    if not isinstance(parameter, DTensor):
+        return shaped
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(shaped, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
 class ElasticStep(TrainStep):
-    """A step on whole weights whose numbers are the same at any number of processes."""
+    """A step whose numbers are the same at any number of processes, or of replicas that shard their weights alike."""
 
     def __init__(
         self,
@@ -171,8 +202,8 @@ class ElasticStep(TrainStep):
     ) -> None:
         super().__init__(model, optimizers, scaler, settings)
         self._seed, self._microbatches = seed, microbatches
-        sum_count = settings.objective.sum_count
-        self._sums_of_step = FixedPointSums(optimizers.parameters, microbatches, settings.device, sum_count)
+        sum_count, tokens = settings.objective.sum_count, self._router_tokens().numel()
+        self._sums_of_step = FixedPointSums(optimizers.parameters, microbatches, settings.device, sum_count, tokens)
         self._shared: NDArray[np.int64] | None = None
         """Among replicas: memory that all of those on this node read."""
         self._step_in_flight, self._done = -1, set[int]()
@@ -188,13 +219,16 @@ class ElasticStep(TrainStep):
     ) -> Tensor:
         """Learn from this process's micro batches, of which other processes may have more or fewer."""
         share = self._share()
-        targets = torch.full((), sum(map(self.objective.count, batches)), dtype=torch.int64, device=self.device)
-        self._sum_(targets)
-        weight = self._poisoned(1.0 / targets)
+        targets = self._total_targets(batches)
+        # FSDP averages over the processes that shard the weights, or have copies of shards.
+        averaged = self._settings.mesh.layout.world_size if self._is_sharded else 1
+        weight = self._poisoned(averaged / targets)
         total = self._sums_of_step
-        if signals.step != self._step_in_flight:
+        if self._starts_over(signals.step):
             total.start()
             self._done.clear()
+            # Of micro batches that do not count any more.
+            self._router_tokens()
         # Only among replicas may a step be tried again.
         self._step_in_flight = signals.step if self.replica is not None else -1
         most = -(-self._microbatches // self._ranks)
@@ -202,19 +236,21 @@ class ElasticStep(TrainStep):
             # Every process asks equally often, also one that has a micro batch less.
             if signals.abandon(place, most):
                 return self._abandoned(signals)
-            if place == len(batches):
+            if place == len(share):
                 break
             if self.replica is not None:
                 self.replica.raise_if_changed()
             if share[place] in self._done:
                 continue
-            batch = batches[place]
+            # A void step computes along with what there is.
+            batch = batches[min(place, len(batches) - 1)]
             torch.manual_seed(noise_seed(self._seed, batch.first_sample))
             self._weigh_routers(weight * self.objective.count(batch))
             sums = self._sums(batch)
             torch.autograd.backward(sums[0] * weight)
             total.add_loss(share[place], sums.detach())
             self._done.add(share[place])
+        total.tokens += self._router_tokens().flatten()
         total.reduce(signals, self._sum_)
         before_update()
         if self.replica is not None:
@@ -224,6 +260,8 @@ class ElasticStep(TrainStep):
 
     def _apply(self, targets: Tensor, lr_share: float) -> Tensor:
         """Update the weights with the sums; returns the numbers of the step."""
+        if self._is_sharded:
+            self._sums_of_step.sum_losses()
         sums, self._overflow, summed = self._sums_of_step.numbers()
         self._optimizers.take_gradients(self._sums_of_step.gradients())
         loss = (sums[0] / targets).float()
@@ -240,8 +278,10 @@ class ElasticStep(TrainStep):
         self._apply(targets, facts["lr_share"])
 
     def join(self, replica: Replica) -> None:
-        """Sum over replicas, in memory that those of this node read directly."""
+        """Sum over replicas: on the device, or in memory that those of this node read directly."""
         super().join(replica)
+        if replica.make_group is not None:
+            return
         self._shared = replica.shared_numbers(self._sums_of_step.count)
         if self.device.type == "cpu":
             self._sums_of_step.use_memory(torch.from_numpy(self._shared))
@@ -256,6 +296,27 @@ class ElasticStep(TrainStep):
             return self.replica.share(self._microbatches)
         return range(self._settings.mesh.data_rank, self._microbatches, self._ranks)
 
+    def _total_targets(self, batches: Sequence[Batch]) -> Tensor:
+        own = sum(map(self.objective.count, batches))
+        if self.replica is not None:
+            own = self.replica.total(own)
+        targets = torch.full((), own, dtype=torch.int64, device=self.device)
+        if self.replica is None:
+            dist.all_reduce(targets)
+        return targets
+
+    def _starts_over(self, step: int) -> bool:
+        """Whether nothing that was computed for this step can be kept, here or on another process of this replica."""
+        own = step != self._step_in_flight
+        return own if self.replica is None else self.replica.siblings.any(own)
+
+    def _tokens_of_step(self) -> Tensor:
+        return self._sums_of_step.tokens.view(-1, max(1, self._model.config.experts.count))
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._settings.mesh.layout.weight_shards > 1
+
     @property
     def _ranks(self) -> int:
         return self._settings.mesh.layout.data_ranks
@@ -263,20 +324,16 @@ class ElasticStep(TrainStep):
     def _sum_(self, numbers: Tensor) -> None:
         """Add up whole numbers over all processes, in place."""
         if self.replica is None:
-            dist.all_reduce(numbers)
+            # The only replica has nobody to add to its shards.
+            if not self._is_sharded:
+                dist.all_reduce(numbers)
             return
-        if numbers.dim() == 0:
-            own = np.array([int(numbers)])
-            self.replica.sum_(own)
-            numbers.fill_(int(own[0]))
-            return
-        assert self._shared is not None
-        shared = torch.from_numpy(self._shared)
+        shared = numbers if self._shared is None else torch.from_numpy(self._shared)
         in_place = numbers.data_ptr() == shared.data_ptr()
         if not in_place:
             shared.copy_(numbers)
         try:
-            self.replica.sum_(self._shared)
+            self.replica.sum_(numbers if self._shared is None else self._shared)
         except MembershipChangedError:
             if in_place and self.replica.changed_numbers:
                 self._step_in_flight = -1

@@ -89,8 +89,7 @@ class Evaluation:
         step = state.clock.step
         try:
             measured = objective.to_minimise(result.loss, result.metrics)
-            writes = self._context.replica is None or self._context.is_first
-            saved = self.best.offer(step, measured, state.weights, state.origin, write=writes)
+            saved = self.best.offer(step, measured, state.weights, state.origin, write=self._context.saves)
         except CheckpointError as error:
             # A full disk, for example. The run is worth more than this copy, and its own saves continue.
             self._recorder.event("warning", step=step, reason="best_failed", message=error.message)

@@ -48,6 +48,8 @@ class StepSettings:
     """Use variable-length attention for packed documents, in place of a mask."""
     may_mask: bool
     """Whether rows with many short documents may use a mask all the same."""
+    fused_varlen: bool = False
+    """Packed documents and sliding windows use our own backward kernels, in blocks that they fit."""
     objective: Objective = field(default_factory=Objective)
 
 
@@ -229,17 +231,29 @@ class TrainStep:
         model = self._model.config
         if not model.expert_layers:
             return
-        # Layers of other stages are zero here.
-        tokens = torch.zeros(model.layers, model.experts.count, dtype=torch.int64, device=self.device)
-        for layer, router in self._routers.items():
-            tokens[layer] = router.take_tokens()
-        dist.all_reduce(tokens)
+        tokens = self._tokens_of_step()
         for layer, router in self._routers.items():
             router.update_bias(tokens[layer], counts)
         tokens_le = tokens[[layer for layer in range(model.layers) if model.has_experts(layer)]]
         self._router_health = router_health(tokens_le, router_biases(self._model).values())
         if self._pipeline is not None:
             dist.all_reduce(self._router_health, dist.ReduceOp.MAX, self._settings.mesh.pipeline_group)
+
+    def _router_tokens(self) -> Tensor:
+        """Tokens that each expert of each layer had on this process since the last call."""
+        model = self._model.config
+        # Layers of other stages are zero here.
+        layers = model.layers if model.expert_layers else 0
+        tokens = torch.zeros(layers, model.experts.count, dtype=torch.int64, device=self.device)
+        for layer, router in self._routers.items():
+            tokens[layer] = router.take_tokens()
+        return tokens
+
+    def _tokens_of_step(self) -> Tensor:
+        """The same over all processes."""
+        tokens = self._router_tokens()
+        dist.all_reduce(tokens)
+        return tokens
 
     def _gradient_norm(self) -> Tensor:
         holders: Sequence[HasGradient] = self._optimizers.gradient_holders
@@ -276,14 +290,16 @@ class TrainStep:
     def _spans(self, batch: Batch) -> VarlenSpans | None:
         """Where documents start and end; a row without any is one document where a sliding window would need a mask."""
         tokens, documents = batch.inputs.shape[1], batch.documents
-        if documents is None and 0 < self._model.config.sliding_window < tokens:
+        whole_rows = documents is None and 0 < self._model.config.sliding_window < tokens
+        if whole_rows:
             documents = np.zeros_like(batch.inputs)
         if documents is None or not self._settings.use_varlen:
             return None
         cu_seqlens = cu_seqlens_of(documents)
         if self._settings.may_mask and not fits_varlen_kernel(cu_seqlens):
             return None
-        return VarlenSpans(self._to_device(cu_seqlens), max_seqlen_of(cu_seqlens, tokens))
+        longest = max_seqlen_of(cu_seqlens, tokens)
+        return VarlenSpans(self._to_device(cu_seqlens), longest, self._settings.fused_varlen, whole_rows)
 
     def _rows(self, parts: Sequence[Batch]) -> Rows:
         """Micro batches in one batch for the pipeline, with explicit positions: later stages cannot derive them."""

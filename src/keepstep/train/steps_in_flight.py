@@ -14,7 +14,8 @@ from keepstep.core.errors import StopRequested
 from keepstep.data.batch import Batch
 from keepstep.data.step_feed import WaitCancelledError
 from keepstep.resilience.guard import Guard, Reading, Verdict
-from keepstep.resilience.survivors.replica import CoordinatorLostError, MembershipChangedError
+from keepstep.resilience.survivors.control import CoordinatorLostError
+from keepstep.resilience.survivors.replica import MembershipChangedError
 from keepstep.train.hooks import LoopHooks, LoopParts
 from keepstep.train.state import StepState
 from keepstep.train.step import GRAD_NORM, LOSS, SPENT_S, STOP, TARGETS, VOID, StepSignals

@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self, context: RunContext, callbacks: Callbacks = ()) -> None:
         self._context = context
         config = context.config
-        self._leads = context.is_first
+        self._leads = context.replica is not None and context.replica.leads
         self._loaders = open_data(context)
         self._clock = Clock.of(config.global_batch, config.model.seq_len, self._loaders.train.samples_per_epoch)
         self._record = RunRecord(context, self._loaders, self._clock.pace, callbacks)
@@ -89,7 +89,6 @@ class Trainer:
         if self._joins and self._context.replica is not None:
             # What a first step compiles and allocates is ready before the others wait for it.
             self._step.warm_up(self._loaders.train.rows(0, self._context.config.microbatch))
-            self._context.replica.waiting = self._context.heartbeat.busy
             common = CommonState(self._state, self._step, self._values)
             values = self._context.replica.copy_from_members(common)
             common.adopt(values)
@@ -218,13 +217,14 @@ class Trainer:
         """After a change of membership: the first of those who are left writes for all."""
         context, replica = self._context, self._context.replica
         assert replica is not None
-        self._recorder.ranks = replica.ranks
+        self._recorder.ranks = replica.ranks * replica.siblings.size
         if replica.leads and not self._leads:
             self._leads = True
-            context.take_folder()
+            if context.is_first:
+                context.take_folder()
+                self._evaluation.best.lead(context.leases.fence)
+                self._record.lead()
             self._saver.lead()
-            self._evaluation.best.lead(context.leases.fence)
-            self._record.lead()
 
     def _finish_among_replicas(self) -> None:
         if self._context.replica is not None:
@@ -232,20 +232,15 @@ class Trainer:
 
     def save(self) -> None:
         """Start to save the step just done, behind training."""
-        if not self._saves:
+        if not self._context.saves:
             return
         self._saver.save(self._state, self._values)
 
     def ensure_saved(self, at_least: int | None = None) -> None:
         """Return with the step just done, or any step from `at_least` on, committed and verified."""
-        if not self._saves:
+        if not self._context.saves:
             return
         self._saver.ensure_saved(self._state, self._values, self._snapshot_unsaved, at_least)
-
-    @property
-    def _saves(self) -> bool:
-        """Whether this process takes part in saves: among replicas that outlive each other only the first does."""
-        return self._context.replica is None or self._leads
 
     def _snapshot_unsaved(self) -> bool:
         """Copy a step that cannot be saved into the agent's memory; False where there is none."""

@@ -21,17 +21,22 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import Store
 
 from keepstep.core import failpoints
 from keepstep.core.errors import KeepstepError
 from keepstep.core.ranks import COORDINATOR
 from keepstep.resilience.survivors.coordinator import Coordinator
+from keepstep.resilience.survivors.device_exchange import Group, MakeGroup
 from keepstep.resilience.survivors.replica import MembershipChangedError, Replica
 from keepstep.resilience.survivors.state_copy import Bytes, part_bounds
 
@@ -40,6 +45,13 @@ SIZE = 4000
 WHEN_JOINING = ("view_received", "exchange_formed", "serving", "entering", "copying", "copied", "replayed")
 """Failpoints that a replica reaches more than once only if others join."""
 Weights = NDArray[np.int64]
+MAKE_GROUP: MakeGroup | None = None
+"""What replicas sum with in the place of their own exchange."""
+
+
+def gloo_group(store: Store, rank: int, size: int) -> Group:
+    """Gloo in the place of NCCL: a collective that waits for a lost process is the same to both."""
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
 
 
 def gradient(step: int, microbatch: int, weights: Weights) -> Weights:
@@ -86,6 +98,7 @@ def train(coordinator: Path, number: int, steps: int, pause_s: float) -> None:
     weights, clock = np.zeros(SIZE, np.int64), np.zeros(1, np.int64)
     state = ToyState(weights, clock)
     replica = Replica(os.environ.get(COORDINATOR) or coordinator, number)
+    replica.make_group = MAKE_GROUP
     total = replica.shared_numbers(SIZE + MICROBATCHES)
     if replica.leads:
         replica.enter(0)
@@ -113,7 +126,7 @@ def _sum_step(replica: Replica, step: int, weights: Weights, total: Weights, pau
                 total[:SIZE] += gradient(step, microbatch, weights)
                 total[SIZE + microbatch] += 1
                 time.sleep(pause_s)
-            replica.sum_(total)
+            replica.sum_(total if MAKE_GROUP is None else torch.from_numpy(total))
             assert (total[SIZE:] == 1).all(), f"micro batches in the sum: {total[SIZE:]}"
             replica.commit(step, hashlib.sha256(total.tobytes()).hexdigest())
         except MembershipChangedError:
@@ -221,17 +234,33 @@ def kill_at(point: str, folder: Path, occurrence: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50, help="at each failpoint")
+    parser.add_argument("--collective", action="store_true", help="at random, of replicas that sum with gloo")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    result = kill_in_collectives(args.kills) if args.collective else kill_at_all_points(args.kills)
+    print(json.dumps(result) if args.json else result)
+
+
+def kill_in_collectives(kills: int) -> dict[str, int]:
+    """Kill replicas at random that sum with gloo."""
+    global MAKE_GROUP
+    MAKE_GROUP = gloo_group
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), replicas=3, steps=60, pause_s=0.004)
+        weights = job.run(random_kills=kills)
+    return {"protocol_kills": job.kills, "protocol_mismatches": len(weights - {undisturbed(job.steps)})}
+
+
+def kill_at_all_points(each: int) -> dict[str, int]:
+    """Kill replicas at each failpoint."""
     kills, mismatches = 0, 0
     for point in failpoints.STEP_FAILPOINTS:
-        for number in range(args.kills):
+        for number in range(each):
             with tempfile.TemporaryDirectory() as folder:
                 kills += 1
                 mismatches += not kill_at(point, Path(folder), occurrence=1 + number % 10)
-        print(f"{point}: {args.kills} kills, {mismatches} mismatches so far", file=sys.stderr)
-    result = {"protocol_kills": kills, "protocol_mismatches": mismatches}
-    print(json.dumps(result) if args.json else result)
+        print(f"{point}: {each} kills, {mismatches} mismatches so far", file=sys.stderr)
+    return {"protocol_kills": kills, "protocol_mismatches": mismatches}
 
 
 if __name__ == "__main__":

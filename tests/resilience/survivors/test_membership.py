@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from keepstep.resilience.survivors.membership import Membership
-from keepstep.resilience.survivors.replica import deal
+from keepstep.resilience.survivors.membership import Fewest, Membership, deal
 
 
 class Recorded:
-    """A membership of three, and what it sent."""
+    """A membership, of three unless there may be fewer, and what it sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, fewest: Fewest | None = None) -> None:
         self.sent: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.notes: list[dict[str, Any]] = []
-        self.membership = Membership(3, lambda number, message: self.sent[number].append(message), self._note)
-        for number in range(3):
+        self.membership = Membership(3, lambda number, message: self.sent[number].append(message), self._note, fewest)
+        for number in range(fewest.replicas if fewest else 3):
             self.join(number)
-        for number in (1, 2):
+        for number in range(1, fewest.replicas if fewest else 3):
             self.copied(number, step=0)
 
     def _note(self, **facts: Any) -> None:
@@ -164,9 +163,32 @@ def test_replica_out_of_step_with_the_leader_is_evicted(three: Recorded) -> None
 
 
 def test_nobody_left_ends_the_membership(three: Recorded) -> None:
+    three.join(3)
     for number in range(3):
         three.membership.lost(number)
     assert three.membership.all_lost
+    # Those who wait for a state, or come later, end as well: the agent starts over.
+    three.membership.hello(0, "address 0")
+    assert (three.last(3)["kind"], three.last(0)["kind"]) == ("evicted", "evicted")
+
+
+def test_replicas_without_anybody_to_copy_from_are_sent_away(three: Recorded) -> None:
+    for number in (0, 1):
+        three.membership.lost(number)
+        three.join(number)
+    three.prepare_all(step=1)
+    copy = three.last(0)["copy"]
+    for number in (0, 1):
+        three.copied(number, step=1)
+    three.prepare(2, step=2)
+    assert three.membership.members == (2, 0, 1)
+    # The last one that has the whole state is lost before it has sent all of it.
+    three.membership.lost(2)
+    three.join(2)
+    for number in (0, 1):
+        three.membership.receive(number, {"kind": "ready", "copy": copy})
+    assert three.membership.all_lost
+    assert [three.last(number)["kind"] for number in range(3)] == ["evicted"] * 3
 
 
 def test_replica_that_comes_after_the_end_is_sent_away(three: Recorded) -> None:
@@ -225,18 +247,98 @@ def test_lost_spare_disturbs_nobody_and_is_noted(three: Recorded) -> None:
     assert three.membership.is_spare(3)
 
 
-def test_run_starts_with_the_replica_that_has_a_snapshot() -> None:
+def test_run_starts_with_the_replica_that_has_the_newest_snapshot() -> None:
     sent: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    membership = Membership(2, lambda number, message: sent[number].append(message), lambda **_: None, first=2)
-    for number in (0, 1):
-        membership.hello(number, f"address {number}")
+    membership = Membership(3, lambda number, message: sent[number].append(message), lambda **_: None)
+    for number, snapshot in enumerate((-1, 7)):
+        membership.hello(number, f"address {number}", snapshot)
+    # Nobody builds a state as long as another one may have a newer one.
+    assert not sent
+    membership.hello(2, "address 2", 5)
+    assert [sent[number] for number in range(3)] == [[{"kind": "welcome", "leads": number == 1}] for number in range(3)]
+    for number in range(3):
         membership.receive(number, {"kind": "ready", "copy": 0})
-    assert not membership.members
-    membership.hello(2, "address 2")
-    membership.receive(2, {"kind": "ready", "copy": 0})
-    assert sent[2][0] == {"kind": "welcome", "leads": True}
-    assert membership.members == (2,)
-    assert sent[2][1]["joining"] == [[0, "address 0"]]
+    assert membership.members == (1,)
+    assert sent[1][1]["joining"] == [[0, "address 0"], [2, "address 2"]]
+
+
+@pytest.fixture
+def paused() -> Recorded:
+    """Two of at most three nodes are the fewest; one of them is lost."""
+    two = Recorded(Fewest(nodes=2, replicas=2, slots=1))
+    two.prepare_all(step=1)
+    two.membership.lost(1)
+    two.prepare(0, step=2)
+    return two
+
+
+def test_run_starts_with_the_fewest_and_further_ones_join() -> None:
+    two = Recorded(Fewest(nodes=2, replicas=2, slots=1))
+    assert two.membership.members == (0, 1)
+    two.join(2)
+    two.prepare_all(step=1)
+    two.copied(2, step=1)
+    two.prepare_all(step=2)
+    assert two.membership.members == (0, 1, 2)
+    # Down to the fewest nobody waits.
+    two.membership.lost(1)
+    two.prepare_all(step=3)
+    assert not two.last(0)["pauses"]
+
+
+def test_replicas_of_one_node_count_as_one_node() -> None:
+    fewest = Fewest(nodes=2, replicas=4, slots=3)
+    assert fewest.met_by([0, 5])
+    assert not fewest.met_by([3, 4, 5])
+
+
+def test_too_few_pause_after_the_step_in_flight(paused: Recorded) -> None:
+    assert (paused.last(0)["kind"], paused.last(0)["pauses"], paused.last(0)["joining"]) == ("commit", True, [])
+    assert paused.membership.paused_at is not None
+    assert (paused.notes[-1]["kind"], paused.notes[-1]["step"]) == ("paused", 2)
+
+
+def test_pause_ends_when_enough_have_the_state(paused: Recorded) -> None:
+    paused.join(4)
+    assert (paused.last(0)["joining"], paused.last(0)["entering"]) == ([[4, "address 4"]], True)
+    assert paused.membership.paused_at is None
+    paused.copied(4, step=2)
+    assert [member for member, _ in paused.last(4)["members"]] == [0, 4]
+    paused.prepare_all(step=3)
+    assert (paused.notes[-1]["kind"], paused.notes[-1]["replica"], paused.notes[-1]["step"]) == ("joined", 4, 3)
+
+
+def test_one_that_already_waits_ends_the_pause() -> None:
+    two = Recorded(Fewest(nodes=2, replicas=2, slots=1))
+    two.join(2)
+    two.membership.lost(1)
+    two.prepare(0, step=1)
+    assert two.membership.paused_at is None
+    assert (two.last(0)["kind"], two.last(0)["joining"]) == ("view", [[2, "address 2"]])
+
+
+def test_member_lost_while_others_copy_in_a_pause_lets_them_start_over() -> None:
+    both = Recorded(Fewest(nodes=3, replicas=3, slots=1))
+    both.prepare_all(step=1)
+    both.membership.lost(2)
+    both.prepare_all(step=2)
+    both.join(5)
+    both.membership.lost(1)
+    # The one that is left does a step, and waits again.
+    assert (both.last(0)["kind"], both.last(0).get("entering", False)) == ("view", False)
+    both.prepare(0, step=3)
+    assert both.membership.paused_at is not None
+    both.join(6)
+    assert [number for number, _ in both.last(0)["joining"]] == [5, 6]
+    assert both.last(5)["kind"] == "copy"
+
+
+def test_stop_request_ends_a_pause(paused: Recorded) -> None:
+    paused.membership.receive(0, {"kind": "asked_to_stop"})
+    assert (paused.last(0)["kind"], paused.membership.paused_at) == ("view", None)
+    sent = len(paused.sent[0])
+    paused.membership.receive(0, {"kind": "asked_to_stop"})
+    assert len(paused.sent[0]) == sent
 
 
 def test_survivors_keep_their_micro_batches_and_share_the_rest() -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from keepstep.config.schema import ResilienceConfig
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import StopRequested, UsageError
 from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET, NodeGroup
 from keepstep.resilience.survivors import wire
+from keepstep.resilience.survivors.control import EvictedError, RunOverError
 from keepstep.resilience.survivors.coordinator import Coordinator, Network
 from keepstep.resilience.survivors.remote import SurvivorRendezvous, make_supervisor
-from keepstep.resilience.survivors.replica import EvictedError, Replica, RunOverError
+from keepstep.resilience.survivors.replica import Replica
 from tests.resilience.survivors import protocol_kills
 from tests.resilience.survivors.protocol_kills import Job, undisturbed
 
@@ -62,7 +63,7 @@ def test_stranger_neither_joins_nor_holds_up_the_coordinator(coordinator: Coordi
 
 def test_replica_without_its_coordinator_ends_and_saves_nothing(tmp_path: Path) -> None:
     """Others may continue elsewhere: on one node it would save and stop instead."""
-    coordinator = Coordinator(tmp_path / "membership", expected=2, network=NETWORK)
+    coordinator = Coordinator(tmp_path / "membership", expected=1, network=NETWORK)
     replica = Replica(coordinator.address, 0)
     coordinator.close()
     with pytest.raises(EvictedError):
@@ -70,9 +71,16 @@ def test_replica_without_its_coordinator_ends_and_saves_nothing(tmp_path: Path) 
     replica.close()
 
 
+def test_replica_that_waits_for_other_nodes_can_be_stopped(tmp_path: Path) -> None:
+    coordinator = Coordinator(tmp_path / "membership", expected=2, network=NETWORK)
+    with pytest.raises(StopRequested):
+        Replica(coordinator.address, 0, stopped=lambda: True)
+    coordinator.close()
+
+
 def test_connection_breaks_where_a_node_says_nothing(coordinator: Coordinator) -> None:
     replica = Replica(coordinator.address, 0)
-    options = partial(replica._control.getsockopt, socket.IPPROTO_TCP)
+    options = partial(replica._control.socket.getsockopt, socket.IPPROTO_TCP)
     assert options(socket.TCP_USER_TIMEOUT) == wire.LOST_S * 1000
     assert options(socket.TCP_KEEPIDLE) + options(socket.TCP_KEEPINTVL) * options(socket.TCP_KEEPCNT) <= 10
     replica.close()
@@ -81,7 +89,7 @@ def test_connection_breaks_where_a_node_says_nothing(coordinator: Coordinator) -
 def test_replica_on_the_coordinators_node_is_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own connection may run over the loopback interface, where no other node reaches it."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as control:
-        listener, address = wire.listen_for_peers("tcp://node-1:4000", 0, control)
+        listener, address = wire.listen_for_peers("tcp://node-1:4000", "0-0", control)
         assert address == f"tcp://node-1:{listener.getsockname()[1]}"
         listener.close()
 
@@ -97,11 +105,6 @@ def test_node_that_was_cut_off_does_not_wait_for_a_run_that_is_over() -> None:
     group = NodeGroup(2, 2, "127.0.0.1:9", "run", secret=b"of all nodes", join_timeout_s=60)
     with pytest.raises(RunOverError):
         SurvivorRendezvous(group, 1, lambda: True).next()
-
-
-def test_survivors_need_a_fixed_number_of_nodes() -> None:
-    with pytest.raises(UsageError, match="fixed number"):
-        SurvivorRendezvous(NodeGroup(2, 4, "127.0.0.1:9", "run"), 1)
 
 
 def test_hang_takes_longer_than_the_loss_of_a_node(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from keepstep.core.errors import UsageError
 from keepstep.resilience.survivors import state_copy, wire
 from keepstep.resilience.survivors.state_copy import Bytes, Receiver, Sender, part_bounds
 
@@ -60,6 +61,23 @@ def test_all_parts_of_the_state_and_the_sums_arrive(copy: Copy) -> None:
     assert copy.receiver.next_sum(lambda _: into)["kind"] == "sum"
     assert copy.receiver.step == 5
     assert np.array_equal(into, sums)
+
+
+def test_state_arrives_on_machines_without_xxhash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_copy, "_new_xxh3", None)
+    copy, arrived = Copy(tmp_path), np.zeros(len(STATE), np.uint8)
+    copy.receiver.receive_state([arrived.data])
+    assert np.array_equal(arrived, STATE)
+    copy.close()
+
+
+def test_another_kind_of_checksum_is_an_error_with_a_remedy() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"state")
+        wire.send(theirs, {"algorithm": "md5", "checksum": "0"})
+        with pytest.raises(UsageError, match="sends its state with md5"):
+            state_copy._receive_part(ours, [memoryview(bytearray(5))])
 
 
 def test_members_that_went_back_make_the_copy_start_over(copy: Copy) -> None:

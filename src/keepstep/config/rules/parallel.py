@@ -170,24 +170,23 @@ def flash_needs_bounds(config: RunConfig, reason: str) -> Found:
     return f"takes no mask, which {reason} needs where {axes} is not 1", "compute.attention=auto"
 
 
-@rule("resilience.survive", "model.experts.count", "rl.method", "parallel.shard")
+@rule("resilience.survive", "rl.method")
 def survivors_hold_whole_states(config: RunConfig) -> Found:
-    """Replicas that outlive each other are one process each, which holds whole weights."""
-    if not config.resilience.survive:
-        return None
-    if config.parallel.shard > 1:
-        return (
-            f"keeps replicas of one process with whole weights, and parallel.shard is {config.parallel.shard}; sharded "
-            "replicas (HSDP) restart together",
-            "parallel.shard=1 or resilience.survive=false",
-        )
-    if config.model.experts.count:
-        return "does not support experts, whose routers are balanced over all processes", "resilience.survive=false"
-    if config.rl.method != "none":
+    """What the steps of a replica depend on is in the replica."""
+    if config.resilience.survive and config.rl.method != "none":
         return (
             f"does not support rl.method {config.rl.method}, whose answers belong to a step",
             "resilience.survive=false",
         )
+    return None
+
+
+@rule("resilience.exchange", "resilience.survive", "compute.device")
+def nccl_sums_over_gpus(config: RunConfig) -> Found:
+    """NCCL has nothing to do with host memory."""
+    sums = config.resilience.survive and config.resilience.exchange == "nccl"
+    if sums and config.compute.device == "cpu":
+        return "needs GPUs, and compute.device is cpu", "resilience.exchange=host"
     return None
 
 

@@ -6,13 +6,14 @@ import queue
 import selectors
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from keepstep.resilience.survivors import wire
-from keepstep.resilience.survivors.membership import Membership
+from keepstep.resilience.survivors.membership import Fewest, Membership
 
 SEND_TIMEOUT_S = 1.0
 """Messages are small: a replica that does not take one for so long is stopped or hangs."""
@@ -28,16 +29,45 @@ class Network:
     """What they prove to know."""
 
 
+@dataclass
+class _ReplicaConnections:
+    """The processes of one replica, by their rank in it."""
+
+    size: int
+    name: str
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    addresses: dict[int, str] = field(default_factory=dict)
+    snapshots: dict[int, int] = field(default_factory=dict)
+    said: dict[int, wire.Message] = field(default_factory=dict)
+    """What each process has said last."""
+
+    def heard(self, rank: int, message: wire.Message) -> wire.Message | None:
+        """The message of the whole replica, once all its processes have said the same; checksums are put together."""
+        self.said[rank] = message
+        spoken = [{**each, "checksum": ""} for each in self.said.values()]
+        if len(spoken) < self.size or any(each != spoken[0] for each in spoken):
+            return None
+        checksum = " ".join(self.said[each].get("checksum", "") for each in range(self.size))
+        self.said.clear()
+        return {**message, "checksum": checksum}
+
+
 class Coordinator:
     """Listens for the replicas of one attempt until it is closed: at `path`, or with a `network` on that."""
 
-    def __init__(self, path: Path, expected: int, first: int | None = None, network: Network | None = None) -> None:
-        """`expected` replicas train. The `first` one has the state that the others copy, if that is known."""
+    def __init__(
+        self,
+        path: Path,
+        expected: int,
+        network: Network | None = None,
+        fewest: Fewest | None = None,
+    ) -> None:
+        """See `Membership` for `expected` and `fewest`."""
         self.path, self._network = path, network
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """Changes of membership that the agent has not recorded yet."""
-        self._connections: dict[int, socket.socket] = {}
-        self._membership = Membership(expected, self._send, self._note, first)
+        self._connections: dict[int, _ReplicaConnections] = {}
+        self._membership = Membership(expected, self._send, self._note, fewest)
         self._selector = selectors.DefaultSelector()
         self._listener = wire.NetworkListener() if network else wire.listen(path)
         self._admitted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -68,14 +98,15 @@ class Coordinator:
         return self._membership.over
 
     @property
+    def paused_s(self) -> float:
+        """For how long the members have waited for more nodes."""
+        paused_at = self._membership.paused_at
+        return time.monotonic() - paused_at if paused_at is not None else 0.0
+
+    @property
     def leader(self) -> int | None:
         """The replica that writes for all."""
         return self._membership.leader
-
-    @property
-    def leader_of_last_step(self) -> int | None:
-        """The leader when a step was committed last: nobody has taken part for longer."""
-        return self._membership.leader_of_last_step
 
     def is_spare(self, number: int) -> bool:
         """Whether this replica waits to take the place of another one, or did so to its end."""
@@ -122,33 +153,59 @@ class Coordinator:
 
     def _add(self, connection: socket.socket) -> None:
         connection.settimeout(SEND_TIMEOUT_S)
-        self._selector.register(connection, selectors.EVENT_READ, (wire.Inbox(), []))
+        self._selector.register(connection, selectors.EVENT_READ, (wire.Inbox(), {}))
 
     def _read(self, key: selectors.SelectorKey) -> None:
         connection: socket.socket = key.fileobj  # type: ignore[assignment] # only sockets are registered
-        inbox, numbers = key.data
+        inbox, hello = key.data
         try:
             messages = inbox.read(connection)
         except OSError:
             self._selector.unregister(connection)
             connection.close()
-            # Not where its successor has connected already.
-            if numbers and self._connections.get(numbers[0]) is connection:
-                self._membership.lost(numbers[0])
+            if self._belongs(hello, connection):
+                self._drop(hello["number"])
             return
         for message in messages:
             if message["kind"] == "hello":
-                numbers.append(message["number"])
-                self._membership.lost(numbers[0])
-                self._connections[numbers[0]] = connection
-                self._membership.hello(numbers[0], message["address"])
-            elif self._connections.get(numbers[0]) is connection:
-                self._membership.receive(numbers[0], message)
+                hello.update(message)
+                self._connected(hello, connection)
+            elif not self._belongs(hello, connection):
+                continue
+            elif message["kind"] in ("broken", "asked_to_stop"):
+                self._membership.receive(hello["number"], message)
+            elif together := self._connections[hello["number"]].heard(hello["rank"], message):
+                self._membership.receive(hello["number"], together)
+
+    def _belongs(self, hello: wire.Message, connection: socket.socket) -> bool:
+        """Whether a connection is of a replica whose successor has not connected yet."""
+        replica = self._connections.get(hello.get("number", -1))
+        return replica is not None and replica.sockets.get(hello["rank"]) is connection
+
+    def _connected(self, hello: wire.Message, connection: socket.socket) -> None:
+        number, rank = hello["number"], hello["rank"]
+        replica = self._connections.get(number)
+        if replica is None or replica.name != hello["name"] or rank in replica.sockets:
+            self._drop(number)
+            replica = self._connections[number] = _ReplicaConnections(hello["size"], hello["name"])
+        replica.sockets[rank], replica.addresses[rank] = connection, hello["address"]
+        replica.snapshots[rank] = hello["snapshot"]
+        if len(replica.sockets) == replica.size:
+            addresses = [replica.addresses[each] for each in range(replica.size)]
+            # All of them need it.
+            self._membership.hello(number, addresses, min(replica.snapshots.values()))
+
+    def _drop(self, number: int) -> None:
+        """A process of a replica is gone, and the replica with it."""
+        if number in self._connections:
+            self._membership.lost(number)
+            del self._connections[number]
 
     def _send(self, number: int, message: wire.Message) -> None:
-        # A replica that cannot be reached is lost. Its connection says so in a moment, or the agent ends its process.
-        with suppress(OSError):
-            wire.send(self._connections[number], message)
+        for connection in self._connections[number].sockets.values():
+            # A replica that cannot be reached is lost. Its connection says so in a moment, or the agent ends it.
+            with suppress(OSError):
+                wire.send(connection, message)
 
     def _note(self, **facts: Any) -> None:
         self.events.put(facts)

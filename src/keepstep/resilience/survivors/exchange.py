@@ -6,12 +6,16 @@ import select
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keepstep.core.failpoints import reach
 from keepstep.resilience.survivors.shared_numbers import Numbers
 from keepstep.resilience.survivors.state_copy import part_bounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLICE = 1 << 20
 """Numbers summed at a time: what arrives from others needs memory for this many only."""
@@ -62,8 +66,9 @@ class Exchange:
         for connection in self._peers.values():
             connection.close()
 
-    def sum_(self, numbers: Numbers) -> None:
+    def sum_(self, numbers: Numbers | Tensor) -> None:
         """Replace `numbers` by their sum over all members: whole numbers, so no order of adding matters."""
+        assert isinstance(numbers, np.ndarray)
         self.changed_numbers = False
         if not self._peers:
             return

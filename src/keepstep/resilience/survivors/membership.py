@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,33 +29,49 @@ Note = Callable[..., None]
 REMEMBERED_STEPS = 50
 
 
+@dataclass(frozen=True)
+class Fewest:
+    """What is enough to train, where nodes come and go."""
+
+    nodes: int
+    """With replicas of fewer nodes the run pauses."""
+    replicas: int
+    """The first step begins when so many are there."""
+    slots: int
+    """Numbers that belong to the replicas and spares of one node."""
+
+    def met_by(self, numbers: Collection[int]) -> bool:
+        """Whether these replicas may train."""
+        return len({number // self.slots for number in numbers}) >= self.nodes
+
+
 @dataclass
 class _Replica:
     number: int
-    address: str
+    addresses: Sequence[str]
+    """Of its processes, by their rank in it."""
     phase: Literal["building", "waiting", "copying", "member"] = "building"
     checksum: str = ""
     step: int = -1
     """The step that it has prepared; of one that copies, the step of the state that it has."""
+    snapshot: int = -1
+    """The newest step in the memory of its agent."""
 
 
 class Membership:
     """The state of the protocol. Its methods are called for what arrives, and send what follows."""
 
-    def __init__(self, expected: int, send: Send, note: Note, first: int | None = None) -> None:
-        """The first epoch begins when `expected` replicas are there; more than these wait as spares.
-
-        `first` makes or loads the state that the others copy: the first one that connects, if it is None.
-        """
+    def __init__(self, expected: int, send: Send, note: Note, fewest: Fewest | None = None) -> None:
+        """The first epoch begins when `expected` replicas are there, or the `fewest`; more than `expected` wait."""
         self._expected, self._send, self._note = expected, send, note
+        self._fewest = fewest or Fewest(1, expected, 1)
         self._replicas: dict[int, _Replica] = {}
         self._gone: dict[int, _Replica] = {}
         """By number: the newest replica that is gone."""
         self._members: list[int] = []
         """The longest-serving first: it leads, because it knows most about the steps so far."""
-        self._first = first
-        self.leader_of_last_step: int | None = None
-        """The leader when a step was committed last."""
+        self._first: int | None = None
+        """Makes or loads the state that the others copy; None as long as not enough of them are connected."""
         self._epoch = 0
         self._step = 0
         """Committed last."""
@@ -64,7 +80,9 @@ class Membership:
         self._copy = 0
         """Counts the copies of the state: what belongs to an earlier one is out of date."""
         self._holds = False
-        """Whether the first replica waits until the others have its state."""
+        """Whether the members wait between two steps until others have their state."""
+        self.paused_at: float | None = None
+        """When the members began to wait between two steps, because there are too few of them; else None."""
         self._joins_stalled_s = 0.0
         """What the steps took beyond the usual while others copied the state."""
         self._changes: list[Message] = []
@@ -91,12 +109,20 @@ class Membership:
         replica = self._replicas.get(number) or self._gone.get(number)
         return replica is not None and replica.phase == "waiting"
 
-    def hello(self, number: int, address: str) -> None:
-        """A replica has connected; the first one makes or loads the state that the others copy."""
+    def hello(self, number: int, addresses: Sequence[str], snapshot: int = -1) -> None:
+        """A replica has connected. When enough are there, the one with the newest snapshot starts the run."""
+        self._replicas[number] = _Replica(number, addresses, snapshot=snapshot)
+        if self.over or self.all_lost:
+            self._send(number, {"kind": "over" if self.over else "evicted"})
+            return
+        welcome = [number]
         if self._first is None:
-            self._first = number
-        self._replicas[number] = _Replica(number, address)
-        self._send(number, {"kind": "over"} if self.over else {"kind": "welcome", "leads": number == self.leader})
+            if len(self._replicas) < self._fewest.replicas or not self._fewest.met_by(self._replicas):
+                return
+            self._first = max(self._replicas.values(), key=lambda each: each.snapshot).number
+            welcome = list(self._replicas)
+        for each in welcome:
+            self._send(each, {"kind": "welcome", "leads": each == self.leader})
 
     def receive(self, number: int, message: Message) -> None:
         """A message from a replica that is connected."""
@@ -126,6 +152,10 @@ class Membership:
                 self._try_commit()
             case "broken" if message["epoch"] == self._epoch:
                 self.lost(message["peer"], "no connection to another replica")
+            case "asked_to_stop" if self.paused_at is not None:
+                # All of them agree on that in a step.
+                self.paused_at = None
+                self._next_epoch()
             case "finished":
                 self._finished()
 
@@ -140,7 +170,8 @@ class Membership:
             if replica.phase == "waiting" and self._is_full:
                 self._note_spare("spare_lost", number, what=why)
             # Without the first replica there is no state yet that the others could copy.
-            self.all_lost = self.all_lost or (not self._members and number == self._first)
+            if not self._members and number == self._first:
+                self._end()
             self._try_end_hold()
             return
         self._changes.append({"kind": "left", "replica": number, "what": why})
@@ -148,30 +179,49 @@ class Membership:
 
     def _leave(self, number: int) -> None:
         self._members.remove(number)
+        # They finish a step with those who are left, then wait again where these are too few.
+        self._holds, self.paused_at = False, None
         # A source of the copy is gone: those who join start over after the next step.
         for each in self._in_phase("copying"):
             each.phase = "waiting"
         if self._members:
             self._next_epoch()
         else:
-            self.all_lost = True
+            self._end()
+
+    def _end(self) -> None:
+        """Nobody has a state that others could copy: when they have ended, the agent starts over."""
+        self.all_lost = True
+        for number in self._replicas:
+            self._send(number, {"kind": "evicted"})
 
     def _ready(self, replica: _Replica) -> None:
         replica.phase = "waiting"
-        waiting = self._in_phase("waiting")
+        waiting = [each.number for each in self._in_phase("waiting")]
         if self._is_full:
             self._note_spare("spare_ready", replica.number)
-        if self._members or len(waiting) < self._expected or self._first not in [each.number for each in waiting]:
+        suffice = self._fewest.met_by([*self._members, *waiting])
+        if self._members:
+            if suffice and self.paused_at is not None:
+                self._hold()
+            return
+        if not suffice or len(waiting) < self._fewest.replicas or self._first not in waiting:
             return
         assert self._first is not None
         self._replicas[self._first].phase = "member"
         self._members = [self._first]
-        self._epoch += 1
-        self._holds = True
-        self._send(self._first, {**self._view(), **self._admit(), "entering": True})
+        self._hold()
         for each in self._in_phase("waiting"):
             self._note_spare("spare_ready", each.number)
         self._try_end_hold()
+
+    def _hold(self) -> None:
+        """Between two steps: the members give their state to those who wait, and train on when these have it."""
+        self._epoch += 1
+        self._holds, self.paused_at = True, None
+        view = {**self._view(), **self._admit(), "entering": True}
+        for number in self._members:
+            self._send(number, view)
 
     def _admit(self) -> Message:
         """Who starts to copy the state of the members now; spares wait until there is a place."""
@@ -182,7 +232,7 @@ class Membership:
         for each in joining:
             each.phase, each.step = "copying", -1
             self._send(each.number, {"kind": "copy", "copy": self._copy, "sources": len(self._members)})
-        return {"copy": self._copy, "joining": [[each.number, each.address] for each in joining]}
+        return {"copy": self._copy, "joining": [[each.number, each.addresses] for each in joining]}
 
     def _enter(self) -> bool:
         """Those who copy become members; whether there are any."""
@@ -190,16 +240,17 @@ class Membership:
         for each in entering:
             each.phase = "member"
             self._members.append(each.number)
-            if not self._holds:
+            if self._step:
                 self._changes.append({"kind": "joined", "replica": each.number})
         return bool(entering)
 
     def _try_end_hold(self) -> None:
-        """At the start: the first step begins when nobody copies any more."""
+        """The next step begins when nobody copies any more."""
         if self._holds and all(each.step >= 0 for each in self._in_phase("copying")):
             self._enter()
             self._holds = False
-            self._committed_at = time.monotonic()
+            if not self._step:
+                self._committed_at = time.monotonic()
             self._history = []
             self._next_epoch()
 
@@ -212,7 +263,7 @@ class Membership:
             self._send(number, self._view())
 
     def _view(self) -> Message:
-        members = [[number, self._replicas[number].address] for number in self._members]
+        members = [[number, self._replicas[number].addresses] for number in self._members]
         return {"kind": "view", "epoch": self._epoch, "members": members, "history": self._history}
 
     def _try_commit(self) -> None:
@@ -232,14 +283,25 @@ class Membership:
         for each in members:
             each.checksum = ""
         self._note_changes(leader.step)
-        self.leader_of_last_step, self._step = leader.number, leader.step
+        self._step = leader.step
         entering = all(each.step == leader.step - 1 for each in self._in_phase("copying")) and self._enter()
-        admitted = {"copy": self._copy, "joining": []} if entering else self._admit()
+        pauses = not (entering or self._fewest.met_by(self._members))
+        admitted = {"copy": self._copy, "joining": []} if entering or pauses else self._admit()
+        facts = {"step": leader.step, **admitted, "entering": entering, "pauses": pauses}
         for each in members:
-            self._send(each.number, {"kind": "commit", "step": leader.step, **admitted, "entering": entering})
+            self._send(each.number, {"kind": "commit", **facts})
         self._history = [] if entering else [list(self._members)]
+        if pauses:
+            self._pause()
         if entering:
             self._next_epoch()
+
+    def _pause(self) -> None:
+        """The members wait between two steps: for nodes that join, for a stop request, or for a loss among them."""
+        self.paused_at = time.monotonic()
+        self._note(kind="paused", step=self._step, ranks=len(self._members), min_nodes=self._fewest.nodes)
+        if self._fewest.met_by([*self._members, *(each.number for each in self._in_phase("waiting"))]):
+            self._hold()
 
     def _note_changes(self, step: int) -> None:
         """Report changes of membership with the step that they delayed."""
@@ -267,10 +329,25 @@ class Membership:
         self._note(kind=kind, replica=number, step=self._step, ranks=len(self._members), **facts)
 
     def _finished(self) -> None:
-        self.over = True
+        self.over, self.paused_at = True, None
         for each in self._replicas.values():
             if each.phase != "member":
                 self._send(each.number, {"kind": "over"})
 
     def _in_phase(self, phase: str) -> list[_Replica]:
         return [each for each in self._replicas.values() if each.phase == phase]
+
+
+def deal(history: Sequence[Sequence[int]], microbatches: int) -> dict[int, list[int]]:
+    """Who computes which micro batches of a step, by the members at its start and after each loss since then.
+
+    Everybody keeps what was theirs, so that nothing is computed twice, and gets an equal part of what is left.
+    """
+    first = history[0]
+    shares = {number: list(range(rank, microbatches, len(first))) for rank, number in enumerate(first)}
+    for members in history[1:]:
+        orphans = sorted(each for number, share in shares.items() if number not in members for each in share)
+        shares = {number: shares[number] for number in members}
+        for orphan in orphans:
+            min(shares.values(), key=len).append(orphan)
+    return shares

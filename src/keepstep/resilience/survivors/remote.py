@@ -16,8 +16,8 @@ from keepstep.resilience.failure_cause import Cause
 from keepstep.resilience.rendezvous import RETRY_S, ElasticRendezvous, Rendezvous, RendezvousResult
 from keepstep.resilience.restart_policy import RestartPolicy
 from keepstep.resilience.survivors import wire
+from keepstep.resilience.survivors.control import RunOverError
 from keepstep.resilience.survivors.coordinator import Network
-from keepstep.resilience.survivors.replica import RunOverError
 from keepstep.resilience.survivors.supervisor import REPLACEABLE, Supervisor, Verdict
 
 _KEY = "keepstep/coordinator"
@@ -43,21 +43,16 @@ class SurvivorRendezvous(ElasticRendezvous):
 
     def __init__(self, group: NodeGroup, node: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` says whether the run has finished without this node."""
-        if group.min_nodes < group.max_nodes:
-            raise UsageError(
-                "resilience.survive needs a fixed number of nodes: a run starts with all, and continues with fewer",
-                f"--nodes {group.max_nodes}",
-            )
         super().__init__(group)
-        self._node, self._is_over = node, is_over
-        self.is_host, self.most_nodes = group.is_host, group.max_nodes
+        self._node, self._is_over, self.group = node, is_over, group
         self.host = group.endpoint.rpartition(":")[0]
         """The first node, as the others know it."""
         self.coordinator: _Coordinator | None = None
 
     def next(self) -> RendezvousResult:
         """On the host immediately; on another node as soon as a coordinator answers, up to the group's timeout."""
-        nodes = self._group.max_nodes
+        # Those that the run starts with.
+        nodes = self._group.min_nodes
         if self._group.is_host:
             self._store = self._host_store()
             return RendezvousResult(self._node, nodes, {})
@@ -86,6 +81,9 @@ class SurvivorRendezvous(ElasticRendezvous):
 
 class RemoteSupervisor:
     """Replaces processes of this node as long as it reaches the coordinator; else it joins the others again."""
+
+    waited_in_vain = False
+    """The coordinator's node knows how many nodes there are."""
 
     def __init__(self, rendezvous: SurvivorRendezvous, slots: int, max_restarts: int) -> None:
         self._rendezvous = rendezvous
@@ -132,8 +130,8 @@ def make_supervisor(
                 f"resilience.hang_s is {settings.hang_s:g}, but replicas wait {silence_s:g} s for a node that is gone"
             )
             raise UsageError(wrong, "resilience.hang_s=10 or more")
-        if not rendezvous.is_host:
+        if not rendezvous.group.is_host:
             return RemoteSupervisor(rendezvous, processes + settings.spares, settings.max_restarts)
         network = Network(rendezvous.host, secrets.token_hex(16).encode())
-        return Supervisor(scratch, processes, settings, on_event, network, rendezvous.most_nodes)
+        return Supervisor(scratch, processes, settings, on_event, network, rendezvous.group)
     return Supervisor(scratch, processes, settings, on_event) if settings.survive and processes > 1 else None

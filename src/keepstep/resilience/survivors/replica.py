@@ -4,85 +4,85 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from keepstep.core.errors import KeepstepError, StopRequested
+from keepstep.core.errors import StopRequested
 from keepstep.core.failpoints import reach
 from keepstep.resilience.survivors import wire
+from keepstep.resilience.survivors.control import Control, CoordinatorLostError, EvictedError
 from keepstep.resilience.survivors.exchange import Exchange, InterruptedSumError, PeerLostError
+from keepstep.resilience.survivors.membership import deal
+from keepstep.resilience.survivors.replica_state import ReplicaState
 from keepstep.resilience.survivors.shared_numbers import Numbers, SharedNumbers, numbers_of
-from keepstep.resilience.survivors.state_copy import Bytes, Receiver, Sender, part_bounds
+from keepstep.resilience.survivors.siblings import Siblings
+from keepstep.resilience.survivors.state_copy import Receiver, Sender, part_bounds
 from keepstep.resilience.survivors.wire import Message
 
-POLL_S = 0.5
-"""Between two looks at the stop flag while a replica waits to join."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from keepstep.resilience.survivors.device_exchange import MakeGroup
+
+Received = TypeVar("Received")
+_NOBODY: Message = {"joining": [], "entering": False, "pauses": False}
+"""A boundary between two steps at which nothing happens."""
 
 
 class MembershipChangedError(Exception):
     """Another epoch begins: the step in flight is redone by its members."""
 
 
-class CoordinatorLostError(Exception):
-    """The agent is gone: no step can be committed any more."""
-
-
-class EvictedError(ConnectionError):
-    """The others continue without this replica; its agent starts another one."""
-
-
-class RunOverError(KeepstepError):
-    """The run ended before this replica had joined the others: there is nothing left to do."""
-
-    exit_code = 0
-
-
-class ReplicaState(Protocol):
-    """What replicas hold in common, as a member gives it away and one that joins takes it over."""
-
-    def part(self, part: int, parts: int) -> Bytes:
-        """A copy of one of `parts` equal parts of all tensors."""
-
-    def values(self) -> dict[str, Any]:
-        """Plain values, after every step in flight has been read. Called on all members; one of them sends it."""
-
-    def buffers(self) -> list[memoryview]:
-        """Memory for all tensors."""
-
-    def install(self) -> None:
-        """Take over the tensors, which are complete."""
-
-    def replay(self, facts: Mapping[str, Any], sums: Numbers) -> None:
-        """Apply a step that the members have committed; `facts` and `sums` are those that they gave to `relay`."""
-
-
 class Replica:
     """This process among the replicas of its run."""
 
     waiting: Callable[[], None] = staticmethod(lambda: None)
-    """Called again and again while this replica waits for its place among the members."""
+    """Called again and again while this replica waits for its place among the members, or for more nodes."""
+    make_group: MakeGroup | None = None
+    """What sums tensors on their device; without it sums are those of numbers in host memory."""
 
-    def __init__(self, coordinator: Path | str, number: int, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Connect to the coordinator. `stopped` says whether this process was asked to stop."""
-        self.number, self._stopped, self._coordinator = number, stopped, str(coordinator)
-        self._control = wire.connect(self._coordinator)
-        self._inbox, self._messages = wire.Inbox(), list[Message]()
-        self._listener, address = wire.listen_for_peers(self._coordinator, number, self._control)
-        self._view: Message = {"epoch": 0, "members": [[number, address]], "history": [[number]]}
+    def __init__(
+        self,
+        coordinator: Path | str,
+        number: int,
+        stopped: Callable[[], bool] = lambda: False,
+        snapshot: int = -1,
+        siblings: Siblings = Siblings(),  # noqa: B008 - frozen
+    ) -> None:
+        """Connect to the coordinator. `stopped` says whether this process was asked to stop.
+
+        `snapshot` is the newest step that it could load from memory: the run starts with the newest of all. `siblings`
+        are the processes of this replica. What it does before it joins others, each does by itself; from then on they
+        do it together.
+        """
+        self.number, self.siblings = number, siblings
+        self._stopped, self._coordinator = stopped, str(coordinator)
+        self._control = Control(self._coordinator)
+        name = f"{number}-{siblings.rank}"
+        self._listener, self._address = wire.listen_for_peers(self._coordinator, name, self._control.socket)
+        self._view: Message = {"epoch": 0, "members": [[number, []]], "history": [[number]]}
         self.changed_numbers = False
         """Whether a sum that was interrupted has changed the numbers already."""
-        self._exchange = Exchange(self._control, 0, {})
+        self._exchange = Exchange(self._control.socket, 0, {})
         self._shared: SharedNumbers | None = None
-        self._admitted: Message = {"joining": [], "entering": False}
+        self._admitted: Message = _NOBODY
         self._senders: list[Sender] = []
+        self._early: list[tuple[Message, socket.socket]] = []
+        """Calls of members of an epoch that this process has not heard of yet."""
         self._step = 0
         """Committed last."""
-        self._send({"kind": "hello", "number": number, "address": address})
-        self.leads = bool(self._next("welcome")["leads"])
+        hello = {"number": number, "rank": siblings.rank, "size": siblings.size, "name": siblings.name}
+        self._control.send({"kind": "hello", "address": self._address, "snapshot": snapshot, **hello})
+        try:
+            self.leads = bool(self._control.next("welcome", idle=self._wait_to_join)["leads"])
+        except BaseException:
+            self.close()
+            raise
         """Whether this replica writes for all: the one that has been a member for longest."""
 
     # ---------------------------------------------------------------- membership
@@ -98,35 +98,40 @@ class Replica:
         return [number for number, _ in self._view["members"]].index(self.number)
 
     def share(self, microbatches: int) -> list[int]:
-        """Which of the micro batches of the step in flight this replica computes."""
-        return deal(self._view["history"], microbatches)[self.number]
+        """Which of the micro batches of the step in flight this process computes. Its siblings have the next ones."""
+        siblings = self.siblings
+        places = deal(self._view["history"], microbatches // siblings.size)[self.number]
+        return [siblings.size * place + siblings.rank for place in places]
 
     def enter(self, step: int) -> None:
         """The first replica, with the state of `step`: wait for all others, which copy it at the next boundary."""
         self._step = step
-        self._send({"kind": "ready", "copy": 0})
-        self._take_view(self._next("view"))
+        self._control.send({"kind": "ready", "copy": 0})
+        self._take_view(self._control.next("view"))
 
     def copy_from_members(self, state: ReplicaState) -> dict[str, Any]:
         """Any other replica, when all else is ready: copy the state while the members train; returns its values.
 
         From here on this replica is a member, and the members wait for its share of the next step.
         """
-        self._send({"kind": "ready", "copy": 0})
-        while True:
-            copy = self._next("copy")
+        self._control.send({"kind": "ready", "copy": 0})
+        message = self._control.next("copy", idle=self._wait_to_join)
+        while message["kind"] == "copy":
             try:
-                values = self._copy(state, copy["sources"], copy["copy"])
+                values = self._copy(state, message["sources"], message["copy"])
             except ConnectionError:
                 # A member is gone, or sent bits that differ: the coordinator says when to try again.
-                self._send({"kind": "ready", "copy": copy["copy"]})
-                continue
-            self._take_view(self._next("view"))
-            self._form_exchange()
-            return values
+                self._control.send({"kind": "ready", "copy": message["copy"]})
+                message = self._control.next("copy", idle=self._wait_to_join)
+            else:
+                # Another copy follows where a member was lost while they waited between two steps.
+                message = self._control.next("view", "copy")
+        self._take_view(message)
+        self._form_exchange()
+        return values
 
     def _copy(self, state: ReplicaState, sources: int, copy: int) -> dict[str, Any]:
-        receiver = Receiver(self._listener, self._control, self._copy_is_over, sources, copy)
+        receiver = self._all_or_none(lambda: self._receive_state(state, sources, copy))
         sums = np.empty(0, np.int64)
 
         def room(count: int) -> Numbers:
@@ -135,11 +140,10 @@ class Replica:
             return sums
 
         try:
-            receiver.receive_state(state.buffers())
             state.install()
             while True:
-                self._send({"kind": "copied", "copy": copy, "step": receiver.step})
-                message = receiver.next_sum(room)
+                self._control.send({"kind": "copied", "copy": copy, "step": receiver.step})
+                message = self._all_or_none(lambda: receiver.next_sum(room))
                 if message["kind"] == "end":
                     self._step = receiver.step
                     return dict(message["values"])
@@ -148,30 +152,70 @@ class Replica:
         finally:
             receiver.close()
 
+    def _receive_state(self, state: ReplicaState, sources: int, copy: int) -> Receiver:
+        receiver = Receiver(self._listener, self._control.socket, self._copy_is_over, sources, copy)
+        try:
+            receiver.receive_state(state.buffers())
+        except BaseException:
+            receiver.close()
+            raise
+        return receiver
+
+    def _all_or_none(self, receive: Callable[[], Received]) -> Received:
+        """What this process receives; ConnectionError if it, or another process of this replica, fails to."""
+        try:
+            received = receive()
+        except ConnectionError:
+            self.siblings.any(True)
+            raise
+        if self.siblings.any(False):
+            raise ConnectionError("another process of this replica starts over")
+        return received
+
     def _copy_is_over(self, readable: bool) -> bool:
         """Whether the coordinator has sent anything but the membership that this replica enters."""
         if readable:
-            self._read()
-        return any(message["kind"] != "view" for message in self._messages)
+            self._control.read()
+        return bool(self._control.kinds() - {"view"})
 
     def at_boundary(self, state: ReplicaState) -> bool:
-        """Between two steps: let others copy the state and enter; whether the membership is another one now."""
-        before, admitted = self._view["epoch"], self._admitted
-        self._admitted = {"joining": [], "entering": False}
+        """Between two steps: let others copy the state and enter; whether the membership is another one now.
+
+        Where there are too few nodes, this waits for more.
+        """
+        before = self._view["epoch"]
+        while self._admitted is not _NOBODY:
+            admitted, self._admitted = self._admitted, _NOBODY
+            self._serve(state, admitted)
+            if admitted["entering"]:
+                reach("entering")
+                self._take_view(self._control.next("view"))
+            elif admitted["pauses"]:
+                self._take_view(self._control.next("view", idle=self._wait_for_nodes))
+        if self._view["epoch"] != before:
+            self._form_exchange()
+        return bool(self._view["epoch"] != before)
+
+    def _serve(self, state: ReplicaState, admitted: Message) -> None:
         if admitted["joining"]:
             part = state.part(self.rank, self.ranks)
             header = {"kind": "state", "copy": admitted["copy"], "part": self.rank, "step": self._step}
-            self._senders = [Sender(address, header, part) for _, address in admitted["joining"]]
+            self._senders = [Sender(each[self.siblings.rank], header, part) for _, each in admitted["joining"]]
         if admitted["entering"]:
             values = state.values()
             for sender in self._senders:
                 sender.send({"kind": "end", "step": self._step, "values": values if self.rank == 0 else {}})
             self._senders = []
-            reach("entering")
-            self._take_view(self._next("view"))
-        if self._view["epoch"] != before:
-            self._form_exchange()
-        return bool(self._view["epoch"] != before)
+
+    def _wait_to_join(self) -> None:
+        self.waiting()
+        if self._stopped():
+            raise StopRequested("stopped on request before this replica had joined the others")
+
+    def _wait_for_nodes(self) -> None:
+        self.waiting()
+        if self._stopped():
+            self._control.send({"kind": "asked_to_stop"})
 
     def relay(self, facts: Callable[[], Mapping[str, Any]], sums: Callable[[], Numbers]) -> None:
         """After `commit`: pass the sums of the step on to those who copy the state."""
@@ -191,13 +235,13 @@ class Replica:
     def finish(self) -> None:
         """This replica has done its last step."""
         with suppress(CoordinatorLostError, EvictedError):
-            self._send({"kind": "finished"})
+            self._control.send({"kind": "finished"})
 
     def close(self) -> None:
         """Leave."""
         self._exchange.close()
         self._listener.close()
-        self._control.close()
+        self._control.socket.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -205,17 +249,25 @@ class Replica:
 
     def shared_numbers(self, count: int) -> Numbers:
         """Memory for the sums of a step, before this replica is a member. `sum_` is fastest with exactly this array."""
-        address: str = self._view["members"][0][1]
-        if not address.startswith("/"):
+        if wire.is_network(self._address):
             # Replicas of other nodes do not read it.
             return np.zeros(count, np.int64)
-        self._shared = SharedNumbers(address, count)
+        self._shared = SharedNumbers(self._address, count)
         return self._shared.numbers
 
-    def sum_(self, numbers: Numbers) -> None:
-        """Replace whole numbers by their sum over the members; MembershipChangedError if these change meanwhile."""
+    def total(self, own: int) -> int:
+        """The sum of a whole number over all processes of the members; MembershipChangedError if these change."""
+        numbers = np.array([own])
+        self._together(lambda: self.sum_(numbers))
+        return self.siblings.sum(int(numbers[0]))
+
+    def sum_(self, numbers: Numbers | Tensor) -> None:
+        """Replace whole numbers by their sum over the members; MembershipChangedError if these change meanwhile.
+
+        That may happen to one process of the replica alone; `commit` then raises it for the others.
+        """
         self.changed_numbers = False
-        self.raise_if_changed()
+        self._raise_if_changed()
         try:
             self._exchange.sum_(numbers)
         except (InterruptedSumError, PeerLostError) as error:
@@ -225,9 +277,9 @@ class Replica:
     def commit(self, step: int, checksum: str) -> None:
         """Return when every member holds the sums of this step, so that all of them will apply it."""
         reach("summed")
-        self._send({"kind": "prepared", "epoch": self._view["epoch"], "step": step, "checksum": checksum})
+        self._control.send({"kind": "prepared", "epoch": self._view["epoch"], "step": step, "checksum": checksum})
         reach("prepared")
-        message = self._next("commit", "view")
+        message = self._control.next("commit", "view")
         if message["kind"] == "view":
             self._take_view(message)
             raise MembershipChangedError
@@ -237,21 +289,39 @@ class Replica:
 
     def raise_if_changed(self) -> None:
         """Raise MembershipChangedError if a new epoch has started: no need to finish the work for the old one."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            if self._messages or selector.select(0):
-                self._await_change()
+        self._together(self._raise_if_changed)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Do this on all processes of the replica. What one of them hears from the coordinator meanwhile stops all."""
+        noticed = 0
+        try:
+            action()
+        except MembershipChangedError:
+            noticed = 1
+        except CoordinatorLostError:
+            noticed = 2
+        by_any = self.siblings.largest(noticed)
+        if by_any == 2:
+            raise CoordinatorLostError
+        if by_any and not noticed:
+            self._take_view(self._control.next("view"))
+        if by_any:
+            raise MembershipChangedError
+
+    def _raise_if_changed(self) -> None:
+        if self._control.has_news:
+            self._await_change()
 
     def _await_change(self, lost: int | None = None) -> None:
         if lost is not None:
             self._report_lost(lost)
-        self._take_view(self._next("view"))
+        self._take_view(self._control.next("view"))
         raise MembershipChangedError
 
     # ---------------------------------------------------------------- connections
 
     def _report_lost(self, rank: int) -> None:
-        self._send({"kind": "broken", "epoch": self._view["epoch"], "peer": self._view["members"][rank][0]})
+        self._control.send({"kind": "broken", "epoch": self._view["epoch"], "peer": self._view["members"][rank][0]})
 
     def _take_view(self, view: Message) -> None:
         reach("view_received")
@@ -259,32 +329,55 @@ class Replica:
             # A member is gone, and its part of the state with it.
             sender.abandon()
         self._senders = []
-        self._view, self._admitted = view, {"joining": [], "entering": False, **view}
+        self._view, self._admitted = view, {**_NOBODY, **view}
         self.leads = self.rank == 0
 
     def _form_exchange(self) -> None:
+        """Connect to every other member, until all processes of this replica know of the same members."""
+        self._together(self._form_own_exchange)
+        while self.siblings.any((newest := self.siblings.largest(self._view["epoch"])) > self._view["epoch"]):
+            self._together(partial(self._catch_up, newest))
+
+    def _catch_up(self, epoch: int) -> None:
+        if self._view["epoch"] < epoch:
+            self._take_view(self._control.next("view"))
+            self._form_own_exchange()
+
+    def _form_own_exchange(self) -> None:
         """Connect to every other member; another loss meanwhile means to start over with those who are left."""
         while True:
             self._exchange.close()
             peers: dict[int, socket.socket] = {}
             try:
                 self._connect(peers)
-                self._exchange = Exchange(self._control, self.rank, peers, self._numbers_of_all())
+                self._exchange = self._new_exchange(peers)
                 reach("exchange_formed")
                 return
             except MembershipChangedError:
                 for connection in peers.values():
                     connection.close()
 
+    def _new_exchange(self, peers: dict[int, socket.socket]) -> Exchange:
+        if self.make_group is None:
+            return Exchange(self._control.socket, self.rank, peers, self._numbers_of_all())
+        from keepstep.resilience.survivors.device_exchange import DeviceExchange
+
+        try:
+            return DeviceExchange(self._control.socket, self.rank, peers, self.make_group)
+        except OSError:
+            # Whoever is gone, or has heard of the next epoch first: this one has no store without the first member.
+            self._await_change(lost=0 if self.rank else None)
+            raise
+
     def _numbers_of_all(self) -> dict[int, Numbers]:
         """By rank; none where this replica shares none."""
         if self._shared is None:
             return {}
         found = {self.rank: self._shared.numbers}
-        for rank, (number, address) in enumerate(self._view["members"]):
+        for rank, (number, addresses) in enumerate(self._view["members"]):
             if number != self.number:
                 try:
-                    found[rank] = numbers_of(address)
+                    found[rank] = numbers_of(addresses[self.siblings.rank])
                 except OSError:
                     self._await_change(lost=rank)
         return found
@@ -292,81 +385,32 @@ class Replica:
     def _connect(self, peers: dict[int, socket.socket]) -> None:
         """Call those who have been members for longer, and wait for the calls of the others."""
         hello = {"kind": "member", "epoch": self._view["epoch"], "rank": self.rank}
-        for rank, (_, address) in enumerate(self._view["members"][: self.rank]):
+        for rank, (_, addresses) in enumerate(self._view["members"][: self.rank]):
             try:
-                peers[rank] = wire.connect(address)
+                peers[rank] = wire.connect(addresses[self.siblings.rank])
                 wire.send(peers[rank], hello)
             except OSError:
                 self._await_change(lost=rank)
+        peers |= {message["rank"]: caller for message, caller in self._early if message["epoch"] == self._view["epoch"]}
+        self._early = [each for each in self._early if each[0]["epoch"] > self._view["epoch"]]
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._control.socket, selectors.EVENT_READ)
             selector.register(self._listener, selectors.EVENT_READ)
             while len(peers) < self.ranks - 1:
-                self.raise_if_changed()
+                self._raise_if_changed()
                 ready = [key.fileobj for key, _ in selector.select()]
-                if self._control in ready:
-                    continue
-                caller, _ = self._listener.accept()
-                with suppress(ConnectionError):
-                    message = wire.receive(caller)
-                    if message["kind"] == "member" and message["epoch"] == self._view["epoch"]:
-                        peers[message["rank"]] = caller
-                        continue
-                caller.close()
+                if self._control.socket not in ready:
+                    self._accept(peers)
 
-    def _send(self, message: Message) -> None:
-        try:
-            wire.send(self._control, message)
-        except OSError as error:
-            raise self._coordinator_lost() from error
-
-    def _coordinator_lost(self) -> Exception:
-        """On another node the others may continue without this one, which has nothing that it may save."""
-        if wire.is_network(self._coordinator):
-            return EvictedError("no connection to the node that coordinates the replicas")
-        return CoordinatorLostError()
-
-    def _next(self, *kinds: str) -> Message:
-        """Wait for a message of one of these kinds; others are of an epoch that is over."""
-        while True:
-            while self._messages:
-                message = self._messages.pop(0)
-                if message["kind"] in kinds:
-                    return message
-                self._raise_if_out(message["kind"])
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._control, selectors.EVENT_READ)
-                if selector.select(POLL_S):
-                    self._read()
-                elif "copy" in kinds:
-                    self.waiting()
-                    if self._stopped():
-                        raise StopRequested("stopped on request before this replica had joined the others")
-
-    def _read(self) -> None:
-        try:
-            self._messages += self._inbox.read(self._control)
-        except OSError as error:
-            raise self._coordinator_lost() from error
-
-    @staticmethod
-    def _raise_if_out(kind: str) -> None:
-        if kind == "over":
-            raise RunOverError("the run ended before this replica had joined the others")
-        if kind == "evicted":
-            raise EvictedError("the other replicas continue without this one")
-
-
-def deal(history: Sequence[Sequence[int]], microbatches: int) -> dict[int, list[int]]:
-    """Who computes which micro batches of a step, by the members at its start and after each loss since then.
-
-    Everybody keeps what was theirs, so that nothing is computed twice, and gets an equal part of what is left.
-    """
-    first = history[0]
-    shares = {number: list(range(rank, microbatches, len(first))) for rank, number in enumerate(first)}
-    for members in history[1:]:
-        orphans = sorted(each for number, share in shares.items() if number not in members for each in share)
-        shares = {number: shares[number] for number in members}
-        for orphan in orphans:
-            min(shares.values(), key=len).append(orphan)
-    return shares
+    def _accept(self, peers: dict[int, socket.socket]) -> None:
+        caller, _ = self._listener.accept()
+        with suppress(ConnectionError):
+            message = wire.receive(caller)
+            if message["kind"] == "member" and message["epoch"] == self._view["epoch"]:
+                peers[message["rank"]] = caller
+                return
+            if message["kind"] == "member" and message["epoch"] > self._view["epoch"]:
+                # It has heard of the next epoch first.
+                self._early.append((message, caller))
+                return
+        caller.close()

@@ -10,10 +10,12 @@ from typing import Literal
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core import proc
-from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET
+from keepstep.core.ranks import COORDINATOR, REPLICA_SECRET, NodeGroup
+from keepstep.core.units import format_seconds
 from keepstep.resilience.failure_cause import Cause, Kind
 from keepstep.resilience.restart_policy import RestartPolicy
 from keepstep.resilience.survivors.coordinator import Coordinator, Network
+from keepstep.resilience.survivors.membership import Fewest
 
 REPLACEABLE: frozenset[Kind] = frozenset({"crash", "hang", "peer"})
 """What one process may suffer while the others are well. Anything else would meet its replacement too."""
@@ -33,16 +35,17 @@ class Supervisor:
         settings: ResilienceConfig,
         on_event: Callable[..., None],
         network: Network | None = None,
-        nodes: int = 1,
+        group: NodeGroup = NodeGroup(),  # noqa: B008 - frozen
     ) -> None:
         """`processes` of each node train; the spares of `settings` wait until one of these is lost."""
-        self._path, self._processes, self._on_event = scratch / "membership", processes * nodes, on_event
-        self._network = network
+        self._path, self._processes, self._on_event = scratch / "membership", processes * group.max_nodes, on_event
+        self._network, self._group = network, group
+        self._fewest: Fewest | None = None
+        if group.min_nodes < group.max_nodes:
+            self._fewest = Fewest(group.min_nodes, group.min_nodes * processes, processes + settings.spares)
         self._max_restarts = settings.max_restarts
         self._policies = [RestartPolicy(self._max_restarts) for _ in range(processes + settings.spares)]
         self._coordinator: Coordinator | None = None
-        self._last_leader: int | None = None
-        """Of the attempt before: its memory holds the newest snapshot."""
         self._causes: dict[int, str] = {}
         """Why processes ended, until their membership has ended too."""
         self.left_out: set[int] = set()
@@ -52,11 +55,7 @@ class Supervisor:
         """Start over with new replicas; returns their environment."""
         self.close()
         self.left_out.clear()
-        first = self._last_leader
-        if self._network and (first is None or first >= len(self._policies)):
-            # One of this node: the others may be gone for good.
-            first = 0
-        self._coordinator = Coordinator(self._path, self._processes, first, self._network)
+        self._coordinator = Coordinator(self._path, self._processes, self._network, self._fewest)
         secret = {REPLICA_SECRET: self._network.secret.decode()} if self._network else {}
         return {COORDINATOR: self._coordinator.address, **secret}
 
@@ -83,23 +82,29 @@ class Supervisor:
                 return
             if "what" in event:
                 event["what"] = self._causes.pop(event["replica"], event["what"])
-            # Spares delay nobody.
             if "stall_s" in event:
-                print(
-                    f"replica {event['replica']} {event['kind']} at step {event['step']}: {event['ranks']} train, "
-                    f"stalled for {event['stall_s']:.2f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                changed = f"replica {event['replica']} {event['kind']} at step {event['step']}"
+                _print(f"{changed}: {event['ranks']} train, stalled for {event['stall_s']:.2f} s")
+            elif event["kind"] == "paused":
+                wait = f"waiting for {format_seconds(self._group.join_timeout_s)}, then the run saves and stops"
+                _print(f"paused at step {event['step']}: fewer than {event['min_nodes']} nodes are left; {wait}")
             self._on_event(**event)
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether there have been too few nodes for so long that the run saves and stops."""
+        return self._coordinator is not None and self._coordinator.paused_s > self._group.join_timeout_s
 
     def close(self) -> None:
         """End the attempt."""
         if self._coordinator is not None:
             self._coordinator.close()
-            self._last_leader = self._coordinator.leader_of_last_step
             self.record_events()
             self._coordinator = None
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def is_stopped(pid: int) -> bool:

@@ -71,10 +71,10 @@ def admitted(connection: socket.socket, secret: bytes) -> bool:
     return False
 
 
-def listen_for_peers(coordinator: str, number: int, control: socket.socket) -> tuple[socket.socket, str]:
-    """Where other replicas reach this one, and its address. `control` is the connection to the coordinator."""
+def listen_for_peers(coordinator: str, name: str, control: socket.socket) -> tuple[socket.socket, str]:
+    """Where other replicas reach this process, and its address. `control` is the connection to the coordinator."""
     if not is_network(coordinator):
-        path = Path(coordinator).with_name(f"replica-{number}")
+        path = Path(coordinator).with_name(f"replica-{name}")
         return listen(path), str(path)
     listener = NetworkListener()
     own = str(control.getsockname()[0]).removeprefix("::ffff:")

@@ -39,7 +39,7 @@ def collect_facts(config: RunConfig, world: World, loaders: Loaders) -> dict[str
     """What is true of the run next to its configuration, with its plan."""
     pace = Pace(config.global_batch, config.model.seq_len, loaders.train.samples_per_epoch)
     ranks = world.ranks
-    machine = describe_machine(config, world.device, ranks.world_size, ranks.local_world_size)
+    machine = describe_machine(config, world.device, ranks.all_processes or ranks.world_size, ranks.local_world_size)
     return {
         "keepstep": __version__,
         "torch": torch.__version__,

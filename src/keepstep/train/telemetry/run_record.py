@@ -43,7 +43,7 @@ class RunRecord:
         tokens_per_step = config.global_batch * config.model.seq_len
         # Only the first process reports MFU.
         peak = known_peak_flops(device, compute_dtype(config.precision, device)) if context.is_first else None
-        whole_peak = peak * context.world.ranks.world_size if peak else None
+        whole_peak = peak * context.processes if peak else None
         rates = Rates.of(config.model, tokens_per_step, whole_peak, config.optimizer.lr, frozen=config.lora.rank > 0)
         sinks, progress = self._open_outputs()
         return Recorder(config.observe, rates, sinks, progress, device, self._loaders.positions, self._callbacks)

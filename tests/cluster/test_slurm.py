@@ -89,13 +89,14 @@ def test_replicas_survive_a_node_without_network_and_the_job_is_not_requeued(
     rested: SlurmCluster, tmp_path: Path
 ) -> None:
     steps, survive = 150, ["reproducible=elastic", "resilience.survive=true"]
-    record = submit(rested, tmp_path, "survives", steps, PROFILE, 2, *survive)
+    record = submit(rested, tmp_path, "survives", steps, f"{PROFILE}min_nodes: 1\n", 2, *survive)
     run = tmp_path / "runs" / "survives"
     wait_step(rested, run, 12)
     rested.cable("n2", up=False)
     job = rested.wait_state(record.job_id, {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"}, 150, Path(record.log))
     assert job["JobState"] == "COMPLETED", Path(record.log).read_text()
     assert job["Restarts"] == "0"
+    assert "KEEPSTEP_MIN_NODES=1\n" in Path(record.script).read_text()
     assert [kind for kind in kinds(run) if kind in ("left", "restart", "resume")] == ["left"]
     words = ["train", "name=alone", f"max_duration={steps}ba", *TINY, "reproducible=elastic"]
     rested.keepstep(*words, cwd=tmp_path)

@@ -175,6 +175,18 @@ def test_chart_does_not_retry_permanent_failures(kind: str) -> None:
     pytest.fail("nothing that runs jobs")
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+@pytest.mark.parametrize("survive", [True, False])
+def test_chart_replaces_only_a_lost_pod_of_survivors(kind: str, survive: bool) -> None:
+    flags = ["--set", f"jobKind={kind}", "--set", f"training.survive={str(survive).lower()}"]
+    text = yaml.safe_dump_all(template("run", "training", *flags, "--set", "training.backoffLimit=5"))
+    # One pod that fails again and again must not use up what all of them have in common.
+    assert ("backoffLimitPerIndex: 5" in text) is survive
+    assert ("backoffLimit: 5" in text) is not survive
+    # Else pods that were given up would let the job fail after the run is done.
+    assert ("succeededIndexes: '0'" in text) is survive
+
+
 def job_spec(kind: str, *flags: str) -> dict[str, Any]:
     values = [word for flag in (f"jobKind={kind}", *flags) for word in ("--set", flag)]
     named = {"volcano": "Job", "leaderworkerset": "LeaderWorkerSet"}[kind]
@@ -201,6 +213,14 @@ def test_volcano_restarts_by_exit_code() -> None:
     assert environment["MASTER_ADDR"] == "run-node-0.run"
     assert spec["plugins"] == {"env": [], "svc": ["--publish-not-ready-addresses"]}
     assert task["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_volcano_replaces_one_pod_of_survivors() -> None:
+    spec = job_spec("volcano", "training.nodes=3", "training.survive=true")
+    (task,) = spec["tasks"]
+    # All of them start together.
+    assert (spec["minAvailable"], task["minAvailable"], task["replicas"]) == (3, 3, 3)
+    assert {p["action"] for p in task["policies"] if p["exitCode"] not in (2, 4)} == {"RestartPod"}
 
 
 def test_volcano_replaces_one_pod_of_an_elastic_run() -> None:

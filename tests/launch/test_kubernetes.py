@@ -140,6 +140,12 @@ def test_a_queue_is_one_of_volcano_for_its_jobs() -> None:
         assert other not in values
 
 
+@pytest.mark.parametrize("survives", [True, False])
+def test_chart_knows_whether_pods_outlive_each_other(survives: bool) -> None:
+    job = Job("a", ("train", "run.yaml"), Path("runs/a"), 4, survives=survives)
+    assert kubernetes.chart_values(job, KubernetesProfile())["training"]["survive"] is survives
+
+
 def test_a_run_that_runs_is_not_submitted_twice(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submitted(programs)
     words = [

@@ -265,7 +265,15 @@ rules:
 parallelism: {{ int $v.training.nodes }}
 completions: {{ int $v.training.nodes }}
 completionMode: Indexed
+{{- if $v.training.survive }}
+# The others train on without a pod that fails, so its failures are its own. The first pod knows when the run is done.
+backoffLimitPerIndex: {{ int $v.training.backoffLimit }}
+successPolicy:
+  rules:
+    - succeededIndexes: "0"
+{{- else }}
 backoffLimit: {{ int $v.training.backoffLimit }}
+{{- end }}
 podReplacementPolicy: Failed
 podFailurePolicy:
   rules:

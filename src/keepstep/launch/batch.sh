@@ -38,8 +38,11 @@ code=$?
 # srun ends the other nodes at the first failure and reports the highest code, so the nodes report their results in files.
 [ "$code" -ne 0 ] || [ ! -e "$KEEPSTEP_JOB_FOLDER/saved" ] || code=75
 [ "$code" -eq 0 ] || [ ! -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] || code=5
-# Replicas that survive finish without lost nodes, whose tasks srun counts as failed.
-[[ " ${KEEPSTEP_SRUN[*]} " != *' --no-kill '* ]] || [ ! -e "$KEEPSTEP_JOB_FOLDER/done" ] || code=0
+# Replicas that survive save or finish without lost nodes, whose tasks srun counts as failed.
+if [[ " ${KEEPSTEP_SRUN[*]} " = *' --no-kill '* ]]; then
+  [ ! -e "$KEEPSTEP_JOB_FOLDER/saved" ] || code=75
+  [ ! -e "$KEEPSTEP_JOB_FOLDER/done" ] || code=0
+fi
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} ended with $code"
 
 # A busy or restarting controller keeps its state. Retry, so that one failed call does not end a run that has saved.

@@ -70,6 +70,7 @@ def chart_values(job: Job, profile: KubernetesProfile) -> dict[str, Any]:
         "training": {
             "nodes": job.nodes,
             "minNodes": job.fewest_nodes or None,
+            "survive": job.survives,
             "gpusPerNode": profile.gpus_per_node,
             "useSharp": int(profile.sharp),
             "maxRestarts": profile.max_restarts,

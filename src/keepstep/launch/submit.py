@@ -112,10 +112,6 @@ def training_job(
     count = profile.nodes if nodes is None else nodes
     if count < 1:
         raise UsageError(f"-N is {count}, but a job has at least one node", "-N 1")
-    survives = config.resilience.survive and count > 1
-    if survives and 0 < profile.min_nodes < count:
-        wrong = f"resilience.survive starts with all {count} nodes, and the profile's min_nodes is {profile.min_nodes}"
-        raise UsageError(wrong, f"min_nodes: 0 in the profile, or -N {profile.min_nodes}")
     folder = Path(config.runs_dir) / config.name
     files = {"slurm": str(slurm.config_copy(folder)), "ssh": str(record_path(folder).with_name("run.yaml"))}
     files["sky"] = sky.CONFIG_FILE
@@ -130,7 +126,7 @@ def training_job(
         min_nodes=min(profile.min_nodes, count),
         config_text=path.read_text() if path else "{}\n",
         working_dir=Path.cwd(),
-        survives=survives,
+        survives=config.resilience.survive and count > 1,
     )
 
 

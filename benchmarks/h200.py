@@ -37,6 +37,10 @@ from keepstep.train.trainer import train
 
 RESULTS = Path(__file__).parent / "results" / "h200.json"
 LLAMA_1B = ("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16")
+LLAMA_3B = ("model=llama-3b", "model.seq_len=4096", "global_batch=4", "microbatch=4", "precision=bf16")
+QUIET = ("checkpoint.at_end=false", "evaluate.at_end=false")
+DOCUMENT_LOG_MEAN, DOCUMENT_LOG_SIGMA = 6.3, 1.0
+"""Document lengths of the packed runs are log-normal, like those of web text: a median of 545 tokens, a mean of 898."""
 
 
 def config(*words: str) -> RunConfig:
@@ -214,6 +218,44 @@ def against_adamw(steps: int) -> dict[str, Any]:
     }
 
 
+def against_stream(words: tuple[str, ...], steps: int) -> dict[str, Any]:
+    """Real steps on whole documents packed into rows, attention inside each, over those on one stream of tokens.
+
+    The stream runs before and after, and its mean counts.
+    """
+    run = config(*words, *QUIET, f"max_duration={steps + 5}ba", "observe.tensorboard=false")
+    random = np.random.default_rng(1)
+    tokens = (steps + 5) * run.global_batch * (run.model.seq_len + 1) * 2
+    median_s: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data, written = Path(folder) / "tokens", 0
+        with MegatronWriter(data, np.dtype(np.int32)) as writer:
+            while written < tokens:
+                length = 1 + int(random.lognormal(DOCUMENT_LOG_MEAN, DOCUMENT_LOG_SIGMA))
+                writer.add(random.integers(0, run.model.vocab, length))
+                written += length
+        for name in ("stream_before", "best_fit", "stream_after"):
+            fresh()
+            strategy = "best_fit" if name == "best_fit" else "pack"
+            source = replace(run.data, path=str(data), strategy=strategy)
+            train(replace(run, name=name, runs_dir=folder, data=source))
+            lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
+            # The first steps compile.
+            median_s[name] = statistics.median(json.loads(line)["step_s"] for line in lines[5:])
+    stream_s = (median_s["stream_before"] + median_s["stream_after"]) / 2
+    return {"step_s": median_s, "speed": stream_s / median_s["best_fit"]}
+
+
+def packed_over_stream(steps: int) -> dict[str, Any]:
+    """Speed on packed documents over that on a stream, for heads of 64 and of 128."""
+    small, large = against_stream(LLAMA_1B, steps), against_stream(LLAMA_3B, steps)
+    return {
+        "packed_documents": {"llama-1b": small, "llama-3b": large},
+        "packed_over_stream": small["speed"],
+        "packed_over_stream_128": large["speed"],
+    }
+
+
 def measure(steps: int, out: Path) -> dict[str, Any]:
     """Measure everything, the longest part last. Each part is written immediately: time on a rented GPU may run out."""
     llama_1b = config(*LLAMA_1B)
@@ -238,10 +280,10 @@ def measure(steps: int, out: Path) -> dict[str, Any]:
     result["llama8b"] = ours(llama_8b, steps)
     result["llama8b_mfu"] = result["llama8b"]["mfu"]
     write_json(out, result)
-    quiet = ("checkpoint.at_end=false", "evaluate.at_end=false")
-    real = config(*LLAMA_1B, "max_duration=40ba", *quiet)
+    real = config(*LLAMA_1B, "max_duration=40ba", *QUIET)
     result["side_costs"] = side_costs(real, 40)
     result |= against_adamw(steps)
+    result |= packed_over_stream(steps)
     result["data_wait_share"] = result["side_costs"]["data_wait_share"]
     result["telemetry_share"] = result["side_costs"]["telemetry_share"]
     write_json(out, result)
@@ -256,6 +298,7 @@ def main() -> None:
     parser.add_argument("--no-hugging-face", action="store_true")
     parser.add_argument("--only-hugging-face", action="store_true", help="add this comparison to existing results")
     parser.add_argument("--only-muon", action="store_true", help="add Muon against AdamW to existing results, if any")
+    parser.add_argument("--only-packed", action="store_true", help="add packed documents to existing results, if any")
     parser.add_argument("--only-parity", action="store_true", help="add pairs of long runs to existing results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -263,6 +306,11 @@ def main() -> None:
         result = {**(json.loads(args.out.read_text()) if args.out.is_file() else {}), **against_adamw(args.steps)}
         write_json(args.out, result)
         print(json.dumps(result["llama1b_muon"], indent=2), f"\nmuon_over_adamw {result['muon_over_adamw']:.3f}")
+        return
+    if args.only_packed:
+        found = packed_over_stream(args.steps)
+        write_json(args.out, {**(json.loads(args.out.read_text()) if args.out.is_file() else {}), **found})
+        print(json.dumps(found, indent=2))
         return
     if args.only_hugging_face or args.only_parity:
         result = json.loads(args.out.read_text())
@@ -277,6 +325,8 @@ def main() -> None:
         "llama1b_bf16_vs_titan",
         "llama1b_fp8_vs_titan",
         "muon_over_adamw",
+        "packed_over_stream",
+        "packed_over_stream_128",
         "mpt1b_mfu",
         "llama8b_mfu",
         "data_wait_share",

@@ -10,6 +10,7 @@ the usual step against that of the same run without `resilience.survive`, median
 `stall_over_torchft` divides our stall by that of survive_torchft.py with torchft's documented settings,
 `stall_over_torchft_tuned` by that with shorter timeouts. --only measures one part again.
 `copy_over_loopback` is the speed of a state copy from three members, with its checks, over that of the bare sockets.
+`cable_*` is the same run on two hosts whose cable is pulled and plugged in again (survive_cables.py, needs root).
 `protocol_kills` are those of tests/resilience/survivors/protocol_kills.py. What was not measured is null.
 """
 
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import survive_cables
 import survive_copy
 import survive_torchft
 from safetensors.numpy import load_file
@@ -184,6 +186,20 @@ def survival(folder: Path, kills: int) -> dict[str, Any]:
     }
 
 
+def cables(folder: Path, pulls: int) -> dict[str, Any]:
+    """A run on two hosts whose cable is pulled, and the same run undisturbed."""
+    results = survive_cables.pull(folder, pulls, [*WORDS, *SURVIVE])
+    if results["cables_left_out"] is not None:
+        return results
+    ours = records(folder, survive_cables.NAME)
+    run(folder, "alone-cables", len(ours), 1)
+    return results | {
+        "cable_losses_equal": [line["loss"] for line in ours]
+        == [line["loss"] for line in records(folder, "alone-cables")],
+        "cable_weights_equal": weights_equal(folder / survive_cables.NAME, folder / "alone-cables"),
+    }
+
+
 def weights_equal(one: Path, other: Path) -> bool:
     """Whether weights and optimizer state of the last checkpoints have the same bits."""
     first, second = (_tensors(run_folder) for run_folder in (one, other))
@@ -225,9 +241,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--restarts", type=int, default=20, help="kills of the same run through the restart path")
     parser.add_argument("--protocol-kills", type=int, default=50, help="at each point of the protocol")
+    parser.add_argument("--cables", type=int, default=10, help="how often the cable between two hosts is pulled")
     parser.add_argument("--turns", type=int, default=3, help="alternating runs that measure the overhead")
     parser.add_argument("--torchft", type=int, default=5, help="kills of the same model through torchft, twice")
-    parser.add_argument("--only", choices=["survival", "restart", "overhead", "copy", "protocol", "torchft"])
+    parser.add_argument("--only", choices=["survival", "cables", "restart", "overhead", "copy", "protocol", "torchft"])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "survive.json")
     args = parser.parse_args()
     results: dict[str, Any] = {}
@@ -235,6 +252,7 @@ def main() -> int:
         folder = Path(name)
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "survival": lambda: survival(folder, args.kills),
+            "cables": lambda: cables(folder, args.cables),
             "restart": lambda: {"restart_stall_s": round(restart_stall_s(folder, args.restarts), 4)},
             "overhead": lambda: {"overhead": round(overhead(folder, args.turns), 4)},
             "copy": lambda: survive_copy.measure(folder / "copy"),
@@ -253,7 +271,11 @@ def main() -> int:
         results[f"stall_over_{other}"] = round(results["stall_median_s"] / stall_s, 3) if stall_s else None
     results["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
     args.output.write_text(json.dumps(results, indent=1) + "\n")
-    right = results["losses_equal"] and results["weights_equal"] and not results["protocol_mismatches"]
+    cables_right = results.get("cable_losses_equal") in (None, True) and results.get("cable_weights_equal") in (
+        None,
+        True,
+    )
+    right = results["losses_equal"] and results["weights_equal"] and not results["protocol_mismatches"] and cables_right
     return 0 if right and (args.only or results["kills"] == args.kills) else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import statistics
 import time
@@ -36,15 +37,36 @@ def _send_raw(address: str) -> None:
 
 
 def measure(folder: Path, turns: int = 5) -> dict[str, Any]:
-    """Medians of alternating copies of 256 MiB."""
+    """Medians of alternating copies of 256 MiB: on the machine as it is, and with a busy process on each core."""
     folder.mkdir(exist_ok=True)
+    copy_s, raw_s = _medians_s(folder, turns)
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=_compute, daemon=True) for _ in range(os.cpu_count() or 1)]
+    for other in others:
+        other.start()
+    busy_copy_s, busy_raw_s = _medians_s(folder, turns)
+    for other in others:
+        other.kill()
+        other.join()
+    return {
+        "copy_gb_s": round(SIZE_BYTES / copy_s / 1e9, 3),
+        "copy_over_loopback": round(raw_s / copy_s, 3),
+        "copy_over_loopback_busy": round(busy_raw_s / busy_copy_s, 3),
+    }
+
+
+def _compute() -> None:
+    while True:
+        pass
+
+
+def _medians_s(folder: Path, turns: int) -> tuple[float, float]:
     into = np.ones(SIZE_BYTES, np.uint8)
     seconds: dict[str, list[float]] = {"copy": [], "raw": []}
     for _ in range(turns):
         seconds["raw"].append(_time_raw(folder / "replica", into))
         seconds["copy"].append(_time_copy(folder / "replica", into))
-    copy_s, raw_s = (statistics.median(seconds[kind]) for kind in ("copy", "raw"))
-    return {"copy_gb_s": round(SIZE_BYTES / copy_s / 1e9, 3), "copy_over_loopback": round(raw_s / copy_s, 3)}
+    return statistics.median(seconds["copy"]), statistics.median(seconds["raw"])
 
 
 def _time_copy(path: Path, into: np.ndarray[Any, Any]) -> float:

@@ -19,7 +19,8 @@ from keepstep.config.load import load_config
 from keepstep.config.reference import json_schema
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
-from keepstep.launch.profiles import SlurmProfile, commented
+from keepstep.launch.profile_kinds import SlurmProfile
+from keepstep.launch.profiles import commented
 from tests.train.tiny_runs import losses, metrics
 
 LLAMA_LIKE = {

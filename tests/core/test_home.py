@@ -8,7 +8,8 @@ import pytest
 
 from keepstep.core.errors import UsageError
 from keepstep.core.files import home_folder
-from keepstep.launch.profiles import SlurmProfile, load_profile
+from keepstep.launch.profile_kinds import SlurmProfile
+from keepstep.launch.profiles import load_profile
 from keepstep.observe.history import default_cache_dir
 
 

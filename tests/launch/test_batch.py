@@ -15,7 +15,7 @@ from keepstep.config.load import load_config
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.launch import slurm
 from keepstep.launch.job import Job, JobRecord, Target
-from keepstep.launch.profiles import SlurmProfile
+from keepstep.launch.profile_kinds import SlurmProfile
 from keepstep.launch.submit import ReportJob, run_report_job, submit, training_job
 from tests.launch.manifests import REPOSITORY
 from tests.patience import PATIENCE_S

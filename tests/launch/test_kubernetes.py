@@ -14,7 +14,7 @@ from keepstep.core.errors import UsageError
 from keepstep.launch import kubernetes
 from keepstep.launch.job import Job, Target, load_record
 from keepstep.launch.pod import ENDED
-from keepstep.launch.profiles import KubernetesProfile
+from keepstep.launch.profile_kinds import KubernetesProfile
 from keepstep.launch.submit import ReportJob, run_report_job
 
 PROGRAM = """#!/bin/sh

@@ -13,7 +13,8 @@ import yaml
 from keepstep.cli.main import main
 from keepstep.core.ranks import RENDEZVOUS_SECRET
 from keepstep.launch.job import load_record
-from keepstep.launch.profiles import KubernetesProfile, load_profile
+from keepstep.launch.profile_kinds import KubernetesProfile
+from keepstep.launch.profiles import load_profile
 from keepstep.launch.submit import state
 
 PROFILE = """

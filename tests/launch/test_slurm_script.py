@@ -18,7 +18,8 @@ from keepstep.cli.main import main
 from keepstep.core.errors import ConfigError, UsageError
 from keepstep.launch.environments import all_environments
 from keepstep.launch.job import Job, JobRecord, load_record, read_target
-from keepstep.launch.profiles import KubernetesProfile, SlurmProfile, commented, load_profile
+from keepstep.launch.profile_kinds import KubernetesProfile, SlurmProfile
+from keepstep.launch.profiles import commented, load_profile
 from keepstep.launch.quoting import sbatch_value, shell_word, slug
 from keepstep.launch.slurm import render
 from tests.launch.manifests import REPOSITORY

@@ -255,7 +255,8 @@ def test_a_flag_means_its_own_letters(path: str) -> None:
 
 
 def test_dry_run_prints_only_what_would_be_submitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from keepstep.launch.profiles import SlurmProfile, commented
+    from keepstep.launch.profile_kinds import SlurmProfile
+    from keepstep.launch.profiles import commented
 
     (tmp_path / "profile.yaml").write_text(commented(SlurmProfile))
     where = ["--on", f"slurm:{tmp_path}/profile.yaml", "--dry-run"]

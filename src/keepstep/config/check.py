@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from keepstep.config.fields import all_fields, value_at
-from keepstep.config.rules import Rule, experts, parallel, run
+from keepstep.config.rules import Rule, experts, model, parallel, run
 from keepstep.config.rules.parallel import flash_needs_bounds
 from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import ConfigError, KeepstepError
 from keepstep.core.messages import invalid_value
 
-RULES = tuple(rule for module in (run, experts, parallel) for rule in vars(module).values() if isinstance(rule, Rule))
+_PARTS = (run, model, experts, parallel)
+RULES = tuple(rule for part in _PARTS for rule in vars(part).values() if isinstance(rule, Rule))
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
             yield Broken(rule.fields, invalid_value(rule.fields[0], value_at(config, rule.fields[0]), needs), hint)
 
 
-def check_shape(model: ModelConfig) -> None:
+def check_shape(shape: ModelConfig) -> None:
     """Raise where heads and widths of a model do not fit together, whatever made its config."""
-    found = broken_rules(replace(RunConfig(), model=model))
+    found = broken_rules(replace(RunConfig(), model=shape))
     problems = [broken for broken in found if all(name.startswith("model.") for name in broken.fields)]
     if problems:
         raise ConfigError([KeepstepError(broken.message, broken.hint) for broken in problems])

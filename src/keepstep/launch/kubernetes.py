@@ -24,7 +24,7 @@ from keepstep.core.verbosity import debug
 from keepstep.launch.environments import is_on_volume
 from keepstep.launch.job import Job, JobRecord, absolute, record_path, require_answer
 from keepstep.launch.pod import ENDED
-from keepstep.launch.profiles import KubernetesProfile
+from keepstep.launch.profile_kinds import KubernetesProfile
 from keepstep.launch.quoting import slug
 
 

@@ -18,7 +18,7 @@ from keepstep.core.files import write_atomic
 from keepstep.core.ranks import RENDEZVOUS_SECRET
 from keepstep.launch.environments import variables_for
 from keepstep.launch.job import ENDED, Job, JobRecord, absolute, record_path, require_answer
-from keepstep.launch.profiles import SkyProfile
+from keepstep.launch.profile_kinds import SkyProfile
 from keepstep.launch.quoting import shell_words, slug
 
 CONFIG_FILE = "/tmp/keepstep-run.yaml"

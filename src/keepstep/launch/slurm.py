@@ -18,7 +18,7 @@ from keepstep.core.ranks import node_number
 from keepstep.core.verbosity import debug
 from keepstep.launch.environments import variables_for
 from keepstep.launch.job import ENDED, Job, JobRecord, absolute, record_path, require_answer, stop_mark
-from keepstep.launch.profiles import SlurmProfile
+from keepstep.launch.profile_kinds import SlurmProfile
 from keepstep.launch.quoting import sbatch_value, shell_word, shell_words, slug
 from keepstep.resilience.signals import SHUTDOWN_S, SHUTDOWN_VARIABLE
 

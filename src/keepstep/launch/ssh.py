@@ -30,7 +30,8 @@ from keepstep.core.interrupts import ONE_REQUEST_S
 from keepstep.core.ranks import RENDEZVOUS_SECRET
 from keepstep.launch.environments import variables_for
 from keepstep.launch.job import ENDED, Job, JobRecord, absolute, record_path, require_answer
-from keepstep.launch.profiles import SshProfile, split_host
+from keepstep.launch.profile_kinds import SshProfile
+from keepstep.launch.profiles import split_host
 from keepstep.launch.quoting import shell_word, shell_words
 from keepstep.launch.ssh_host import MARK
 from keepstep.resilience.signals import AgentSignals

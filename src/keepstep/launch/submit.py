@@ -31,16 +31,8 @@ from keepstep.launch.job import (
     record_path,
     require_answer,
 )
-from keepstep.launch.profiles import (
-    PROFILES,
-    AnyProfile,
-    KubernetesProfile,
-    SkyProfile,
-    SlurmProfile,
-    SshProfile,
-    load_hosts,
-    load_profile,
-)
+from keepstep.launch.profile_kinds import KubernetesProfile, SkyProfile, SlurmProfile, SshProfile
+from keepstep.launch.profiles import PROFILES, AnyProfile, load_hosts, load_profile
 from keepstep.plan.calibrate import calibrate, shipped_runs
 from keepstep.plan.choose import choose_batch, differences, not_given, plan_or_choose
 from keepstep.plan.cluster import GIB, Cluster, find_cluster, read_profiles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from keepstep.config.schema import RunConfig
 
@@ -41,3 +42,8 @@ def multiples_around(step: int, wanted: int) -> list[int]:
     """The nearest multiples of `step` on each side of `wanted`."""
     below = wanted // step * step
     return [below, below + step] if below > 0 else [step]
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value from a free mapping is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -14,6 +14,8 @@ from tests.parallel.worlds import run_world
 
 TOLERANCE = 1e-4
 
+YARN = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 16, mscale_all_dim: 1.0}"
+
 MODELS: dict[str, list[str]] = {
     "mpt": ["model=mpt-125m"],
     "alibi": ["model=mpt-125m", "model.positions=alibi", "model.sliding_window=20"],
@@ -55,6 +57,38 @@ MODELS: dict[str, list[str]] = {
         "model.kv_heads=2",
         "model.attn_logit_softcapping=0.5",
         "model.final_logit_softcapping=2",
+    ],
+    "sinks": [
+        "model=llama-1b",
+        "model.kv_heads=2",
+        "model.attention_sinks=true",
+        "model.qkv_bias=true",
+        "model.out_bias=true",
+        "model.sliding_window=6",
+        "model.layer_types=[sliding_attention, full_attention]",
+    ],
+    "latent": [
+        "model=llama-1b",
+        "model.head_dim=12",
+        "model.kv_heads=0",
+        "model.kv_lora_rank=8",
+        "model.q_lora_rank=12",
+        "model.qk_rope_head_dim=4",
+        "model.v_head_dim=8",
+        "model.experts.count=4",
+        "model.experts.shared_ffn_hidden=8",
+        "model.experts.first_dense_layers=1",
+        f"model.rotary_scaling={YARN}",
+    ],
+    "plain latent": [
+        "model=llama-1b",
+        "model.head_dim=12",
+        "model.kv_heads=0",
+        "model.kv_lora_rank=8",
+        "model.qk_rope_head_dim=4",
+        "lora.rank=4",
+        "lora.dropout=0",
+        "lora.targets=[q, o]",
     ],
     "muon": ["model=llama-1b", "model.kv_heads=2", "model.tied=true", "model.qk_norm=true", "optimizer=muon"],
     "experts": [
@@ -106,6 +140,9 @@ PACKED = ("alibi+packed", "llama+packed", "window+packed", "kinds+packed")
 NEWER = ("partial", "granite", "kinds", "kinds+packed")
 """Features of later families."""
 
+WHOLE_HEADS = ("sinks", "latent", "plain latent")
+"""Attention of gpt-oss and DeepSeek."""
+
 EVERY_MODEL = ("mpt", "alibi", "gpt", "llama")
 
 LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -113,9 +150,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "dp2": ("shard=2 microbatch=1", EVERY_MODEL),
         "pp2": ("pipeline=2", (*EVERY_MODEL, "llama+packed")),
         "cp2": ("context=2", (*EVERY_MODEL, *PACKED[:3])),
-        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt", *NEWER)),
+        "tp2": ("tensor=2", ("gpt", "llama+packed", "lora", "lora gpt", *NEWER, *WHOLE_HEADS, "olmo", "capped")),
         "pp2 newer": ("pipeline=2", (*NEWER, "olmo", "capped")),
-        "cp2 newer": ("context=2", (*NEWER, "olmo")),
+        "cp2 newer": ("context=2", (*NEWER, *WHOLE_HEADS, "olmo", "capped")),
         "dp2 newer": ("shard=2 microbatch=1", ("kinds", "olmo", "capped")),
         "dp2 newer bounds": ("shard=2 microbatch=1", ("granite", "kinds+packed", "olmo")),
         "tp2 bounds": ("tensor=2", ("llama+packed", "window+packed")),
@@ -135,7 +172,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "dp2 kept": ("shard=2 microbatch=1 keep_gathered=true", ("gpt",)),
         "dp2 offload": ("shard=2 offload=true", ("gpt",)),
         "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama", "deep lora")),
-        "pp2 zero-bubble": ("pipeline=2 schedule=zero_bubble", ("gpt", "llama")),
+        "pp2 zero-bubble": ("pipeline=2 schedule=zero_bubble", ("gpt", "llama", "capped")),
         "cp2 recomputed": ("context=2 compute.recompute=selective", ("llama",)),
     },
     4: {
@@ -161,7 +198,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
     8: {
         "dp2 pp2 tp2": ("shard=2 pipeline=2 tensor=2 microbatch=1", EVERY_MODEL),
         "hsdp 2x2 tp2": ("replicate=2 shard=2 tensor=2 microbatch=1", ("llama",)),
-        "cp2 pp2 tp2": ("context=2 pipeline=2 tensor=2", ("llama+packed",)),
+        "cp2 pp2 tp2": ("context=2 pipeline=2 tensor=2", ("llama+packed", "sinks", "latent")),
     },
 }
 
@@ -226,6 +263,8 @@ def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tm
         # Three experts on four processes: one of them holds none.
         ("experts", ("shard=4 microbatch=1", "shard=2")),
         ("shared", ("shard=4 expert=2 microbatch=1", "shard=2 expert=2")),
+        ("sinks", ("context=2 tensor=2", "tensor=2")),
+        ("latent", ("shard=2 tensor=2", "pipeline=2")),
     ],
 )
 def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(

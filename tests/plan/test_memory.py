@@ -63,6 +63,10 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} {EXPERTS} {SHARED} microbatch=8 global_batch=16 parallel.tensor=2 parallel.expert=2", 4),
         (f"{LLAMA} {EXPERTS} {GPT_OSS} microbatch=4 global_batch=4", 1),
         (f"{LLAMA} {EXPERTS} {SHARED} {LATENT} microbatch=4 global_batch=16", 2),
+        (f"{LLAMA} {EXPERTS} {SHARED} {LATENT} microbatch=4 global_batch=8 parallel.tensor=2", 2),
+        (f"{LLAMA} {EXPERTS} {SHARED} {LATENT} microbatch=4 global_batch=8 parallel.context=2", 2),
+        (f"{LLAMA} {EXPERTS} {GPT_OSS} microbatch=4 global_batch=8 parallel.tensor=2", 2),
+        (f"{LLAMA} {OLMO2} microbatch=8 global_batch=16 parallel.tensor=2", 2),
     ],
 )
 def test_memory_formula_agrees_with_trace(words: str, processes: int) -> None:

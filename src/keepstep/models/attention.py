@@ -77,10 +77,8 @@ class Attention(nn.Module):
         query_btne, key_btge, value_btge = self._project(x_btd, self._rotary(context))
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
-        if self.sinks is not None:
-            return attend(query_btne, key_btge, value_btge, 0, context, self.sinks).flatten(2)
         run = self.plan.attend or attend
-        return run(query_btne, key_btge, value_btge, self.plan.first_head, context).flatten(2)
+        return run(query_btne, key_btge, value_btge, self.plan.first_head, context, self.sinks).flatten(2)
 
     def _rotary(self, context: Context) -> tuple[Tensor, Tensor] | None:
         return context.rotary if self.has_rope else None

@@ -54,7 +54,8 @@ class LatentAttention(nn.Module):
             key_bsne, value_bsnv = context.cache.update(self.layer, key_bsne, value_bsnv)
         # Flash kernels want values as wide as keys; others need memory for whole matrices of scores.
         value_bsne = F.pad(value_bsnv, (0, self.head_size - self.value_size))
-        attn_out_btd = attend(query_btne, key_bsne, value_bsne, 0, context)[..., : self.value_size].flatten(2)
+        run = self.plan.attend or attend
+        attn_out_btd = run(query_btne, key_bsne, value_bsne, 0, context)[..., : self.value_size].flatten(2)
         if residual_btd is not None:
             return matmul_add(attn_out_btd, self.out.weight.to(attn_out_btd.dtype), residual_btd)
         output_btd: Tensor = self.out(attn_out_btd)

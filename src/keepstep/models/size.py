@@ -68,6 +68,13 @@ def attention_matrices(config: ModelConfig) -> tuple[int, ...]:
     return *queries, hidden * (config.kv_lora_rank + rotated), config.kv_lora_rank * expanded, out
 
 
+def latent_matrices(config: ModelConfig) -> int:
+    """Parameters of the matrices that make latents, which tensor parallelism leaves whole."""
+    if not config.kv_lora_rank:
+        return 0
+    return config.hidden * (config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim)
+
+
 def _mlp_matrices(config: ModelConfig) -> int:
     return (3 if config.gated else 2) * config.hidden * config.ffn_size
 

@@ -57,6 +57,8 @@ class Block:
     """Token i of the block attends to tokens up to i; the block is square then."""
     mask: BlockMask | None
     given_scale: float | None = None
+    softcap: float = 0.0
+    """Scores stay within ± this, by tanh; 0 for no bound."""
 
     @property
     def scale(self) -> float:
@@ -104,7 +106,7 @@ def block_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tensor
 
 def _kernel(block: Block) -> str:
     query = block.query
-    if block.mask is not None:
+    if block.mask is not None or block.softcap:
         return "plain"
     if query.device.type == "cpu":
         return "cpu"
@@ -118,6 +120,10 @@ def _query_slices(block: Block) -> list[slice]:
 
 def _scores(block: Block, queries: slice) -> Tensor:
     scores_bnts = (block.query[:, :, queries] @ block.key.transpose(2, 3)).float() * block.scale
+    return block.softcap * torch.tanh(scores_bnts / block.softcap) if block.softcap else scores_bnts
+
+
+def _masked(block: Block, queries: slice, scores_bnts: Tensor) -> Tensor:
     if block.mask is not None:
         return scores_bnts + block.mask.bias(queries)
     if block.causal:
@@ -127,7 +133,7 @@ def _scores(block: Block, queries: slice) -> Tensor:
 
 
 def _attend_some(block: Block, queries: slice) -> tuple[Tensor, Tensor]:
-    scores_bnts = _scores(block, queries)
+    scores_bnts = _masked(block, queries, _scores(block, queries))
     lse_bnt = scores_bnts.logsumexp(dim=-1)
     # A query that may attend to nothing here has -inf for its sum: its probabilities must be 0, not undefined.
     probability_bnts = torch.exp(scores_bnts - _finite(lse_bnt)[..., None])
@@ -141,11 +147,15 @@ def _plain_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tenso
     by_value = torch.zeros_like(block.value, dtype=torch.float32)
     for queries in _query_slices(block):
         grad_bnte = mixed_grad[:, :, queries]
-        probability = torch.exp(_scores(block, queries) - _finite(lse[:, :, queries])[..., None])
+        scores = _scores(block, queries)
+        probability = torch.exp(_masked(block, queries, scores) - _finite(lse[:, :, queries])[..., None])
         # The softmax takes out what a shift of all scores would change: the row's mean gradient.
         mean_bnt1 = (grad_bnte.float() * mixed[:, :, queries].float()).sum(dim=-1, keepdim=True)
         by_probability = (grad_bnte.to(dtype) @ block.value.transpose(2, 3)).float()
-        by_score = (probability * (by_probability - mean_bnt1) * block.scale).to(dtype)
+        by_score = probability * (by_probability - mean_bnt1) * block.scale
+        if block.softcap:
+            by_score = by_score * (1.0 - (scores / block.softcap).square())
+        by_score = by_score.to(dtype)
         by_value += (probability.to(dtype).transpose(2, 3) @ grad_bnte.to(dtype)).float()
         by_key += (by_score.transpose(2, 3) @ block.query[:, :, queries]).float()
         by_query[:, :, queries] = (by_score @ block.key).float()

@@ -37,9 +37,9 @@ class RingContext(Context):
     __slots__ = ("documents_rbt",)
 
     def __init__(self, config: ModelConfig, positions_bt: Tensor, documents_rbt: Tensor | None) -> None:
-        assert config.kernel_scores, "config.rules.parallel refuses it"
         rotary = rope_tables(config, positions_bt) if config.positions == "rotary" else None
-        super().__init__(None, True, rotary, None, None, config.sliding_window, config.attention_multiplier or None)
+        scores = (config.sliding_window, config.score_scale, config.attn_logit_softcapping)
+        super().__init__(None, True, rotary, None, None, *scores)
         self.documents_rbt = documents_rbt
 
 
@@ -110,6 +110,7 @@ def _attend(
     value_btge: Tensor,
     first_head: int,
     context: Context,
+    sinks_n: Tensor | None = None,
     *,
     config: ModelConfig,
     group: dist.ProcessGroup,
@@ -122,9 +123,9 @@ def _attend(
         slopes_n = all_slopes[first_head : first_head + heads]
     tokens = query_btne.shape[1] * group.size()
     window = context.window if context.window < tokens else 0
-    masks = RingMasks(group, window, slopes_n, context.documents_rbt, context.scale)
+    masks = RingMasks(group, window, slopes_n, context.documents_rbt, context.scale, context.softcap)
     parts = (each.transpose(1, 2) for each in (query_btne, key_btge, value_btge))
-    mixed: Tensor = _RingAttention.apply(*parts, masks)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _RingAttention.apply(*parts, sinks_n, masks)  # type: ignore[no-untyped-call]
     return mixed.transpose(1, 2)
 
 
@@ -139,6 +140,8 @@ class RingMasks:
     """Documents of every process's tokens."""
     scale: float | None
     """What scores are multiplied by; None is 1 / √e."""
+    softcap: float
+    """Scores stay within ± this; 0 for no bound."""
 
     def between(self, source: int, query: Tensor, queries: slice, keys: slice) -> BlockMask | None:
         """The mask of our queries against the keys of process `source`; None where order says it all."""
@@ -185,23 +188,38 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> _Passing:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention of our queries [b, n, t, e] to the keys and values [b, g, t, e] of every process in the ring."""
+    """Attention of our queries [b, n, t, e] to the keys and values [b, g, t, e] of every process in the ring.
+
+    A sink is one more key of each query, of value zero: it has a share of the softmax and adds nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, masks: RingMasks) -> Tensor:
-        mixed, lse = _merge_all(query, torch.stack([key, value]), masks)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks_n: Tensor | None, masks: RingMasks
+    ) -> Tensor:
+        mixed, lse_bnt = _merge_all(query, torch.stack([key, value]), masks)
+        if sinks_n is not None:
+            with_sinks_bnt = torch.logaddexp(lse_bnt, sinks_n.float()[:, None])
+            mixed = mixed * torch.exp(lse_bnt - with_sinks_bnt)[..., None]
+            lse_bnt = with_sinks_bnt
         mixed_out = mixed.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mixed_out, lse)
+        ctx.save_for_backward(query, key, value, sinks_n, mixed_out, lse_bnt)
         ctx.masks = masks
         return mixed_out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        query, key, value, mixed, lse = ctx.saved_tensors
+        query, key, value, sinks_n, mixed, lse_bnt = ctx.saved_tensors
         key_value = torch.stack([key, value])
-        by_query, by_key_value = _all_gradients(query, key_value, mixed, lse, grad_outputs[0], ctx.masks)
+        by_query, by_key_value = _all_gradients(query, key_value, mixed, lse_bnt, grad_outputs[0], ctx.masks)
         by_key, by_value = by_key_value.to(key.dtype).unbind()
-        return by_query.to(query.dtype), by_key, by_value, None
+        by_sinks = None
+        if sinks_n is not None:
+            # The softmax takes the row's mean gradient from each key's; a sink's own, for a value of zero, is zero.
+            mean_bnt = (grad_outputs[0].float() * mixed.float()).sum(dim=-1)
+            share_bnt = torch.exp(sinks_n.float()[:, None] - lse_bnt)
+            by_sinks = -(share_bnt * mean_bnt).sum(dim=(0, 2)).to(sinks_n.dtype)
+        return by_query.to(query.dtype), by_key, by_value, by_sinks, None
 
 
 def _merge_all(query: Tensor, key_value: Tensor, masks: RingMasks) -> tuple[Tensor, Tensor]:
@@ -257,5 +275,6 @@ def _block(query: Tensor, key_value: Tensor, source: int, masks: RingMasks) -> t
     queries = slice(half, None) if source > rank else everything
     keys = slice(0, half) if source < rank else everything
     mask = masks.between(source, query, queries, keys)
-    block = Block(query[:, :, queries], key[:, :, keys], value[:, :, keys], source == rank, mask, masks.scale)
+    parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
+    block = Block(*parts, source == rank, mask, masks.scale, masks.softcap)
     return block, queries, keys

@@ -37,6 +37,12 @@ def scatter_sums(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
+def sum_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over processes, on each; so are gradients, because every process uses it."""
+    total: Tensor = _Sum.apply(x, group.group_name)  # type: ignore[no-untyped-call]
+    return total
+
+
 def _gather(x: Tensor, dim: int, processes: int, group_name: str) -> Tensor:
     stacked: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), processes, group_name))
     return stacked if dim == 0 else torch.cat(stacked.chunk(processes), dim)
@@ -60,6 +66,20 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         inverse = _scatter if ctx.gathers else _gather
         return inverse(grad_outputs[0], *ctx.where), None, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Adds up in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        total: Tensor = _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group_name))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return _OPS.wait_tensor(_OPS.all_reduce(grad_outputs[0].contiguous(), "sum", ctx.group_name)), None
 
 
 def local_part(parameter: Tensor, placement: Placement) -> Tensor:

@@ -47,7 +47,8 @@ def repeat_output(model: Transformer, is_split: bool) -> None:
     `is_split` says that tensor parallelism has put its own output in place already.
     """
     whole = VocabularySlice(0, model.config.padded_vocab, None)
-    output = model.tied_output if is_split else partial(vocabulary_output, vocabulary=whole)
+    cap = model.config.final_logit_softcapping
+    output = model.tied_output if is_split else partial(vocabulary_output, vocabulary=whole, cap=cap)
     model.tied_output = partial(output, backward_runs=2)
     if model.head is not None:
         model.head.output = model.tied_output
@@ -61,11 +62,13 @@ def vocabulary_output(
     chunks: int,
     *,
     vocabulary: VocabularySlice,
+    cap: float = 0.0,
     backward_runs: int = 1,
 ) -> Tensor:
     """`models.head.head_output` for a slice of the rows; `hidden_btd` holds this process's part of the row.
 
-    Every process returns the same: the sum of token losses, or without targets the logits of the whole vocabulary.
+    Every process returns the same: the sum of token losses, or without targets the logits of the whole vocabulary, both
+    with logits within ± `cap` where there is one.
     After `backward_runs` backward passes the gradients kept since the forward pass are let go.
     """
     hidden_btd = vocabulary.gather(hidden_btd, 1)
@@ -73,12 +76,14 @@ def vocabulary_output(
     if targets_bt is None:
         padding_v = _padding(vocabulary, vocab, hidden_btd.device)
         logits_btv = torch.nn.functional.linear(hidden_btd, weight_vd)
+        if cap:
+            logits_btv = cap * torch.tanh(logits_btv / cap)
         logits_btv = logits_btv.masked_fill(padding_v, torch.finfo(logits_btv.dtype).min)
         return vocabulary.gather(logits_btv, 2)
     hidden_nd, targets_n = hidden_btd.flatten(0, 1), targets_bt.flatten()
     chunk_count = chunks or default_chunks(hidden_nd.shape[0], vocabulary.rows, hidden_nd)
     loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_nd, weight_vd, targets_n, vocab, chunk_count, vocabulary, backward_runs
+        hidden_nd, weight_vd, targets_n, vocab, chunk_count, vocabulary, cap, backward_runs
     )
     return loss
 
@@ -95,6 +100,7 @@ class _VocabularyLoss(torch.autograd.Function):
         vocab: int,
         chunk_count: int,
         vocabulary: VocabularySlice,
+        cap: float,
         backward_runs: int,
     ) -> Tensor:
         padding_v = _padding(vocabulary, vocab, hidden_nd.device)
@@ -105,9 +111,13 @@ class _VocabularyLoss(torch.autograd.Function):
         chunk_size = -(-hidden_nd.shape[0] // chunk_count)
         for start in range(0, hidden_nd.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
-            logits_nv = torch.mm(hidden_nd[chunk], weight_vd.t()).float().masked_fill_(padding_v, float("-inf"))
+            logits_nv = torch.mm(hidden_nd[chunk], weight_vd.t()).float()
+            tanh_nv = logits_nv.div_(cap).tanh_() if cap else None
+            logits_nv = (logits_nv if tanh_nv is None else cap * tanh_nv).masked_fill_(padding_v, float("-inf"))
             loss_n, logits_grad_nv = _chunk_loss(logits_nv, targets_n[chunk], vocabulary)
             loss += loss_n.sum()
+            if tanh_nv is not None:
+                logits_grad_nv *= 1.0 - tanh_nv.square()
             logits_grad_nv = logits_grad_nv.to(hidden_nd.dtype)
             if hidden_grad_nd is not None:
                 hidden_grad_nd[chunk] = torch.mm(logits_grad_nv, weight_vd)
@@ -127,7 +137,7 @@ class _VocabularyLoss(torch.autograd.Function):
         scale = grad_outputs[0]
         by_hidden = None if hidden_grad_nd is None else (hidden_grad_nd * scale).to(hidden_grad_nd.dtype)
         by_weight = None if weight_grad_vd is None else (weight_grad_vd * scale).to(weight_dtype)
-        return by_hidden, by_weight, None, None, None, None, None
+        return by_hidden, by_weight, None, None, None, None, None, None
 
 
 def _chunk_loss(logits_nv: Tensor, targets_n: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keepstep.config.schema import ModelConfig
 from keepstep.models.size import token_copies
 from keepstep.plan.cluster import Cluster
 from keepstep.plan.tensors import FP32, StageParameters
@@ -107,7 +108,8 @@ class Network:
     def _tensor_s(self, counts: StageParameters) -> float:
         """Rows are gathered before and scattered after attention and feed-forward, in forward and backward."""
         work = self._work
-        row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
+        # The mean of four exchanges.
+        row = work.compute_bytes * work.tokens_per_microbatch * sum(exchanged_widths(work.model)) / 4
         passes = 3 if work.recompute == "full" else 2
         experts = 2 * self.ring_s("tensor", work.compute_bytes * counts.experts / counts.expert_parallel)
         return (self.ring_s("tensor", row) * 4 * passes + experts) * counts.blocks
@@ -147,12 +149,14 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
     row = work.compute_bytes * work.model.hidden * work.tokens_per_microbatch
     first, last = stage == 0, stage == degrees.pipeline - 1
     if degrees.tensor > 1:
-        # Each block gathers twice and scatters twice in forward, and the reverse in backward; recomputation ends before
-        # the last scatter.
+        # Backward scatters what forward gathers, and the reverse; recomputation ends before the last scatter.
         again = 0 if work.recompute == "none" else 1
-        ends = int(last) + int(first)
-        gathered += each * row * (counts.blocks * (4 + 2 * again) + ends)
-        reduced += each * row * (counts.blocks * (4 + again) + ends)
+        numbers, ends = work.compute_bytes * work.tokens_per_microbatch, int(last) + int(first)
+        by_gathers, by_scatters = exchanged_widths(work.model)
+        gathered += int(each * (numbers * counts.blocks * (by_gathers * (1 + again) + by_scatters) + row * ends))
+        reduced += int(
+            each * (numbers * counts.blocks * (by_gathers + by_scatters) + row * (counts.blocks * again + ends))
+        )
     sends = each * row // degrees.tensor * work.received_streams(stage) + each * counts.blocks * ring_bytes(work)
     if degrees.pipeline > 1 and work.model.tied and (first or last):
         sends += FP32 * counts.table // degrees.weight_shards
@@ -162,6 +166,17 @@ def step_bytes(work: Workload, counts: StageParameters, stage: int) -> StepBytes
         # Each process along the tensor axis has computed its own tokens with the same experts.
         replicas += each * work.compute_bytes * counts.blocks * counts.experts // degrees.expert
     return StepBytes(gathered, reduced, replicas, sends, int(dispatched))
+
+
+def exchanged_widths(model: ModelConfig) -> tuple[float, float]:
+    """Numbers per token that a block gathers and scatters over the tensor axis in forward; the mean over blocks.
+
+    Experts compute the tokens that a process has; where they are alone, only attention needs whole rows.
+    """
+    experts_alone = 0 if model.experts.shared_ffn_hidden else model.expert_layers
+    feed_forward = model.hidden * (1 - experts_alone / model.layers)
+    latent = (model.q_lora_rank or model.hidden) + model.kv_lora_rank + model.qk_rope_head_dim
+    return (latent if model.kv_lora_rank else model.hidden) + feed_forward, model.hidden + feed_forward
 
 
 def reduced_parameters(counts: StageParameters) -> int:

@@ -15,6 +15,7 @@ from keepstep.models.size import (
     attention_matrices,
     block_norm_parameters,
     block_parameters,
+    latent_matrices,
     norm_parameters,
     token_copies,
 )
@@ -78,9 +79,9 @@ class StageParameters:
 
 
 def split_block_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of one block on one tensor-parallel process: matrices are split, norms and experts are not."""
+    """Parameters of one block on one tensor-parallel process: norms, matrices of latents and experts are not split."""
     biases = model.hidden * (2 if model.bias else int(model.out_bias))
-    whole = block_norm_parameters(model) + biases + expert_parameters(model)
+    whole = block_norm_parameters(model) + biases + latent_matrices(model) + expert_parameters(model)
     return (block_parameters(model) - whole) // tensor + whole
 
 
@@ -227,26 +228,42 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     travelling = model.hidden if work.degrees.expert > 1 else 0
     copied = int(token_copies(model) * (model.hidden + 2 * model.expert_size + travelling)) // work.degrees.tensor
     working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
+    working = max(working, _ring_working(widths, work) - size * ((3 if gated else 2) * widths.ffn + widths.hidden))
     quantised = _quantised_weights(model, widths, work.degrees.tensor) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
     workspace = _quantised_workspace(work)
     return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens + workspace)
 
 
+def _ring_working(widths: _Widths, work: Workload) -> int:
+    """Bytes per token at the peak of ring attention's backward, when what the feed-forward saved is free again."""
+    if work.degrees.context == 1:
+        return 0
+    # Gradients of a block of keys as the kernel gives them and in fp32, with keys and values for each query head.
+    query = widths.query * (3 * work.compute_bytes + 4 * FP32)
+    # Keys and values, and the sums of their gradients, one to compute with and one on its way.
+    return query + 2 * widths.key * (2 * work.compute_bytes + 2 * FP32)
+
+
 def _saved_bytes(model: ModelConfig, widths: _Widths, work: Workload) -> int:
     """Bytes per token saved when nothing is recomputed, without statistics."""
     rotary = model.positions == "rotary"
     gated = model.gated
+    # A ring computes caps and sinks in passing.
+    rings = work.degrees.context > 1
+    whole_heads = work.degrees.tensor == 1
     saved = [
         work.stream_width,  # the block's input, saved by its norm
         widths.qkv,  # queries, keys and values: three tensors after a fused split and rope, else views of one
         0 if model.plain_rope or model.kv_lora_rank else widths.query + widths.key,
-        # A norm over all heads needs them side by side.
-        0 if model.head_qk_norm else widths.query + widths.key,
+        # A norm over all heads needs them side by side; over those of other processes, in fp32 before and after.
+        0
+        if model.head_qk_norm
+        else (widths.query + widths.key) * (1 if whole_heads else 2 * FP32 // work.compute_bytes),
         2 * work.stream_width if model.norm_placement == "both" else 0,  # inputs of the norms after the sub-blocks
         # Soft-capped scores, their tanh and the probabilities are whole matrices, one of them in fp32.
-        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping else 0,
-        _sink_width(model, widths) if model.attention_sinks else 0,
+        4 * widths.heads * model.seq_len + 2 * widths.query if model.attn_logit_softcapping and not rings else 0,
+        _sink_width(model, widths) if model.attention_sinks and not rings else 0,
         # Queries are grouped by key-value head: where a group has several, attention needs a copy in head order.
         widths.query if not (rotary or model.qk_norm) and model.heads > model.key_value_heads else 0,
         widths.qkv if model.clip_qkv else 0,

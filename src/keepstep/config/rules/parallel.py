@@ -11,8 +11,7 @@ from keepstep.core.messages import listed
 
 @rule(
     "parallel.tensor", "parallel.context", "model.kv_heads", "model.heads", "model.ffn_hidden", "model.hidden",
-    "model.vocab", "model.vocab_multiple", "model.seq_len", "model.head_qk_norm", "model.final_logit_softcapping",
-    "model.attention_sinks", "model.kv_lora_rank",
+    "model.vocab", "model.vocab_multiple", "model.seq_len",
 )  # fmt: skip
 def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
     """Heads, feed-forward width, vocabulary and tokens divide by the degree."""
@@ -22,14 +21,6 @@ def tensor_parallel_splits_evenly(config: RunConfig) -> Found:
         return "must be 1 with model.linear bitnet, whose scale is computed over whole matrices", "use parallel.shard"
     if degree > 1 and model.linear not in ("dense", "fp8"):
         return f"must be 1 with model.linear {model.linear}, which computes with whole matrices", "use parallel.shard"
-    if degree > 1 and not model.head_qk_norm:
-        return "must be 1 with model.head_qk_norm false, whose norm is over all heads", "use parallel.shard"
-    if degree > 1 and model.final_logit_softcapping:
-        return "must be 1 with model.final_logit_softcapping, which needs whole logits", "use parallel.shard"
-    if degree > 1 and model.attention_sinks:
-        return "must be 1 with model.attention_sinks, which are not split by heads", "use parallel.shard"
-    if degree > 1 and model.kv_lora_rank:
-        return "must be 1 with model.kv_lora_rank: latent attention is not split by heads", "use parallel.shard"
     if kv_heads % degree or ffn % degree:
         degrees = [each for each in divisors(kv_heads) if ffn % each == 0]
         heads = f"must divide model.{'kv_heads' if model.kv_heads else 'heads'} ({kv_heads})"
@@ -73,16 +64,6 @@ def zero_bubble_needs_eager_blocks(config: RunConfig) -> Found:
     return "splits the backward pass, which compiled blocks cannot", "compute.compile=false, or schedule=interleaved"
 
 
-@rule("parallel.schedule", "parallel.pipeline", "model.final_logit_softcapping")
-def zero_bubble_needs_plain_logits(config: RunConfig) -> Found:
-    """The loss over soft-capped logits has one backward pass."""
-    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble":
-        return None
-    if not config.model.final_logit_softcapping:
-        return None
-    return "does not support model.final_logit_softcapping", "parallel.schedule=interleaved"
-
-
 @rule("compute.recompute", "parallel.schedule", "parallel.pipeline")
 def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     """Selective recomputation frees its saved tensors after the first of the two backward passes."""
@@ -94,16 +75,10 @@ def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     return needs, "compute.recompute=full or none, or parallel.schedule=interleaved"
 
 
-@rule(
-    "parallel.context", "model.seq_len", "model.attn_logit_softcapping", "model.attention_sinks", "model.kv_lora_rank",
-    "model.rotary_scaling",
-)  # fmt: skip
+@rule("parallel.context", "model.seq_len", "model.rotary_scaling")
 def context_parallel_splits_rows(config: RunConfig) -> Found:
     """Each process takes two pieces of a row, so that the causal work is even."""
     degree, seq_len = config.parallel.context, config.model.seq_len
-    for name in ("attn_logit_softcapping", "attention_sinks", "kv_lora_rank"):
-        if degree > 1 and getattr(config.model, name):
-            return f"must be 1 with model.{name}, which ring attention does not compute", "use parallel.shard"
     if degree > 1 and config.model.scales_rope_by_length:
         needs = "must be 1 with model.rotary_scaling dynamic or longrope, which depend on the length of a whole row"
         return needs, "use parallel.shard"

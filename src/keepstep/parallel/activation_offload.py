@@ -26,6 +26,7 @@ from keepstep.models.attention_context import Context
 
 MIN_BYTES = 2**20
 """Smaller tensors stay on the device: copying them costs more than it saves."""
+_UNIT_BYTES = 2**16
 
 
 class ActivationOffload:
@@ -73,13 +74,12 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor) -> Tensor | _SavedView:
         saved = self._recording
         assert saved is not None
-        # A wrapper has no storage of its own.
-        if type(tensor) is not Tensor or tensor.device != saved.device or tensor.layout != torch.strided:
+        # A distributed tensor has no storage of its own.
+        if isinstance(tensor, DTensor) or tensor.device != saved.device or tensor.layout != torch.strided:
             return tensor
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_bytes:
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
             return tensor
-        copy = saved.copy_of(storage)
+        copy = saved.copy_of(tensor)
         view = (saved, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         return tensor if copy is None else _SavedView(copy, *view)
 
@@ -105,7 +105,7 @@ class ActivationOffload:
             for copy in moving:
                 copy.host = self.buffers.take(copy.size_bytes, saved.device)
                 copy.buffers = self.buffers
-            saved.copied = self._copies.start([(copy.in_host, copy.on_device) for copy in moving])
+            saved.copied = self._copies.start([pair for copy in moving for pair in copy.pieces()])
         if self._newest is not None:
             self._newest.leave_device()
         self._newest = saved
@@ -119,7 +119,8 @@ class ActivationOffload:
         for copy in absent:
             copy.fetched_for = saved
             copy.device = torch.empty(copy.size_bytes, dtype=torch.uint8, device=saved.device)
-        saved.fetched = self._copies.start([(copy.on_device, copy.in_host) for copy in absent])
+        pieces = [piece for copy in absent for piece in copy.pieces()]
+        saved.fetched = self._copies.start([(on_device, in_host) for in_host, on_device in pieces])
 
 
 class HostBuffers:
@@ -127,28 +128,35 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
-        self.count = self.size_bytes = self.peak_bytes = 0
+        self.size_bytes = self.peak_bytes = 0
+        """In use now, and at most so far."""
 
-    def take(self, size_bytes: int, device: torch.device) -> Tensor:
-        """A buffer of at least this many bytes. Sizes are powers of two, as torch allocates pinned memory anyway."""
-        size = host_buffer_bytes(size_bytes)
-        free = self._free.setdefault(size, [])
-        buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.count += 1
-        self.size_bytes += size
+    def take(self, size_bytes: int, device: torch.device) -> list[Tensor]:
+        """Buffers for this many bytes, largest first.
+
+        Each is a power of two, because torch allocates pinned memory so: a single one could be half empty.
+        """
+        sizes = buffer_sizes(size_bytes)
+        self.size_bytes += sum(sizes)
         self.peak_bytes = max(self.peak_bytes, self.size_bytes)
-        return buffer
+        free = [self._free.setdefault(size, []) for size in sizes]
+        return [each.pop() if each else self.allocate(size, device) for size, each in zip(sizes, free, strict=True)]
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer back. Copies that still use it precede those of its next user on their stream."""
-        self._free[buffer.numel()].append(buffer)
-        self.count -= 1
-        self.size_bytes -= buffer.numel()
+    def allocate(self, size_bytes: int, device: torch.device) -> Tensor:
+        """A new buffer, which a GPU can copy to while it computes."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        """Take buffers back. Copies that still use them precede those of their next user on their stream."""
+        for buffer in buffers:
+            self._free[buffer.numel()].append(buffer)
+            self.size_bytes -= buffer.numel()
 
 
-def host_buffer_bytes(size_bytes: int) -> int:
-    """Host memory that a tensor of this size takes."""
-    return 1 << (size_bytes - 1).bit_length()
+def buffer_sizes(size_bytes: int) -> list[int]:
+    """The powers of two that add up to a size, rounded up to 64 KiB; largest first."""
+    units = -(-size_bytes // _UNIT_BYTES)
+    return [_UNIT_BYTES << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
 
 
 class _CopyStream:
@@ -184,27 +192,28 @@ class _SavedBlock:
         self.fetched: torch.cuda.Event | None = None
         """When all are back; None where the compute stream has already waited for that."""
         self._module = module
-        self._shared = {tensor.untyped_storage().data_ptr() for tensor in _tensors_in(context)}
+        self._shared = {_storage_key(tensor) for tensor in _tensors_in(context)}
         # Weak: a copy must go with the last autograd node that needs it, not with the block.
         self._copies: dict[int, weakref.ref[_Copy]] = {}
 
-    def copy_of(self, storage: torch.UntypedStorage) -> _Copy | None:
+    def copy_of(self, tensor: Tensor) -> _Copy | None:
         """The one copy of a storage, however many views of it are saved; None for weights and what blocks share."""
-        address = storage.data_ptr()
-        copy = self._copy_at(address)
-        if copy is None and (address in self._shared or address in self._weight_addresses()):
+        key = _storage_key(tensor)
+        copy = self._copy_on_device(key)
+        if copy is None and (key in self._shared or key in self._weight_keys()):
             return None
         # The residual stream may be saved by the block before as well.
         if copy is None and self.previous is not None and not self.stays:
-            copy = self.previous._copy_at(address)
+            copy = self.previous._copy_on_device(key)
         if copy is None:
-            copy = _Copy(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
-        self._copies[address] = weakref.ref(copy)
+            numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+            copy = _Copy(tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8))
+        self._copies[key] = weakref.ref(copy)
         return copy
 
-    def _copy_at(self, address: int) -> _Copy | None:
-        """The copy of what is on the device at this address, if this block has saved it."""
-        known = self._copies.get(address)
+    def _copy_on_device(self, key: int) -> _Copy | None:
+        """The copy of this storage; None once it has left the device, where another tensor may have its key now."""
+        known = self._copies.get(key)
         copy = None if known is None else known()
         return copy if copy is not None and copy.device is not None else None
 
@@ -226,11 +235,10 @@ class _SavedBlock:
             torch.cuda.current_stream(self.device).wait_event(self.fetched)
             self.fetched = None
 
-    def _weight_addresses(self) -> Iterator[int]:
-        # FSDP gathers into new memory each time, and experts later than the rest of the block.
+    def _weight_keys(self) -> Iterator[int]:
+        # Not known before: FSDP gathers the weights of experts during the block.
         for weight in (*self._module.parameters(), *self._module.buffers()):
-            local = weight._local_tensor if isinstance(weight, DTensor) else weight
-            yield local.untyped_storage().data_ptr()
+            yield _storage_key(weight._local_tensor if isinstance(weight, DTensor) else weight)
 
 
 class _Copy:
@@ -240,7 +248,7 @@ class _Copy:
 
     def __init__(self, device: Tensor) -> None:
         self.device: Tensor | None = device
-        self.host: Tensor | None = None
+        self.host: list[Tensor] | None = None
         self.buffers: HostBuffers | None = None
         self.fetched_for: _SavedBlock | None = None
         self.size_bytes = device.numel()
@@ -251,11 +259,13 @@ class _Copy:
         assert self.device is not None
         return self.device
 
-    @property
-    def in_host(self) -> Tensor:
-        """All its bytes in host memory."""
-        assert self.host is not None
-        return self.host[: self.size_bytes]
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Its bytes in host memory and on the device, buffer by buffer."""
+        start = 0
+        for buffer in self.host or ():
+            on_device = self.on_device[start : start + buffer.numel()]
+            yield buffer[: on_device.numel()], on_device
+            start += buffer.numel()
 
     def __del__(self) -> None:
         # A pass that is given up may free memory that a copy on the side stream is about to write.
@@ -278,9 +288,7 @@ class _SavedView:
 
     def restore(self) -> Tensor:
         """The tensor, over the memory that its copy has on the device."""
-        device = self.copy.on_device
-        empty = torch.empty(0, dtype=self.dtype, device=device.device)
-        return empty.set_(device.untyped_storage(), self.offset, self.shape, self.stride)
+        return self.copy.on_device.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class _OutputMode(TorchDispatchMode):
@@ -310,6 +318,11 @@ class _ReuseOutputs(_OutputMode):
         if not self._is_saved(func):
             return func(*args, **(kwargs or {}))
         return tree_map_only((Tensor, _SavedView), self._offload._unpack, self._outputs.popleft())
+
+
+def _storage_key(tensor: Tensor) -> int:
+    """The same for all views of one storage, as long as it lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -32,8 +32,7 @@ _UNIT_BYTES = 2**16
 class ActivationOffload:
     """Moves what the blocks of one model, or of one pipeline stage, save to host memory and back."""
 
-    def __init__(self, min_bytes: int = MIN_BYTES) -> None:
-        self._min_bytes = min_bytes
+    def __init__(self) -> None:
         self._copies: _CopyStream | None = None
         self._recording: _SavedBlock | None = None
         self._newest: _SavedBlock | None = None
@@ -77,7 +76,7 @@ class ActivationOffload:
         # A distributed tensor has no storage of its own.
         if isinstance(tensor, DTensor) or tensor.device != saved.device or tensor.layout != torch.strided:
             return tensor
-        if tensor.untyped_storage().nbytes() < self._min_bytes:
+        if tensor.untyped_storage().nbytes() < MIN_BYTES:
             return tensor
         copy = saved.copy_of(tensor)
         view = (saved, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 _QUERIES_AT_ONCE = 512
+_FEWEST_QUERIES = 128
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,11 @@ def _kernel(block: Block) -> str:
 def _slices(block: Block) -> Iterator[tuple[slice, slice]]:
     """Some queries at a time, and the keys that they can attend to."""
     count, keys = block.query.shape[2], block.key.shape[2]
-    for start in range(0, count, _QUERIES_AT_ONCE):
-        queries = slice(start, min(start + _QUERIES_AT_ONCE, count))
+    window = block.mask.window if block.mask is not None else 0
+    # Many queries next to a short window would compute mostly what it hides.
+    together = min(_QUERIES_AT_ONCE, max(_FEWEST_QUERIES, window)) if window else _QUERIES_AT_ONCE
+    for start in range(0, count, together):
+        queries = slice(start, min(start + together, count))
         yield queries, slice(0, keys) if block.mask is None else block.mask.reached_keys(queries, keys)
 
 

@@ -130,7 +130,7 @@ def check_host_memory(config: RunConfig, machine: HostMachine) -> Iterator[str]:
 def _host_of(config: RunConfig, machine: HostMachine) -> HostPlan:
     work = workload_of(config, machine.processes, "bf16" if machine.gpu else "fp32")
     if config.compute.recompute == "auto":
-        # What is chosen depends on the GPU; the least is assumed, so that nothing is refused that would run.
+        # Only offloading asks, and with it auto is full.
         work = replace(work, recompute="full")
     in_host = work.offload or not machine.gpu
     here = machine.processes_here

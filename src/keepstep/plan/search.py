@@ -42,11 +42,13 @@ def recompute_modes(config: RunConfig, machine: Machine) -> tuple[Recompute, ...
 
 
 def choose_recompute(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED) -> Workload:
-    """The work with the fastest mixture that fits; all blocks in full where nothing does."""
+    """The work with the fastest mixture that fits; all blocks in full where nothing does, or with offloading."""
     limit = int((1 - MARGIN) * work.device_bytes)
     none, full = (replace(work, recompute=mode, recompute_by_block=()) for mode in ("none", "full"))
-    # With offloading nearly everything fits, and the link to host memory decides.
-    if plan_memory(none).needed <= limit and not work.offload_activations:
+    if work.offload_activations:
+        # Nearly everything fits on the device then, and host memory is what may run out.
+        return full
+    if plan_memory(none).needed <= limit:
         return none
     # Selective recomputation frees what it saved after one backward pass, and zero_bubble runs two; nor does it work
     # with divided experts.
@@ -54,8 +56,6 @@ def choose_recompute(work: Workload, cluster: Cluster, factors: Factors = UNCALI
     unselective = split_backward or work.degrees.expert > 1
     pairs = [pair for pair in _PAIRS if not (unselective and "selective" in pair)]
     mixtures = [mixed for pair in pairs if (mixed := _mixture(work, *pair, limit)) is not None]
-    if work.offload_activations:
-        mixtures += [mixed for mixed in (none, full) if plan_memory(mixed).needed <= limit]
     return min(mixtures, key=lambda mixed: plan_speed(mixed, cluster, factors).step.total_s, default=full)
 
 

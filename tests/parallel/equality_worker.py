@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from keepstep.config.load import load_config
 from keepstep.config.schema import CheckpointConfig, RunConfig
 from keepstep.core.ranks import from_environment
 from keepstep.data.batch import Batch
+from keepstep.parallel import activation_offload
 from keepstep.parallel.mesh import ParallelMesh, build_mesh
 from keepstep.parallel.world import joined_world
 from keepstep.train.build import Learner, build_learner
@@ -88,6 +90,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     with mock.patch("keepstep.train.build.uses_varlen_attention", return_value=case.get("use_varlen", False)):
         built = build_learner(config, mesh, torch.device("cpu"))
     packed = case.get("packed", False)
+    # Tensors of these models are far below the limit of a run.
+    activation_offload.MIN_BYTES = 1024
     weights = dict(built.model.named_parameters())
     state = {"model": weights, "optimizer": built.optimizers.state()}
     if case.get("load"):
@@ -98,6 +102,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         built.step.run(micro_batches(config, mesh, step, packed), lr_share=1.0)[:2].tolist()
         for step in range(case.get("steps", STEPS))
     ]
+    buffers = [each for each in gc.get_objects() if isinstance(each, activation_offload.HostBuffers)]
+    result["host_bytes"] = [sum(each.peak_bytes for each in buffers), sum(each.size_bytes for each in buffers)]
     if case.get("fingerprints"):
         moments = {f"{name}.{slot}": kept for name, slots in state["optimizer"].items() for slot, kept in slots.items()}
         result["ended"] = fingerprints(weights) | fingerprints(moments)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from keepstep.parallel.block_attention import Block, BlockMask, _kernel, attend_block, block_gradients
+from keepstep.parallel.block_attention import Block, BlockMask, _kernel, _slices, attend_block, block_gradients
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -23,8 +23,7 @@ def tensors(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_whole_block_is_attention(device: str, dtype: torch.dtype, causal: bool) -> None:
     query, key, value, grad = tensors(device, dtype)
-    places = torch.arange(64, device=device)
-    mask = BlockMask(places if causal else places + 64, places, None, None, None, 0)
+    mask = BlockMask(0 if causal else 64, None, None, None, 0)
     wanted = [each.float().requires_grad_() for each in (query, key, value)]
     expected = F.scaled_dot_product_attention(*wanted, is_causal=causal)
     expected.backward(grad.float())
@@ -39,19 +38,36 @@ def test_a_whole_block_is_attention(device: str, dtype: torch.dtype, causal: boo
 
 def test_kernels_are_fused_where_they_can_be() -> None:
     query, key, value, _ = tensors("cpu", torch.float32)
-    places = torch.arange(64)
     assert _kernel(Block(query, key, value, True, None)) == "cpu"
-    assert _kernel(Block(query, key, value, True, BlockMask(places, places, None, None, None, 8))) == "plain"
+    assert _kernel(Block(query, key, value, True, BlockMask(0, None, None, None, 8))) == "plain"
 
 
 def test_queries_with_nothing_to_attend_to_give_zero_and_no_gradient() -> None:
     query, key, value, grad = tensors("cpu", torch.float32)
-    places = torch.arange(64)
     documents = torch.zeros(2, 64, dtype=torch.int64)
-    mask = BlockMask(places + 64, places, None, documents, documents + 1, 0)
+    mask = BlockMask(64, None, documents, documents + 1, 0)
     block = Block(query, key, value, False, mask)
     mixed, lse = attend_block(block)
     assert not mixed.any()
     assert bool((lse == -math.inf).all())
     whole_row_lse = torch.zeros(2, 4, 64)
     assert not any(part.any() for part in block_gradients(block, mixed, whole_row_lse, grad))
+
+
+@pytest.mark.parametrize("window", [1, 100, 700])
+def test_keys_outside_of_a_window_are_left_out(window: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value, grad = (torch.randn(1, 2, 1000, 16, generator=generator) for _ in range(4))
+    distance = torch.arange(1000)[:, None] - torch.arange(1000)
+    wanted = [each.clone().requires_grad_() for each in (query, key, value)]
+    allowed = (distance >= 0) & (distance < window)
+    expected = F.scaled_dot_product_attention(*wanted, attn_mask=allowed)
+    expected.backward(grad)
+    mask = BlockMask(0, None, None, None, window)
+    block = Block(query, key, value, False, mask)
+    mixed, lse = attend_block(block)
+    torch.testing.assert_close(mixed, expected.detach(), rtol=1e-5, atol=1e-5)
+    for found, leaf in zip(block_gradients(block, mixed, lse, grad), wanted, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-4, atol=1e-5)
+    computed = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _slices(block))
+    assert int(allowed.sum()) <= computed <= 1000 * (window + 512)

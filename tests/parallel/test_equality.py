@@ -22,6 +22,7 @@ MODELS: dict[str, list[str]] = {
     "gpt": ["model=gpt3-125m"],
     "llama": ["model=llama-1b", "model.kv_heads=2", "model.tied=false"],
     "window": ["model=llama-1b", "model.kv_heads=2", "model.tied=false", "model.sliding_window=6"],
+    "long": ["model=llama-1b", "model.kv_heads=2", "model.seq_len=1024", "model.sliding_window=150"],
     "partial": ["model=llama-1b", "model.kv_heads=2", "model.partial_rotary_factor=0.5"],
     "granite": [
         "model=llama-1b",
@@ -186,7 +187,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "cp2 tp2": ("context=2 tensor=2", ("alibi+packed",)),
         "hsdp 2x1 cp2": ("replicate=2 shard=1 context=2", ("llama",)),
         "pp2 cp2 interleaved": ("pipeline=2 context=2 schedule=interleaved", ("deep mpt",)),
-        "cp4": ("context=4", ("llama+packed",)),
+        "cp4": ("context=4", ("llama+packed", "long")),
         "pp4": ("pipeline=4 microbatch=1", ("deep mpt",)),
         "dp2 pp2 by four": ("shard=2 pipeline=2 schedule=interleaved stages=4 microbatch=1", ("deepest mpt",)),
         "dp2 pp2 zero-bubble by four": (

@@ -36,6 +36,18 @@ def test_offloaded_state_of_llama_8b_takes_powers_of_two() -> None:
     assert state_bytes(work, pinned=False) / GIB == pytest.approx(16 * 8.03e9 / GIB, rel=0.001)
 
 
+def test_offloaded_activations_count_as_host_memory() -> None:
+    words = "model=llama-8b model.seq_len=131072 microbatch=1 global_batch=1 lora.rank=16 compute.recompute=full"
+    few = replace(H200_HOST, available_bytes=48 * GIB)
+    assert list(check_host_memory(config(words), few)) == []
+    with pytest.raises(PreflightError) as caught:
+        list(check_host_memory(config(f"{words} compute.offload_activations=true"), few))
+    error, hint = caught.value.lines()
+    # 31 blocks: an input and an attention output of 1 GiB each, and 16 MiB of statistics.
+    assert "activations 62.5" in error
+    assert "compute.offload_activations=false" in hint
+
+
 def test_offload_of_llama_8b_is_refused_on_128_gib() -> None:
     with pytest.raises(PreflightError) as caught:
         list(check_host_memory(config(OFFLOAD_8B), H200_HOST))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.config.load import load_config
-from keepstep.plan.memory import plan_memory, stage_memory
+from keepstep.plan.memory import offloaded_bytes, plan_memory, stage_memory
 from keepstep.plan.tensors import stage_parameters
 from keepstep.plan.workload import Workload, workload_of
 from keepstep.train.dryrun.dryrun import dry_run
@@ -52,6 +52,8 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} microbatch=8 global_batch=16 lora.rank=16 lora.base=nf4", 2),
         (f"{LLAMA} microbatch=4 global_batch=16 precision=fp16", 2),
         (f"{LLAMA} model.vocab=128256 microbatch=1 global_batch=8 reproducible=elastic", 2),
+        (f"{LLAMA} model.layers=4 microbatch=8 global_batch=8 compute.offload_activations=true", 1),
+        (f"{LLAMA} microbatch=8 global_batch=16 compute.recompute=full compute.offload_activations=true", 2),
         (f"{LLAMA} {GEMMA2} microbatch=8 global_batch=8", 1),
         (f"{LLAMA} {OLMO2} microbatch=8 global_batch=16", 2),
         (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=8", 1),
@@ -169,6 +171,17 @@ def test_offloaded_state_is_not_on_the_device() -> None:
     parts = plan_memory(workload(f"{LLAMA} microbatch=1 global_batch=8 parallel.offload=true", 8)).parts
     assert (parts.parameters, parts.optimizer) == (0, 0)
     assert parts.activations > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_offloaded_activations_leave_the_device_for_the_host(mode: str) -> None:
+    words = f"{LLAMA} model.layers=16 model.seq_len=32768 microbatch=8 global_batch=8 compute.recompute={mode}"
+    plain, offloaded = (workload(f"{words} compute.offload_activations={value}", 1) for value in ("false", "true"))
+    freed = plan_memory(plain).allocated - plan_memory(offloaded).allocated
+    in_host = offloaded_bytes(offloaded)
+    # The block that is prefetched is in both.
+    assert 0.8 * in_host < freed <= in_host
+    assert offloaded_bytes(plain) == 0
 
 
 def test_recompute_modes_need_less_in_order() -> None:

@@ -114,3 +114,10 @@ def test_a_fixed_shard_degree_is_named_in_the_remedy() -> None:
 def test_nothing_is_promised_where_nothing_fits() -> None:
     cluster = find_cluster("a100-40:1", read_profiles())
     assert remedies(workload("model=llama-70b microbatch=1 global_batch=8", 1), cluster, Factors()) == []
+
+
+def test_offloading_is_a_remedy_for_long_rows() -> None:
+    cluster = find_cluster("h100:1", read_profiles())
+    work = workload("model=llama-8b model.seq_len=262144 microbatch=1 global_batch=1 lora.rank=16", 1)
+    assert not fits(work, cluster)
+    assert any("compute.offload_activations=true" in each.overrides for each in remedies(work, cluster, Factors()))

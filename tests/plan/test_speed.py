@@ -181,3 +181,18 @@ def test_speed_full_recompute_skips_last_matmul() -> None:
     last = 2 * model.layers * model.ffn_size * model.hidden
     per_flop = none / (6 * matmul_parameters(model))
     assert full - none == pytest.approx((whole - last) * per_flop)
+
+
+def test_offloading_costs_only_what_computing_does_not_hide() -> None:
+    cluster = find_cluster("h100:1", read_profiles())
+    words = "model=llama-8b microbatch=1 global_batch=4 lora.rank=16"
+    exposed = {}
+    for seq_len, mode in ((2048, "none"), (131072, "none"), (2048, "full"), (131072, "full")):
+        work = workload(f"{words} model.seq_len={seq_len} compute.recompute={mode}", 1)
+        plain, moved = plan_speed(work, cluster), plan_speed(replace(work, offload_activations=True), cluster)
+        exposed[seq_len, mode] = moved.step.exposed_s["host"]
+        assert moved.step.total_s == pytest.approx(plain.step.total_s + exposed[seq_len, mode])
+        assert moved.traffic_s["host"] > 0
+    # Short rows with everything saved are bound by the link; in long rows attention hides it.
+    assert exposed[2048, "none"] > 0
+    assert exposed[131072, "none"] == exposed[131072, "full"] == 0

@@ -529,7 +529,12 @@ class ComputeConfig:
     """torch.compile each block."""
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     """Activation checkpointing. selective saves the outputs of matmuls and attention; full saves block inputs and the
-    outputs of attention; auto chooses per block, so that as little is recomputed as the GPU's memory allows."""
+    outputs of attention; auto chooses per block, so that as little is recomputed as the GPU's memory allows, and is
+    full with `offload_activations`."""
+    offload_activations: bool = False
+    """Activation offloading: what blocks save for the backward pass waits in pinned host memory. It is copied while
+    later blocks compute, and copied back one block ahead. Tensors below 1 MiB and those of the last block stay on the
+    GPU. Not with the pipeline schedule zero_bubble."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
     """Attention kernel. auto lets torch choose, except for causal attention with head sizes 64 and 128 on Hopper
     GPUs, which uses our own backward kernel, also inside packed documents and sliding windows. With auto and flash,

@@ -1,7 +1,7 @@
-"""The one place that states the order: pipeline split, tensor and row split, activation checkpointing, compile, FSDP.
+"""The one place that states the order: pipeline split, tensor and row split, recomputation, compile, offload, FSDP.
 
-Each step builds on the one before: a stage is a smaller model, recomputation must run inside the compiled block, and
-FSDP must see the block as it will be called.
+Each step builds on the one before: a stage is a smaller model, recomputation must run inside the compiled block,
+offloading sees what the compiled block saves, and FSDP must see the block as it will be called.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from keepstep.config.schema import ComputeConfig, ParallelConfig
 from keepstep.models.block_plan import BlockPlan, RecomputeMode
 from keepstep.models.moe import MoE
 from keepstep.models.transformer import Block, Transformer
+from keepstep.parallel.activation_offload import ActivationOffload
 from keepstep.parallel.context import split_rows
 from keepstep.parallel.expert import split_experts
 from keepstep.parallel.mesh import ParallelMesh
@@ -67,6 +68,7 @@ def apply_parallel(
         if piped and parallel.schedule == "zero_bubble":
             repeat_output(stage, is_split=split)
         attend = split_rows(stage, mesh.context_group) if mesh.context_group is not None else None
+        offload = ActivationOffload() if compute.offload_activations else None
         for layer, block in stage.blocks.items():
             assert isinstance(block, Block)
             mode = modes[int(layer)]
@@ -86,13 +88,23 @@ def apply_parallel(
             # Saving needs the same operators in both passes, and FSDP gathers divided experts with other ones.
             divided = mesh.layout.expert > 1 and isinstance(block.mlp, MoE)
             save_attention = not divided and attend is None and not (piped and parallel.schedule == "zero_bubble")
-            apply_recompute(block, mode, save_attention=save_attention)
+            # A compiled block hands all that it saves to autograd, outputs of operators included.
+            own_saves = None if compute.compile else offload
+            apply_recompute(block, mode, save_attention=save_attention, offload=own_saves)
             if compute.compile:
                 name_compile_cache()
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        if offload is not None:
+            _offload_blocks(offload, list(stage.blocks.values()), piped)
         if shard_dtype is not None:
             _shard_model(stage, mesh, shard_dtype, keep_gathered, parallel.offload)
     return stages
+
+
+def _offload_blocks(offload: ActivationOffload, blocks: Sequence[nn.Module], piped: bool) -> None:
+    for block in blocks:
+        # A pipeline runs other micro batches before the last block's backward pass.
+        offload.wrap(block, is_first=block is blocks[0], stays=block is blocks[-1] and not piped)
 
 
 def name_compile_cache() -> None:
@@ -117,17 +129,21 @@ def _is_whole(block: Block, mesh: ParallelMesh) -> bool:
     return mesh.layout.tensor == mesh.layout.context == 1 and block.attention.can_fuse_attention()
 
 
-def apply_recompute(block: nn.Module, mode: RecomputeMode, *, save_attention: bool = True) -> None:
+def apply_recompute(
+    block: nn.Module, mode: RecomputeMode, *, save_attention: bool = True, offload: ActivationOffload | None = None
+) -> None:
     """Wrap the block's forward in place, so that parameter names stay as they are.
 
     `full` keeps the block's input and, with `save_attention`, what attention returns: as much memory again, and in long
-    rows most of the time that recomputation would take.
+    rows most of the time that recomputation would take. With `offload` both go to host memory.
     """
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
-    if saved:
+    if saved and offload is not None:
+        options["context_fn"] = partial(offload.save_outputs, saved)
+    elif saved:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_save, saved))
     plain, recomputed = block.forward, partial(checkpoint, block.forward, **options)
 

@@ -3,12 +3,14 @@
 Shape legend: b rows, t query tokens, s key tokens, n query heads, g key-value heads, e head size.
 
 Without a bias torch's fused kernels do the work if they can, otherwise plain matmuls, some queries at a time, so that
-memory does not grow with t × s.
+memory does not grow with t × s. Keys that none of these queries can attend to are left out: those that come later, and
+those outside of a sliding window.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,28 +19,38 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 _QUERIES_AT_ONCE = 512
+_FEWEST_QUERIES = 128
 
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Who may attend to whom between these queries and keys, where being causal does not say it all."""
+    """Who may attend to whom between these queries and keys, where being causal does not say it all.
 
-    query_places_t: Tensor
-    key_places_s: Tensor
+    Queries and keys are each one piece of the row without gaps.
+    """
+
+    distance: int
+    """Tokens from the first key to the first query; negative where the keys come later."""
     slopes_n: Tensor | None
     """ALiBi slopes of the query heads."""
     query_documents_bt: Tensor | None
     key_documents_bs: Tensor | None
     window: int
 
-    def bias(self, queries: slice) -> Tensor:
-        """What is added to the scores of some of the queries, fp32 [b or 1, n or 1, t, s]; -inf where forbidden."""
-        distance_ts = self.query_places_t[queries, None] - self.key_places_s
+    def reached_keys(self, queries: slice, keys: int) -> slice:
+        """Which of `keys` keys some of these queries may attend to."""
+        start = max(0, self.distance + queries.start - self.window + 1) if self.window else 0
+        return slice(start, max(start, min(keys, self.distance + queries.stop)))
+
+    def bias(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """What is added to the scores of these queries and keys, fp32 [b or 1, n or 1, t, s]; -inf where forbidden."""
+        query_t = torch.arange(queries.start, queries.stop, device=device) + self.distance
+        distance_ts = query_t[:, None] - torch.arange(keys.start, keys.stop, device=device)
         allowed = (distance_ts >= 0)[None, None]
         if self.window:
             allowed = allowed & (distance_ts < self.window)
         if self.query_documents_bt is not None and self.key_documents_bs is not None:
-            same = self.query_documents_bt[:, queries, None] == self.key_documents_bs[:, None, :]
+            same = self.query_documents_bt[:, queries, None] == self.key_documents_bs[:, None, keys]
             allowed = allowed & same[:, None]
         penalty = torch.zeros_like(distance_ts, dtype=torch.float32)[None]
         if self.slopes_n is not None:
@@ -70,7 +82,7 @@ def attend_block(block: Block) -> tuple[Tensor, Tensor]:
     """Mixed values and the log-sum-exp of the scores, both fp32: [b, n, t, e] and [b, n, t]."""
     kernel = _kernel(block)
     if kernel == "plain":
-        parts = [_attend_some(block, queries) for queries in _query_slices(block)]
+        parts = [_attend_some(block, *slices) for slices in _slices(block)]
         return torch.cat([mixed for mixed, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
     on_cpu, on_gpu = _ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention
     run = on_cpu if kernel == "cpu" else on_gpu
@@ -114,30 +126,37 @@ def _kernel(block: Block) -> str:
     return "flash" if query.is_cuda and fits else "plain"
 
 
-def _query_slices(block: Block) -> list[slice]:
-    return [slice(start, start + _QUERIES_AT_ONCE) for start in range(0, block.query.shape[2], _QUERIES_AT_ONCE)]
+def _slices(block: Block) -> Iterator[tuple[slice, slice]]:
+    """Some queries at a time, and the keys that they can attend to."""
+    count, keys = block.query.shape[2], block.key.shape[2]
+    window = block.mask.window if block.mask is not None else 0
+    # Many queries next to a short window would compute mostly what it hides.
+    together = min(_QUERIES_AT_ONCE, max(_FEWEST_QUERIES, window)) if window else _QUERIES_AT_ONCE
+    for start in range(0, count, together):
+        queries = slice(start, min(start + together, count))
+        yield queries, slice(0, keys) if block.mask is None else block.mask.reached_keys(queries, keys)
 
 
-def _scores(block: Block, queries: slice) -> Tensor:
-    scores_bnts = (block.query[:, :, queries] @ block.key.transpose(2, 3)).float() * block.scale
+def _scores(block: Block, queries: slice, keys: slice) -> Tensor:
+    scores_bnts = (block.query[:, :, queries] @ block.key[:, :, keys].transpose(2, 3)).float() * block.scale
     return block.softcap * torch.tanh(scores_bnts / block.softcap) if block.softcap else scores_bnts
 
 
-def _masked(block: Block, queries: slice, scores_bnts: Tensor) -> Tensor:
+def _masked(block: Block, queries: slice, keys: slice, scores_bnts: Tensor) -> Tensor:
     if block.mask is not None:
-        return scores_bnts + block.mask.bias(queries)
+        return scores_bnts + block.mask.bias(queries, keys, scores_bnts.device)
     if block.causal:
         key_s = torch.arange(block.key.shape[2], device=scores_bnts.device)
         scores_bnts = scores_bnts.masked_fill(key_s > key_s[queries, None], float("-inf"))
     return scores_bnts
 
 
-def _attend_some(block: Block, queries: slice) -> tuple[Tensor, Tensor]:
-    scores_bnts = _masked(block, queries, _scores(block, queries))
+def _attend_some(block: Block, queries: slice, keys: slice) -> tuple[Tensor, Tensor]:
+    scores_bnts = _masked(block, queries, keys, _scores(block, queries, keys))
     lse_bnt = scores_bnts.logsumexp(dim=-1)
     # A query that may attend to nothing here has -inf for its sum: its probabilities must be 0, not undefined.
     probability_bnts = torch.exp(scores_bnts - _finite(lse_bnt)[..., None])
-    return (probability_bnts.to(block.value.dtype) @ block.value).float(), lse_bnt
+    return (probability_bnts.to(block.value.dtype) @ block.value[:, :, keys]).float(), lse_bnt
 
 
 def _plain_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,20 +164,20 @@ def _plain_gradients(block: Block, mixed: Tensor, lse: Tensor, mixed_grad: Tenso
     by_query = torch.zeros_like(block.query, dtype=torch.float32)
     by_key = torch.zeros_like(block.key, dtype=torch.float32)
     by_value = torch.zeros_like(block.value, dtype=torch.float32)
-    for queries in _query_slices(block):
+    for queries, keys in _slices(block):
         grad_bnte = mixed_grad[:, :, queries]
-        scores = _scores(block, queries)
-        probability = torch.exp(_masked(block, queries, scores) - _finite(lse[:, :, queries])[..., None])
+        scores = _scores(block, queries, keys)
+        probability = torch.exp(_masked(block, queries, keys, scores) - _finite(lse[:, :, queries])[..., None])
         # The softmax takes out what a shift of all scores would change: the row's mean gradient.
         mean_bnt1 = (grad_bnte.float() * mixed[:, :, queries].float()).sum(dim=-1, keepdim=True)
-        by_probability = (grad_bnte.to(dtype) @ block.value.transpose(2, 3)).float()
+        by_probability = (grad_bnte.to(dtype) @ block.value[:, :, keys].transpose(2, 3)).float()
         by_score = probability * (by_probability - mean_bnt1) * block.scale
         if block.softcap:
             by_score = by_score * (1.0 - (scores / block.softcap).square())
         by_score = by_score.to(dtype)
-        by_value += (probability.to(dtype).transpose(2, 3) @ grad_bnte.to(dtype)).float()
-        by_key += (by_score.transpose(2, 3) @ block.query[:, :, queries]).float()
-        by_query[:, :, queries] = (by_score @ block.key).float()
+        by_value[:, :, keys] += (probability.to(dtype).transpose(2, 3) @ grad_bnte.to(dtype)).float()
+        by_key[:, :, keys] += (by_score.transpose(2, 3) @ block.query[:, :, queries]).float()
+        by_query[:, :, queries] = (by_score @ block.key[:, :, keys]).float()
     return by_query, by_key, by_value
 
 

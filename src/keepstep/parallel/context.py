@@ -7,11 +7,13 @@ one to much, so that under a causal mask all processes have equal work in every 
 - keys of an earlier process: all our queries attend to its early piece, none to its late one;
 - keys of a later process: our late queries attend to both its pieces, our early ones to none;
 - our own keys: plain causal attention, since our two pieces are in order.
+
+With packed documents, ALiBi or a sliding window, pieces are computed pair by pair. A window leaves most pairs out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,25 +145,38 @@ class RingMasks:
     softcap: float
     """Scores stay within ± this; 0 for no bound."""
 
-    def between(self, source: int, query: Tensor, queries: slice, keys: slice) -> BlockMask | None:
-        """The mask of our queries against the keys of process `source`; None where order says it all."""
-        if not self.window and self.slopes_n is None and self.documents_rbt is None:
-            return None
-        rank, size, documents_rbt = self.group.rank(), self.group.size(), self.documents_rbt
-        return BlockMask(
-            query_places_t=_own_places(query.shape[2], rank, size, query.device)[queries],
-            key_places_s=_own_places(query.shape[2], source, size, query.device)[keys],
-            slopes_n=self.slopes_n,
-            query_documents_bt=None if documents_rbt is None else documents_rbt[rank][:, queries],
-            key_documents_bs=None if documents_rbt is None else documents_rbt[source][:, keys],
-            window=self.window,
-        )
+    @property
+    def order_only(self) -> bool:
+        """Whether the order of tokens says it all."""
+        return not self.window and self.slopes_n is None and self.documents_rbt is None
 
+    def pairs(self, source: int, half: int) -> Iterator[tuple[slice, slice, BlockMask]]:
+        """Our pieces of `half` queries and the pieces of keys of process `source` that they reach, with their masks.
 
-def _own_places(tokens: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """Which tokens of the row process `rank` holds, in its order; `tokens` is the number it holds."""
-    half_t = torch.arange(tokens // 2, device=device)
-    return torch.cat([half_t + rank * len(half_t), half_t + (2 * size - 1 - rank) * len(half_t)])
+        Of our own keys, each piece's come first: after them every query has attended to itself at least.
+        """
+        rank, last, documents_rbt = self.group.rank(), 2 * self.group.size() - 1, self.documents_rbt
+        early, late = slice(0, half), slice(half, 2 * half)
+        pieces = [(early, rank), (late, last - rank)], [(early, source), (late, last - source)]
+        reached = [
+            (queries, keys, distance)
+            for queries, query_piece in pieces[0]
+            for keys, key_piece in pieces[1]
+            if (distance := (query_piece - key_piece) * half) >= 0
+            and not (self.window and distance - half >= self.window - 1)
+        ]
+        for queries, keys, distance in sorted(reached, key=lambda pair: pair[2]):
+            yield (
+                queries,
+                keys,
+                BlockMask(
+                    distance=distance,
+                    slopes_n=self.slopes_n,
+                    query_documents_bt=None if documents_rbt is None else documents_rbt[rank][:, queries],
+                    key_documents_bs=None if documents_rbt is None else documents_rbt[source][:, keys],
+                    window=self.window,
+                ),
+            )
 
 
 @dataclass(frozen=True)
@@ -223,16 +238,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge_all(query: Tensor, key_value: Tensor, masks: RingMasks) -> tuple[Tensor, Tensor]:
-    mixed = lse = torch.empty(0)
+    mixed = torch.zeros_like(query, dtype=torch.float32)
+    lse = torch.full(query.shape[:3], float("-inf"), device=query.device)
     group = masks.group
     for round_number in range(group.size()):
         passing = _pass_on(key_value, group) if round_number < group.size() - 1 else None
-        block, queries, _ = _block(query, key_value, (group.rank() - round_number) % group.size(), masks)
-        block_mixed, block_lse = attend_block(block)
-        if round_number == 0:
-            # Every token attends to itself at least: from here on the sums are finite.
-            mixed, lse = block_mixed.clone(), block_lse.clone()
-        else:
+        for block, queries, _ in _blocks(query, key_value, (group.rank() - round_number) % group.size(), masks):
+            block_mixed, block_lse = attend_block(block)
             before = lse[:, :, queries]
             together = torch.logaddexp(before, block_lse)
             kept, added = torch.exp(before - together)[..., None], torch.exp(block_lse - together)[..., None]
@@ -252,14 +264,17 @@ def _all_gradients(
     group = masks.group
     for round_number in range(group.size()):
         passing = _pass_on(key_value, group) if round_number < group.size() - 1 else None
-        block, queries, keys = _block(query, key_value, (group.rank() - round_number) % group.size(), masks)
-        parts = block_gradients(block, mixed[:, :, queries], lse[:, :, queries], mixed_grad[:, :, queries])
-        by_query[:, :, queries] += parts[0]
         groups = key_value.shape[2]
+        gradients = [
+            (block_gradients(block, mixed[:, :, queries], lse[:, :, queries], mixed_grad[:, :, queries]), queries, keys)
+            for block, queries, keys in _blocks(query, key_value, (group.rank() - round_number) % group.size(), masks)
+        ]
         collected = torch.zeros_like(key_value, dtype=torch.float32) if returning is None else returning.wait()
-        for index, part in enumerate(parts[1:]):
-            # Query heads that share a key-value head each have a part in its gradient.
-            collected[index][:, :, keys] += part.unflatten(1, (groups, -1)).sum(dim=2)
+        for parts, queries, keys in gradients:
+            by_query[:, :, queries] += parts[0]
+            for index, part in enumerate(parts[1:]):
+                # Query heads that share a key-value head each have a part in its gradient.
+                collected[index][:, :, keys] += part.unflatten(1, (groups, -1)).sum(dim=2)
         returning = _pass_on(collected, group)
         if passing is not None:
             key_value = passing.wait()
@@ -267,14 +282,18 @@ def _all_gradients(
     return by_query, returning.wait()
 
 
-def _block(query: Tensor, key_value: Tensor, source: int, masks: RingMasks) -> tuple[Block, slice, slice]:
+def _blocks(query: Tensor, key_value: Tensor, source: int, masks: RingMasks) -> Iterator[tuple[Block, slice, slice]]:
     """What our queries have to do with the keys of process `source`, and which queries and keys take part."""
     half, everything, rank = query.shape[2] // 2, slice(None), masks.group.rank()
     repeats = query.shape[1] // key_value.shape[2]
     key, value = key_value.repeat_interleave(repeats, dim=2).unbind() if repeats > 1 else key_value.unbind()
+    scores = (masks.scale, masks.softcap)
+    if not masks.order_only:
+        for queries, keys, mask in masks.pairs(source, half):
+            parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            yield Block(*parts, False, mask, *scores), queries, keys
+        return
     queries = slice(half, None) if source > rank else everything
     keys = slice(0, half) if source < rank else everything
-    mask = masks.between(source, query, queries, keys)
     parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
-    block = Block(*parts, source == rank, mask, masks.scale, masks.softcap)
-    return block, queries, keys
+    yield Block(*parts, source == rank, None, *scores), queries, keys

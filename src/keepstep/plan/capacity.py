@@ -1,7 +1,8 @@
 """Host memory of a run, and the checks at its start: what would exceed host or device memory is refused.
 
 With `parallel.offload`, FSDP2 keeps three things in host memory: weights and gradients in pinned memory, which torch
-allocates in powers of two, and the optimizer's moments.
+allocates in powers of two, and the optimizer's moments. With `compute.offload_activations`, what blocks save for the
+backward pass is there too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.errors import PreflightError
 from keepstep.plan.cluster import GIB, Cluster, Machine, cluster_from
 from keepstep.plan.goodput import saved_bytes
-from keepstep.plan.memory import moment_bytes, plan_memory
+from keepstep.plan.memory import moment_bytes, offloaded_bytes, plan_memory
 from keepstep.plan.search import recompute_modes, remedies
 from keepstep.plan.speed import UNCALIBRATED
 from keepstep.plan.tensors import FP32, block_matrices, stage_parameters
@@ -34,6 +35,8 @@ class HostPlan:
 
     offloaded: int
     """Weights, gradients and moments of all its processes, where they are in host memory."""
+    activations: int
+    """What blocks of all its processes save, where that is offloaded."""
     copy: int
     """The machine's part of a checkpoint, copied so that training continues while it is written."""
     processes: int
@@ -44,7 +47,7 @@ class HostPlan:
     @property
     def needed(self) -> int:
         """The sum. In-memory snapshots come on top, but only where there is room for them."""
-        return self.offloaded + self.copy + self.processes
+        return self.offloaded + self.activations + self.copy + self.processes
 
     @property
     def fits(self) -> bool:
@@ -53,8 +56,8 @@ class HostPlan:
 
     def parts(self) -> str:
         """What the memory is for, in GiB."""
-        names = ("weights, gradients and moments", "a copy for saves", "processes")
-        sizes = (self.offloaded, self.copy, self.processes)
+        names = ("weights, gradients and moments", "activations", "a copy for saves", "processes")
+        sizes = (self.offloaded, self.activations, self.copy, self.processes)
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in zip(names, sizes, strict=True) if size)
 
 
@@ -62,6 +65,7 @@ def plan_host(work: Workload, cluster: Cluster, checkpoint_bytes: int) -> HostPl
     """Host memory of one machine, as if all its processes were the fullest one."""
     return HostPlan(
         offloaded=state_bytes(work, pinned=True) * cluster.gpus_per_node if work.offload else 0,
+        activations=offloaded_bytes(work) * cluster.gpus_per_node,
         copy=-(-checkpoint_bytes // cluster.nodes),
         processes=GPU_PROCESS_BYTES * cluster.gpus_per_node,
         available_gib=cluster.host_memory_gib,
@@ -125,10 +129,14 @@ def check_host_memory(config: RunConfig, machine: HostMachine) -> Iterator[str]:
 
 def _host_of(config: RunConfig, machine: HostMachine) -> HostPlan:
     work = workload_of(config, machine.processes, "bf16" if machine.gpu else "fp32")
+    if config.compute.recompute == "auto":
+        # Only offloading asks, and with it auto is full.
+        work = replace(work, recompute="full")
     in_host = work.offload or not machine.gpu
     here = machine.processes_here
     return HostPlan(
         offloaded=state_bytes(work, pinned=machine.gpu) * here if in_host else 0,
+        activations=offloaded_bytes(work) * here if machine.gpu else 0,
         copy=saved_bytes(config, work) * here // machine.processes,
         processes=(GPU_PROCESS_BYTES if machine.gpu else CPU_PROCESS_BYTES) * here,
         available_gib=machine.available_bytes / GIB,
@@ -141,9 +149,13 @@ def _host_remedies(config: RunConfig, machine: HostMachine) -> Iterator[str]:
         kept = replace(config, parallel=replace(config.parallel, offload=False))
         if _host_of(kept, machine).fits:
             yield "parallel.offload=false where the GPU has room (keepstep plan says)"
+    if config.compute.offload_activations:
+        kept = replace(config, compute=replace(config.compute, offload_activations=False))
+        if _host_of(kept, machine).fits:
+            yield "compute.offload_activations=false with compute.recompute=full"
     if not config.lora.rank and _host_of(replace(config, lora=replace(config.lora, rank=16)), machine).fits:
         yield "lora.rank=16"
-    if config.parallel.offload or not machine.gpu:
+    if config.parallel.offload or config.compute.offload_activations or not machine.gpu:
         yield f"{machines_for_host(_host_of(config, machine), 1)} machines like this one"
 
 

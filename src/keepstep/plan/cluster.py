@@ -42,6 +42,8 @@ class Gpu:
     """Share of the memory rate that element-wise kernels reach."""
     link_gb_s: float = 450.0
     """Between bare GPUs in one machine; the profile of a cluster has its own."""
+    host_gb_s: float = 25.0
+    """Between the GPU and host memory, one direction."""
     note: str = ""
     """A sentence for whoever plans with it."""
 

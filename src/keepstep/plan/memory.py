@@ -105,6 +105,24 @@ def in_flight(work: Workload, stage: int) -> int:
     return min(passes[work.schedule], work.microbatches * work.stages_per_process)
 
 
+def offloaded_bytes(work: Workload) -> int:
+    """Host memory that one process needs for offloaded activations, at most over all stages."""
+    if not work.offload_activations:
+        return 0
+    last = work.degrees.pipeline - 1
+    return max(
+        offloaded_per_pass(work, stage) * (in_flight(work, stage) if last else 1) // work.stages_per_process
+        for stage in {0, min(1, last), last}
+    )
+
+
+def offloaded_per_pass(work: Workload, stage: int) -> int:
+    """Bytes that a micro batch moves to host memory, and back, in all blocks of a process."""
+    saved = [block_activations(work, work.modes[layer]).saved for held in process_layers(work, stage) for layer in held]
+    # The last block's backward pass comes next, unless a pipeline runs other micro batches before.
+    return sum(saved if work.degrees.pipeline > 1 else saved[:-1])
+
+
 def loss_chunks(work: Workload) -> int:
     """Chunks in which head and loss are computed, as models/head.py chooses them on a GPU."""
     tokens = work.tokens_per_microbatch
@@ -217,7 +235,15 @@ class _StageMemory:
         return self.size * (self.counts.ends + blocks)
 
     def _activations(self, blocks: int) -> int:
-        """Saved by `blocks` blocks of this micro batch and by all blocks of the others in flight."""
+        """Saved by `blocks` blocks of this micro batch and by all blocks of the others in flight.
+
+        With offloading the last of these blocks alone is on the device, just saved or brought back ahead of time, and
+        of the other micro batches the one block that no other has followed.
+        """
+        if self.work.offload_activations:
+            own = max(stage[blocks - 1] if blocks else 0 for stage in self.saved)
+            last = max(stage[-1] for stage in self.saved) if self.waiting else 0
+            return own + last + self.waiting * self.stream + mask_bytes(self.work) + self._received()
         in_flight = self.waiting * (sum(map(sum, self.saved)) // self.stages + self.stream)
         own = max(sum(stage[:blocks]) for stage in self.saved)
         return own + in_flight + mask_bytes(self.work) + self._received()

@@ -51,6 +51,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
         },
         "host": {
             "offloaded_gib": plan.host.offloaded / GIB,
+            "activations_gib": plan.host.activations / GIB,
             "copy_gib": plan.host.copy / GIB,
             "processes_gib": plan.host.processes / GIB,
             "needed_gib": plan.host.needed / GIB,
@@ -138,6 +139,7 @@ def _run(plan: Plan) -> Iterator[str]:
     yield (
         f"run       {model.preset}, {format_count(parameter_count(model))} parameters{active}, "
         f"rows of {model.seq_len:,} tokens, {work.precision}{base}, recompute {work.recompute_text}"
+        f"{', activations offloaded' if work.offload_activations else ''}"
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
     yield f"cluster   {cluster.name}: {machines}{f' ({cluster.sku})' if cluster.sku else ''}"

@@ -17,7 +17,7 @@ from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
 from keepstep.plan.calibrate import calibrate, shipped_runs
 from keepstep.plan.cluster import GIB, Cluster, Machine, cluster_from
-from keepstep.plan.memory import plan_memory, stage_memory
+from keepstep.plan.memory import offloaded_bytes, plan_memory, stage_memory
 from keepstep.plan.speed import UNCALIBRATED, Factors, plan_speed
 from keepstep.plan.tensors import process_layers
 from keepstep.plan.workload import RECOMPUTE, Precision, Recompute, Workload, is_valid, workload_of
@@ -42,9 +42,12 @@ def recompute_modes(config: RunConfig, machine: Machine) -> tuple[Recompute, ...
 
 
 def choose_recompute(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED) -> Workload:
-    """The work with the fastest mixture that fits; all blocks in full where nothing does."""
+    """The work with the fastest mixture that fits; all blocks in full where nothing does, or with offloading."""
     limit = int((1 - MARGIN) * work.device_bytes)
     none, full = (replace(work, recompute=mode, recompute_by_block=()) for mode in ("none", "full"))
+    if work.offload_activations:
+        # Nearly everything fits on the device then, and host memory is what may run out.
+        return full
     if plan_memory(none).needed <= limit:
         return none
     # Selective recomputation frees what it saved after one backward pass, and zero_bubble runs two; nor does it work
@@ -122,7 +125,9 @@ def _tried(
     if changed.degrees.world_size != work.degrees.world_size or not is_valid(changed):
         return
     needed = plan_memory(changed).needed
-    if needed <= cluster.gpu.memory_gib * GIB:
+    in_host = offloaded_bytes(changed) * cluster.gpus_per_node
+    fits_host = not cluster.host_memory_gib or in_host <= cluster.host_memory_gib * GIB
+    if needed <= cluster.gpu.memory_gib * GIB and fits_host:
         overrides = [override for override, _ in chosen]
         if changed.degrees.shard != work.degrees.shard and not open_shard:
             overrides.append(f"parallel.shard={changed.degrees.shard}")
@@ -135,6 +140,8 @@ def _changes(work: Workload, cluster: Cluster) -> Iterator[_Change]:
         yield f"microbatch={rows}", {"microbatch": rows}
     for mode in RECOMPUTE[RECOMPUTE.index(work.recompute) + 1 :]:
         yield f"compute.recompute={mode}", {"recompute": mode, "recompute_by_block": ()}
+    if not work.offload_activations:
+        yield "compute.offload_activations=true", {"offload_activations": True}
     if work.keep_gathered and work.degrees.pipeline == 1:
         yield "parallel.keep_gathered=false", {"keep_gathered": False}
     for copies in _halves(work.degrees.replicate):
@@ -173,6 +180,7 @@ class Candidate:
         if work.degrees.pipeline == 1:
             overrides.append(f"parallel.keep_gathered={str(work.keep_gathered).lower()}")
         base = [f"lora.base={work.lora_base}"] if work.lora_base != "bf16" else []
+        base += ["compute.offload_activations=true"] if work.offload_activations else []
         return [*overrides, f"precision={work.precision}", *base]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.models.size import active_width, flops_per_token, matmul_parameters, token_copies
 from keepstep.plan.cluster import Cluster
+from keepstep.plan.memory import offloaded_per_pass
 from keepstep.plan.network import Network
 from keepstep.plan.tensors import StageParameters, stage_parameters
 from keepstep.plan.traffic import block_traffic, head_traffic, update_traffic, weight_traffic
@@ -41,7 +42,7 @@ class StepTime:
     """Element-wise kernels, the loss, casts and reductions of weights."""
     update_s: float
     exposed_s: dict[str, float]
-    """Communication that computation does not hide, by axis."""
+    """Communication that computation does not hide, by axis; `host` is offloaded activations."""
     bubble_s: float
     """Waiting for the pipeline to fill and drain."""
     fixed_s: float
@@ -92,6 +93,8 @@ def plan_speed(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED
     counts = stage_parameters(work, slowest[0])
     step = _step_time(work, cluster, counts, slowest[1], factors)
     traffic = Network(work, cluster).traffic_s(counts)
+    if work.offload_activations:
+        traffic["host"] = 2 * _offload_s(work, cluster) * work.microbatches
     return _speed_plan(work, cluster, step, traffic)
 
 
@@ -186,7 +189,12 @@ def _step_time(
     forward_s = micro.total_s * micro.forward_share
     exposed = network.exposed_s(counts, forward_s, micro.total_s - forward_s, micro.attention_s)
     each = work.microbatches
-    along = sum(exposed[axis] for axis in ("tensor", "context", "pipeline")) / each
+    used = {axis: seconds for axis, seconds in exposed.items() if getattr(work.degrees, axis) > 1}
+    if work.offload_activations:
+        # Each direction is hidden by its own half of the micro batch.
+        copy_s = _offload_s(work, cluster)
+        used["host"] = each * sum(max(0.0, copy_s - hidden) for hidden in (forward_s, micro.total_s - forward_s))
+    along = sum(used.get(axis, 0.0) for axis in ("tensor", "context", "pipeline", "host")) / each
     bubble_s = bubble_share(work) * (micro.total_s + along)
     gpu = cluster.gpu
     update_s = update_traffic(work, counts.trained) / (gpu.memory_gb_s * 1e9 * gpu.memory_share) * factors.memory
@@ -195,10 +203,16 @@ def _step_time(
         attention_s=micro.attention_s * each,
         memory_s=micro.memory_s * each,
         update_s=update_s,
-        exposed_s={axis: seconds for axis, seconds in exposed.items() if getattr(work.degrees, axis) > 1},
+        exposed_s=used,
         bubble_s=bubble_s,
         fixed_s=factors.step_s,
     )
+
+
+def _offload_s(work: Workload, cluster: Cluster) -> float:
+    """Seconds in which a micro batch's offloaded activations pass the link to host memory, one way."""
+    moved = max(offloaded_per_pass(work, stage) for stage in {0, work.degrees.pipeline - 1})
+    return moved / work.stages_per_process / (cluster.gpu.host_gb_s * 1e9)
 
 
 def bubble_share(work: Workload) -> float:

@@ -45,6 +45,7 @@ class Workload:
     device_bytes: int = 80 * 2**30
     """Memory of the device; it also decides into how many chunks the loss is split."""
     offload: bool = False
+    offload_activations: bool = False
     explicit_shard: bool = False
     """Whether the run sets `parallel.shard`: then even a single process uses FSDP."""
     elastic: bool = False
@@ -163,6 +164,7 @@ def workload_of(
         stages_per_process=config.parallel.stages_per_process,
         device_bytes=device_bytes,
         offload=config.parallel.offload,
+        offload_activations=config.compute.offload_activations,
         explicit_shard=config.parallel.shard != -1,
         elastic=config.whole_weights,
         survives=config.resilience.survive,
@@ -186,7 +188,9 @@ def is_valid(work: Workload) -> bool:
         reproducible="elastic" if work.elastic else "resume",
         parallel=parallel,
         lora=LoraConfig(rank=work.lora_rank, base=work.lora_base),
-        compute=ComputeConfig(recompute=work.recompute, compile=work.compiled),
+        compute=ComputeConfig(
+            recompute=work.recompute, compile=work.compiled, offload_activations=work.offload_activations
+        ),
     )
     if any(rule.find(config) for rule in _LAYOUT_RULES):
         return False

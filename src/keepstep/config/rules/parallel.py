@@ -75,6 +75,17 @@ def zero_bubble_recomputes_whole_blocks(config: RunConfig) -> Found:
     return needs, "compute.recompute=full or none, or parallel.schedule=interleaved"
 
 
+@rule("compute.offload_activations", "parallel.schedule", "parallel.pipeline")
+def zero_bubble_keeps_activations(config: RunConfig) -> Found:
+    """What has been brought back for the first of two backward passes would stay on the GPU until the second."""
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble":
+        return None
+    if not config.compute.offload_activations:
+        return None
+    needs = "brings tensors back for one backward pass, and parallel.schedule zero_bubble runs two"
+    return needs, "compute.offload_activations=false, or parallel.schedule=interleaved"
+
+
 @rule("parallel.context", "model.seq_len", "model.rotary_scaling")
 def context_parallel_splits_rows(config: RunConfig) -> Found:
     """Each process takes two pieces of a row, so that the causal work is even."""

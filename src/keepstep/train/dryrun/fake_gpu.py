@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keepstep.models.ops.backend import KernelBackend, Pair
+from keepstep.parallel.activation_offload import HostBuffers
 from keepstep.plan.memory import CHUNK_SHARE
 
 COLLECTIVES = {
@@ -121,7 +122,18 @@ class StepTrace(TorchDispatchMode):
             finally:
                 self._paused = before
 
+        allocate = HostBuffers.allocate
+
+        # Host memory is none of the device's: it is known with a size of 0.
+        def uncounted(buffers: HostBuffers, *args: Any) -> Tensor:
+            before, self._paused = self._paused, True
+            buffer = allocate(buffers, *args)
+            self._paused = before
+            self._sizes[buffer.untyped_storage()._cdata] = 0
+            return buffer
+
         with (
+            replaced(HostBuffers, "allocate", uncounted),
             replaced(torch.UntypedStorage, "resize_", followed),
             replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
             self,

@@ -69,12 +69,20 @@ def test_a_copy_that_did_not_end_leaves_the_step_before(places: list[Path], monk
     assert InMemorySnapshots(places).newest(state(0.0)) == 6
 
 
-def test_another_layout_finds_nothing(places: list[Path]) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"weight": torch.zeros(300, 100), "scalar": torch.tensor(0.0), "more": torch.zeros(3)},
+        {"weight": torch.zeros(300, 100)},
+        {"weight": torch.zeros(100, 300), "scalar": torch.tensor(0.0)},
+        {"weight": torch.zeros(300, 100).bfloat16(), "scalar": torch.tensor(0.0)},
+    ],
+    ids=["one more tensor", "one less", "another shape", "another dtype"],
+)
+def test_another_model_finds_nothing(places: list[Path], changed: dict[str, torch.Tensor]) -> None:
     memory = InMemorySnapshots(places)
     keep(memory, 5)
-    other = state(0.0)
-    other["model"]["more"] = torch.zeros(3)
-    assert InMemorySnapshots(places).newest(other) is None
+    assert InMemorySnapshots(places).newest({**state(0.0), "model": changed}) is None
 
 
 @pytest.mark.slow

@@ -22,12 +22,12 @@ class ProcessGroupInfo:
                 # A separate group, so that small messages never queue behind the collectives of training.
                 self.group = dist.new_group(backend="gloo")
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of one rank, on every rank."""
         if self.group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
+        dist.broadcast_object_list(values, src=source, group=self.group)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:

@@ -188,9 +188,9 @@ class _Agent:
         self._attempts += 1
 
     def _environment(self, nodes: RendezvousResult, local_rank: int) -> dict[str, str]:
-        # Buffers for its own snapshots and, with several nodes, for those of a process on another node.
+        # For its own snapshots and, with several nodes or once there were several, those of a process on another node.
         buffers = self._memory[local_rank]
-        copies = nodes.nodes > 1 and self._supervisor is None
+        copies = (nodes.nodes > 1 and self._supervisor is None) or any(os.fstat(fd).st_size for fd in buffers[2:])
         memory = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (buffers if copies else buffers[:2])]
         return {
             "RANK": str(self._first_rank + local_rank),

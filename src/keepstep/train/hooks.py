@@ -31,8 +31,8 @@ class LoopHooks(Protocol):
     def rejoin(self) -> None:
         """A replica was lost in the middle of a step: form the new membership with the others."""
 
-    def snapshot_due(self) -> bool:
-        """Whether the step just done goes into memory that survives this process."""
+    def snapshot_due(self, last: bool = False) -> bool:
+        """Whether the step just done, perhaps the last before a stop, goes into memory that survives this process."""
 
     def snapshot(self) -> None:
         """Copy the step just done into that memory."""

@@ -48,8 +48,7 @@ def run_loop(parts: LoopParts, hooks: LoopHooks, config: RunConfig) -> None:
                 save_due.retry()
         if steps.stop and clock.step <= saved_step:
             # The save may still be under way, and may fail.
-            hooks.ensure_saved(at_least=saved_step)
-            raise _stopped(saved_step)
+            raise _stopped(saved_step, hooks, at_least=saved_step)
         if evaluate_due.due() and clock.step > evaluated_step:
             if not steps.pause_for(lambda: _evaluate(parts, hooks)):
                 evaluate_due.retry()
@@ -71,11 +70,14 @@ def _evaluate(parts: LoopParts, hooks: LoopHooks) -> None:
     """Evaluate the step just done. A stop request meanwhile ends the run with this step; the next start begins with the
     evaluation that is missing."""
     if not hooks.evaluate():
-        hooks.ensure_saved()
-        raise _stopped(parts.clock.step)
+        raise _stopped(parts.clock.step, hooks)
 
 
-def _stopped(step: int) -> StopRequested:
+def _stopped(step: int, hooks: LoopHooks, at_least: int | None = None) -> StopRequested:
+    hooks.ensure_saved(at_least)
+    # The agent may have asked, to start again with more nodes: then nobody needs to read the save.
+    if hooks.snapshot_due(last=True):
+        hooks.snapshot()
     return StopRequested(f"stopped on request after step {step}, saved", RESUME_HINT)
 
 

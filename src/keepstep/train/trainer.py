@@ -191,9 +191,9 @@ class Trainer:
         self._snapshots.before_update()
         self._saver.before_update()
 
-    def snapshot_due(self) -> bool:
-        """Whether the step just done goes into the agent's memory."""
-        return self._snapshots.due(self._clock)
+    def snapshot_due(self, last: bool = False) -> bool:
+        """Whether the step just done, perhaps the last one before a stop, goes into the agent's memory."""
+        return self._snapshots.due(self._clock, last)
 
     def snapshot(self) -> None:
         """Copy the step just done, with its numbers, into the agent's memory."""

@@ -29,6 +29,19 @@ def read_footer(fd: int) -> dict[str, Any] | None:
     return footer
 
 
+def read_description(fd: int) -> dict[str, Any] | None:
+    """The layout of a complete snapshot and what checkpoints say about its run; None while it is overwritten."""
+    footer = read_footer(fd)
+    if footer is None:
+        return None
+    begin, size = footer["description"]
+    try:
+        description: dict[str, Any] = json.loads(os.pread(fd, size, begin))
+    except ValueError:
+        return None
+    return description
+
+
 def write_footer(fd: int, footer: bytes) -> None:
     """Write a footer at the end; the bytes that declare the snapshot complete go last."""
     begin = os.fstat(fd).st_size - FOOTER_BYTES

@@ -1,7 +1,7 @@
 """Copies of each process's newest snapshots in the memory of another node: a lost node costs no more than a crash.
 
 Every process sends its snapshots to its counterpart on the next node, in a background thread and over a process group
-of its own. The processes of a replaced node get their state back from there.
+of its own. Whoever needs the state of a lost node finds it there (see sources.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from keepstep.checkpoint.in_memory.footer import FOOTER_BYTES, clear_footer, read_footer, write_footer
+from keepstep.checkpoint.in_memory.footer import FOOTER_BYTES, clear_footer, write_footer
+from keepstep.checkpoint.in_memory.transfer import CHUNK_BYTES, started
 
-CHUNK_BYTES = 64 * 1024 * 1024
 CLOSE_TIMEOUT_S = 10.0
 """How long the last copy may take when a run ends: a process that is gone would block it forever."""
 
@@ -30,18 +30,15 @@ class Mirror:
         self._group = dist.new_group(backend="gloo")
         self._to, self._from = (rank + ranks_per_node) % world_size, (rank - ranks_per_node) % world_size
         self._fds = [os.open(place, os.O_RDWR | os.O_CLOEXEC) for place in places]
-        self._next = 0
+        self.next = 0
+        """The buffer that is overwritten next."""
         self._thread: threading.Thread | None = None
-
-    def holder(self, rank: int) -> int:
-        """The rank that holds the copy of a process's snapshots."""
-        return (rank + (self._to - dist.get_rank())) % dist.get_world_size()
 
     def exchange(self, fd: int) -> None:
         """Send one snapshot and receive the other process's, in a thread. All processes call this for the same step."""
         self.join()
-        target = self._fds[self._next]
-        self._next = (self._next + 1) % len(self._fds)
+        target = self._fds[self.next]
+        self.next = (self.next + 1) % len(self._fds)
         self._thread = threading.Thread(target=self._exchange, args=(fd, target), name="mirror", daemon=True)
         self._thread.start()
 
@@ -50,20 +47,6 @@ class Mirror:
         if self._thread is not None:
             self._thread.join(timeout_s)
             self._thread = None
-
-    def steps(self) -> dict[int, str]:
-        """The steps held here for another process, each with the fingerprint of its layout."""
-        footers = [read_footer(fd) for fd in self._fds]
-        return {int(footer["step"]): str(footer["fingerprint"]) for footer in footers if footer is not None}
-
-    def give_back(self, rank: int, step: int, fd: int) -> None:
-        """Return a step to the process it belongs to; only that process and its holder call this."""
-        if dist.get_rank() == rank:
-            self._receive(fd, self.holder(rank))
-            return
-        held = next(own for own in self._fds if (footer := read_footer(own)) is not None and footer["step"] == step)
-        for work in self._send(held, rank):
-            work.wait()
 
     def close(self) -> None:
         """Stop copying; the snapshots stay as long as the agent that owns the memory."""
@@ -83,21 +66,16 @@ class Mirror:
         size = os.fstat(source).st_size
         memory = torch.frombuffer(mmap.mmap(source, 0), dtype=torch.uint8)
         pieces = [torch.tensor([size]), *memory[:-FOOTER_BYTES].split(CHUNK_BYTES), memory[-FOOTER_BYTES:].clone()]
-        return [_started(dist.isend(piece, to, self._group, tag)) for tag, piece in enumerate(pieces)]
+        return [started(dist.isend(piece, to, self._group, tag)) for tag, piece in enumerate(pieces)]
 
     def _receive(self, target: int, source: int) -> None:
         size = torch.zeros(1, dtype=torch.int64)
-        _started(dist.irecv(size, source, self._group, 0)).wait()
+        started(dist.irecv(size, source, self._group, 0)).wait()
         clear_footer(target)
         os.ftruncate(target, int(size))
         memory = torch.frombuffer(mmap.mmap(target, 0), dtype=torch.uint8)
         # The footer, which declares the copy complete, is written last.
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
         for tag, piece in enumerate([*memory[:-FOOTER_BYTES].split(CHUNK_BYTES), footer], start=1):
-            _started(dist.irecv(piece, source, self._group, tag)).wait()
+            started(dist.irecv(piece, source, self._group, tag)).wait()
         write_footer(target, footer.numpy().tobytes())
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work

@@ -7,7 +7,6 @@ is good.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.in_memory.footer import read_footer
+from keepstep.checkpoint.in_memory.footer import read_description, read_footer
 from keepstep.checkpoint.inspect import step_problems
 from keepstep.checkpoint.protocol import commit
 from keepstep.checkpoint.protocol.commit import Attempt
@@ -80,11 +79,12 @@ def rescue(agent: int, store: Store, after: int = 0) -> CommittedCheckpoint:
 
 def _newest_step(agent: int, opened: ExitStack) -> list[_Snapshot]:
     """The parts of the newest complete step, in rank order."""
-    steps: dict[int, dict[int, _Snapshot]] = {}
+    steps: dict[tuple[int, int], dict[int, _Snapshot]] = {}
     for fd in _memory_of(agent, opened):
         part = _read_snapshot(fd)
         if part is not None:
-            steps.setdefault(part.step, {})[part.rank] = part
+            # The same step of another attempt may have other bits, and another number of processes.
+            steps.setdefault((part.step, part.footer["attempt"]), {})[part.rank] = part
     for _, parts in sorted(steps.items(), reverse=True):
         world_size = next(iter(parts.values())).world_size
         if sorted(parts) == list(range(world_size)):
@@ -97,7 +97,7 @@ def _newest_step(agent: int, opened: ExitStack) -> list[_Snapshot]:
         )
     newest = max(steps)
     raise _OvertakenError(
-        f"the agent (process {agent}) holds step {newest} of ranks {sorted(steps[newest])} only",
+        f"the agent (process {agent}) holds step {newest[0]} of ranks {sorted(steps[newest])} only",
         "the other ranks are in the memory of other nodes: free space on the run's disk, so that it can save",
     )
 
@@ -114,14 +114,8 @@ def _memory_of(agent: int, opened: ExitStack) -> list[int]:
 
 
 def _read_snapshot(fd: int) -> _Snapshot | None:
-    footer = read_footer(fd)
-    if footer is None:
-        return None
-    begin, size = footer["description"]
-    try:
-        description = json.loads(os.pread(fd, size, begin))
-    except ValueError:
-        # It is being overwritten.
+    footer, description = read_footer(fd), read_description(fd)
+    if footer is None or description is None:
         return None
     rank, world_size, pieces = description["layout"]
     specs = [PieceSpec.from_json(raw) for raw in pieces]

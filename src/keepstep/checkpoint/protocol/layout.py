@@ -76,6 +76,12 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict
     return tensors, plain
 
 
+def local_tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """This process's part of every tensor of a state, in an order that depends on the names alone."""
+    tensors, _ = split_state(state)
+    return [(each.to_local() if isinstance(each, DTensor) else each).detach() for each in tensors.values()]
+
+
 def check_plain(value: Any, name: str) -> None:
     """Raise for values that do not survive a round trip through JSON."""
     if value is None or isinstance(value, bool | int | float | str):

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keepstep.checkpoint.protocol.layout import local_tensors
 from keepstep.resilience.survivors.shared_numbers import Numbers
 from keepstep.resilience.survivors.state_copy import Bytes, part_bounds
-from keepstep.train.recovery.rollback import local_tensors
 from keepstep.train.state import TrainState
 from keepstep.train.step import TrainStep
 
@@ -33,7 +33,7 @@ class CommonState:
 
     def part(self, part: int, parts: int) -> Bytes:
         """A copy of one of `parts` equal parts of all tensors, in host memory."""
-        tensors = list(local_tensors(self._state.tensors()))
+        tensors = local_tensors(self._state.tensors())
         first, end = part_bounds(sum(tensor.nbytes for tensor in tensors), part, parts)
         copy = np.empty(end - first, np.uint8)
         filled, start = 0, 0

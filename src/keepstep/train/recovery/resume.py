@@ -37,7 +37,8 @@ def may_resume(checkpointer: Checkpointer, memory_files: tuple[Path, ...]) -> bo
     """Whether there seems to be a state to resume from; the same on every process."""
     on_disk = checkpointer.find() is not None
     found = torch.tensor(float(on_disk or newest_snapshot(memory_files) >= 0))
-    dist.all_reduce(found, dist.ReduceOp.MIN)
+    # A new process gets its state from those that have one.
+    dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
 
 

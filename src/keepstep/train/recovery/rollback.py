@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from keepstep.checkpoint.protocol.layout import local_tensors
 from keepstep.config.schema import GuardConfig
 from keepstep.data.step_feed import StepFeed
 from keepstep.resilience.guard import Reading
@@ -47,7 +46,7 @@ class Rollback:
 
         With `skip_samples` the run never uses the samples of this step again.
         """
-        snapshot = None if self._copies is not None else self._snapshots.newest(before=reading.step)
+        snapshot = self._snapshots.newest(before=reading.step) if self._snapshots.active else None
         if self._copies is None and snapshot is None:
             return False
         if skip_samples:
@@ -83,7 +82,7 @@ class StateCopies:
         """Copy the state after `step`, where the interval has passed."""
         if self._copies and step < self._copies[-1].step + self._every:
             return
-        live = list(local_tensors(self._state.tensors()))
+        live = local_tensors(self._state.tensors())
         buffers = self._copies.pop(0).tensors if len(self._copies) == COPIES else [_host_buffer(each) for each in live]
         for buffer, tensor in zip(buffers, live, strict=True):
             buffer.copy_(tensor, non_blocking=True)
@@ -99,17 +98,6 @@ class StateCopies:
                 tensor.copy_(buffer)
         self._state.adopt(newest.numbers, into)
         return newest.step
-
-
-def local_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    """This process's part of every tensor of a state, in an order that depends on the names alone."""
-    for value in state.values():
-        if isinstance(value, Mapping):
-            yield from local_tensors(value)
-        elif isinstance(value, DTensor):
-            yield value.to_local().detach()
-        elif isinstance(value, Tensor):
-            yield value.detach()
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from keepstep.checkpoint.in_memory.snapshots import InMemorySnapshots
+from keepstep.checkpoint.in_memory.snapshots import InMemorySnapshots, newest_snapshot
+from keepstep.checkpoint.protocol.layout import local_tensors
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core.proc import available_memory_bytes
 from keepstep.train.clock import Clock
@@ -46,17 +47,23 @@ class SnapshotPolicy:
         self._interval = settings.snapshot_interval if settings.snapshot_interval >= 0 else 1
         self._chosen = settings.snapshot_interval >= 0
         self._waited_s = 0.0
+        self._taken = -1
         self._measured_from: tuple[int, float] | None = None
-        self._memory = self._open() if self._all_agree(self._interval > 0 and self._fits()) else None
+        self._takes = self._all_agree(self._interval > 0 and self._fits())
+        # Even without room for new snapshots, those of the processes before are the newest state.
+        none_held = self._all_agree(newest_snapshot(places) < 0)
+        self._memory = None if none_held and not self._takes else self._open()
 
     def _open(self) -> InMemorySnapshots:
         own, mirrored = self._places[:OWN_BUFFERS], self._places[OWN_BUFFERS:]
         return InMemorySnapshots(own, mirrored, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), self._metadata)
 
-    def due(self, clock: Clock) -> bool:
-        """Whether to take a snapshot of the step just done."""
-        if self._memory is None:
+    def due(self, clock: Clock, last: bool) -> bool:
+        """Whether to take a snapshot of the step just done; the last one before a stop always gets one."""
+        if not self._takes:
             return False
+        if last:
+            return clock.step != self._taken
         if not self._chosen:
             self._choose(clock)
         return self._interval > 0 and clock.step % self._interval == 0
@@ -65,6 +72,7 @@ class SnapshotPolicy:
         """Start to copy the state of this step."""
         assert self._memory is not None
         started = time.perf_counter()
+        self._taken = step
         self._memory.save(step, self._state.tensors(), values, {"loss": loss})
         self._waited_s += time.perf_counter() - started
 
@@ -73,10 +81,9 @@ class SnapshotPolicy:
 
         False where there is no memory for it. Collective.
         """
-        if self._memory is None and self._all_agree(self._fits()):
-            self._memory = self._open()
-        if self._memory is None:
+        if not self._takes and not self._all_agree(self._fits()):
             return False
+        self._memory = self._memory or self._open()
         self.take(step, values, loss)
         self._memory.join()
         return True
@@ -91,7 +98,7 @@ class SnapshotPolicy:
     @property
     def active(self) -> bool:
         """Whether snapshots are taken at all."""
-        return self._memory is not None
+        return self._takes
 
     def newest(self, before: int | None = None) -> int | None:
         """The newest step in memory, or the newest before some step; the same on every process."""
@@ -132,21 +139,14 @@ class SnapshotPolicy:
             return False
         if self._settings.snapshot_interval > 0:
             return True
-        size_bytes = sum(
-            tensor.nbytes
-            for part in (self._state.weights(), *self._state.optimizers.state().values())
-            for tensor in map(_local, part.values())
-        )
+        size_bytes = sum(tensor.nbytes for tensor in local_tensors(self._state.tensors()))
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return size_bytes * len(self._places) * neighbours < MEMORY_SHARE * available_memory_bytes()
+        buffers = len(self._places) if dist.get_world_size() > neighbours else OWN_BUFFERS
+        # What the snapshots of the processes before take becomes free when they are overwritten.
+        held_bytes = sum(place.stat().st_size for place in self._places)
+        return (size_bytes * buffers - held_bytes) * neighbours < MEMORY_SHARE * available_memory_bytes()
 
     def _all_agree(self, wanted: bool) -> bool:
         answer = torch.tensor(float(wanted))
         dist.all_reduce(answer, dist.ReduceOp.MIN)
         return bool(answer)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -78,16 +78,18 @@ def test_chaos_refuses_impossible_numbers(word: str, capsys: pytest.CaptureFixtu
     ("kinds", "note"),
     [
         (["left", "joined"], ""),
-        (["spare_lost"], ""),
+        (["spare_lost", "spare_ready"], ""),
         (["left", "fault", "restart", "resume"], "the other replicas were restarted"),
         (["joined"], "nobody noticed"),
+        (["left"], "the run ended before the lost replica was replaced: try more --steps"),
+        (["left", "joined", "left"], "the run ended before the lost replica was replaced: try more --steps"),
     ],
 )
-def test_survivors_pass_only_without_a_restart(kinds: list[str], note: str, tmp_path: Path) -> None:
+def test_survivors_pass_without_a_restart_and_with_a_replacement(kinds: list[str], note: str, tmp_path: Path) -> None:
     experiment = Experiment([], tmp_path, 24, 3, 60.0)
     folder = experiment.run_folder("kill-replica").create()
     folder.metrics.write_text(json.dumps({"step": 1, "loss": 2.5, "time": 9.0}) + "\n")
-    events = [{"kind": kind, "time": 11.0, "step": 1} for kind in kinds]
+    events = [{"kind": kind, "time": 11.0, "step": 1, "replica": 1} for kind in kinds]
     folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     scenario = Scenario("kill-replica", "", survivors=True)
     judged = verdict.judge(experiment, scenario, {1: 2.5}, (10.0, 0))

@@ -22,6 +22,8 @@ FOLDER = "KEEPSTEP_CHAOS_FOLDER"
 """Environment variable: the folder for mark files."""
 ALL_RANKS = -1
 CLOCK_JUMP_S = -3600.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 5.0
+"""Of a fault that waits for a file: each wait is twice as long as the one before. No wait may look like a hang."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class FaultInjector:
         self._slow_until = 0
         self._slow_s = 0.0
         self._balloon: tuple[Path, int] | None = None
+        self._awaited: Path | None = None
+        self._wait_s = FIRST_WAIT_S
 
     @classmethod
     def from_environment(cls, rank: int) -> FaultInjector | None:
@@ -81,6 +85,8 @@ class FaultInjector:
         if self._balloon is not None and step >= self._balloon[1]:
             self._balloon[0].unlink(missing_ok=True)
             self._balloon = None
+        if self._awaited is not None:
+            self._wait_for(self._awaited)
         for fault in self._faults:
             if fault.step == step and fault.kind != "nan" and self._first(fault):
                 self._inject(fault)
@@ -117,11 +123,20 @@ class FaultInjector:
             case "slow":
                 self._slow_until = fault.step + int(fault.facts["steps"])
                 self._slow_s = float(fault.facts["seconds"])
+            case "wait":
+                self._awaited = Path(fault.facts["file"])
             case "clock":
                 real = time.time
                 time.time = lambda: real() + CLOCK_JUMP_S
             case "full":
                 self._fill(fault)
+
+    def _wait_for(self, file: Path) -> None:
+        """Between two steps, so that the run does not end before the file is there."""
+        deadline = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        while time.monotonic() < deadline and not file.exists():
+            time.sleep(0.02)
 
     def _fill(self, fault: Fault) -> None:
         """Fill the file system of a folder completely, for some steps."""

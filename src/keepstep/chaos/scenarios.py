@@ -127,7 +127,7 @@ def _survive(
     except ConfigError as error:
         raise UnavailableError(error.message) from None
     struck_after = max((fault.step for fault in faults), default=0)
-    # Not at once: the time that the survivors take for the next step is measured.
+    # A step later: the time that the survivors take for the next step is measured.
     wait = wait_for_replacement(experiment, kind, struck_after + 2)
     release = partial(release_when_all_are_back, kind=kind)
     options = {"overrides": overrides, "own_baseline": True, "survivors": True, "inject": release, **options}

@@ -219,7 +219,7 @@ def wait_for_step(folder: RunFolder, step: int, timeout_s: float) -> bool:
 def _struck_at(scenario: Scenario, marks: Path) -> float | None:
     if scenario.mark is not None:
         return float(scenario.mark.read_text()) if scenario.mark.is_file() else None
-    times = [happened_at(fault, marks) for fault in scenario.faults if fault.kind != "wait"]
+    times = [happened_at(fault, marks) for fault in scenario.faults]
     return min((time for time in times if time is not None), default=None)
 
 

@@ -63,7 +63,6 @@ class FaultInjector:
         self._slow_until = 0
         self._slow_s = 0.0
         self._balloon: tuple[Path, int] | None = None
-        self._awaited: Path | None = None
         self._wait_s = FIRST_WAIT_S
 
     @classmethod
@@ -85,10 +84,10 @@ class FaultInjector:
         if self._balloon is not None and step >= self._balloon[1]:
             self._balloon[0].unlink(missing_ok=True)
             self._balloon = None
-        if self._awaited is not None:
-            self._wait_for(self._awaited)
         for fault in self._faults:
-            if fault.step == step and fault.kind != "nan" and self._first(fault):
+            if fault.kind == "wait" and step > fault.step:
+                self._wait(fault)
+            elif fault.step == step and fault.kind not in ("nan", "wait") and self._first(fault):
                 self._inject(fault)
 
     def _first(self, fault: Fault) -> bool:
@@ -123,18 +122,17 @@ class FaultInjector:
             case "slow":
                 self._slow_until = fault.step + int(fault.facts["steps"])
                 self._slow_s = float(fault.facts["seconds"])
-            case "wait":
-                self._awaited = Path(fault.facts["file"])
             case "clock":
                 real = time.time
                 time.time = lambda: real() + CLOCK_JUMP_S
             case "full":
                 self._fill(fault)
 
-    def _wait_for(self, file: Path) -> None:
-        """Between two steps, so that the run does not end before the file is there."""
+    def _wait(self, fault: Fault) -> None:
+        """After each further step, also in a process that was started again: the run does not end before its time."""
+        file, longest_s = Path(fault.facts["file"]), fault.facts.get("longest_s", LONGEST_WAIT_S)
         deadline = time.monotonic() + self._wait_s
-        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._wait_s = min(2 * self._wait_s, longest_s)
         while time.monotonic() < deadline and not file.exists():
             time.sleep(0.02)
 

@@ -36,6 +36,9 @@ MODEL = [
     "evaluate.interval=0ba", "evaluate.at_end=false", "checkpoint.at_end=false", "compute.threads=1",
     "compute.device=cpu",
 ]  # fmt: skip
+GROUPS = ["parallel.shard=2", "parallel.replicate=-1", "--procs", "4"]
+"""Replicas of two processes each."""
+SURVIVE = "kill-replica,stop-replica,kill-two-replicas,kill-joining,kill-spare,split-network"
 KILL_AT, STEPS = 12, 20
 MARK, END = "<!-- chaos: written by benchmarks/chaos.py -->", "<!-- /chaos -->"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -73,20 +76,29 @@ def main() -> int:
 
 
 def suite(folder: Path) -> dict[str, Any]:
-    """Every fault that `keepstep chaos` knows."""
+    """Every fault that `keepstep chaos` knows, and those that others survive also where replicas are groups."""
     started = time.monotonic()
-    out = folder / "suite.json"
-    subprocess.run(keepstep("chaos", *TINY, f"runs_dir={folder}", "--out", str(out)), env=ENVIRONMENT, check=False)
-    result: dict[str, Any] = json.loads(out.read_text())
+    result = chaos(folder, "suite")
+    groups = chaos(folder, "groups", *GROUPS, "--kinds", SURVIVE)
+    result["faults"] += groups["faults"]
+    result["left_out"] |= {f"{kind} of groups": why for kind, why in groups["left_out"].items()}
+    result["passed"] = result["passed"] and all(fault["passed"] for fault in groups["faults"])
     return {**result, "suite_s": round(time.monotonic() - started, 1)}
+
+
+def chaos(folder: Path, name: str, *words: str) -> dict[str, Any]:
+    """The verdict of `keepstep chaos`."""
+    out = folder / f"{name}.json"
+    command = keepstep("chaos", *TINY, f"runs_dir={folder}", "--name", name, *words, "--out", str(out))
+    subprocess.run(command, env=ENVIRONMENT, check=False)
+    verdict: dict[str, Any] = json.loads(out.read_text())
+    return verdict
 
 
 def soak(folder: Path, faults: int) -> dict[str, Any]:
     """Random faults in one run; only the summary is kept."""
-    started, out = time.monotonic(), folder / "soak.json"
-    words = [*TINY, "observe.tensorboard=false", f"runs_dir={folder}", "--random", str(faults), "--mtbf", "6"]
-    subprocess.run(keepstep("chaos", *words, "--out", str(out)), env=ENVIRONMENT, check=False)
-    report = json.loads(out.read_text())
+    started = time.monotonic()
+    report = chaos(folder, "soak", "observe.tensorboard=false", "--random", str(faults), "--mtbf", "6")
     seconds = [fault["recovered_s"] for fault in report["faults"] if fault["recovered_s"] is not None]
     return {
         "faults": faults,

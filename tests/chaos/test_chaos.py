@@ -51,13 +51,32 @@ def test_chaos_recovered_runs_end_with_the_same_losses(tmp_path: Path) -> None:
         assert fault["steps_lost"] <= 1, fault
 
 
-def test_chaos_survivors_of_two_replicas_and_of_a_spare_continue(tmp_path: Path) -> None:
-    report = chaos(tmp_path, "--kinds", "kill-two-replicas,kill-spare", "--steps", "12")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--kinds", "kill-two-replicas,kill-spare"], {"kill-two-replicas": [1, 2], "kill-spare": [2]}),
+        # Replicas that are groups of two processes: one of them is killed, and the group leaves and returns as a whole.
+        (
+            ["parallel.shard=2", "parallel.replicate=-1", "--procs", "4", "--kinds", "kill-two-replicas,kill-spare"],
+            {"kill-two-replicas": [1, 2], "kill-spare": [2]},
+        ),
+    ],
+    ids=["processes", "groups"],
+)
+def test_chaos_survivors_of_two_replicas_and_of_a_spare_continue(
+    tmp_path: Path, words: list[str], expected: dict[str, list[int]]
+) -> None:
+    report = chaos(tmp_path, *words, "--steps", "12")
     assert report["passed"], report
-    for kind, expected in (("kill-two-replicas", ["left", "left"]), ("kill-spare", ["spare_lost"])):
-        (events,) = tmp_path.glob(f"chaos-*/{kind}/events.jsonl")
-        kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
-        assert [kind for kind in kinds if kind in ("left", "spare_lost", "restart")] == expected
+    for kind, lost in expected.items():
+        (path,) = tmp_path.glob(f"chaos-*/{kind}/events.jsonl")
+        events = list(map(json.loads, path.read_text().splitlines()))
+        gone = sorted(event["replica"] for event in events if event["kind"] in ("left", "spare_lost"))
+        back = sorted(event["replica"] for event in events if event["kind"] in ("joined", "spare_ready"))
+        assert gone == lost
+        # A spare is ready twice.
+        assert back == (lost * 2 if kind == "kill-spare" else lost)
+        assert not [event for event in events if event["kind"] == "restart"]
 
 
 def test_soak_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -77,7 +96,7 @@ def test_chaos_two_hosts_lose_network_and_host(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_chaos_replicas_without_network_stop_and_join_again(tmp_path: Path) -> None:
     report = chaos(tmp_path, "--kinds", "split-network", "--timeout", "200")
-    assert report["passed"]
+    assert report["passed"], report
     (path,) = tmp_path.glob("chaos-*/split-network/events.jsonl")
     kinds = [line["kind"] for line in map(json.loads, path.read_text().splitlines())]
     assert [kind for kind in kinds if kind in ("left", "joined")] == ["left", "joined"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from keepstep.chaos import scenarios, verdict
 from keepstep.chaos.experiment import Experiment, Outcome, Scenario, UnavailableError
 from keepstep.cli.main import main
 from keepstep.core.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT
+from keepstep.resilience.fault_injection import ALL_RANKS, Fault, FaultInjector
 
 
 def outcome(kind: str, passed: bool) -> Outcome:
@@ -78,17 +80,36 @@ def test_chaos_refuses_impossible_numbers(word: str, capsys: pytest.CaptureFixtu
     ("kinds", "note"),
     [
         (["left", "joined"], ""),
-        (["spare_lost"], ""),
+        (["spare_lost", "spare_ready"], ""),
         (["left", "fault", "restart", "resume"], "the other replicas were restarted"),
         (["joined"], "nobody noticed"),
+        (["left"], "the run ended before the lost replica was replaced: try more --steps"),
+        (["left", "joined", "left"], "the run ended before the lost replica was replaced: try more --steps"),
     ],
 )
-def test_survivors_pass_only_without_a_restart(kinds: list[str], note: str, tmp_path: Path) -> None:
+def test_survivors_pass_without_a_restart_and_with_a_replacement(kinds: list[str], note: str, tmp_path: Path) -> None:
     experiment = Experiment([], tmp_path, 24, 3, 60.0)
     folder = experiment.run_folder("kill-replica").create()
     folder.metrics.write_text(json.dumps({"step": 1, "loss": 2.5, "time": 9.0}) + "\n")
-    events = [{"kind": kind, "time": 11.0, "step": 1} for kind in kinds]
+    events = [{"kind": kind, "time": 11.0, "step": 1, "replica": 1} for kind in kinds]
     folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     scenario = Scenario("kill-replica", "", survivors=True)
     judged = verdict.judge(experiment, scenario, {1: 2.5}, (10.0, 0))
     assert (judged.passed, judged.note) == (not note, note)
+
+
+def test_wait_fault_holds_a_run_until_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, sleep, slept_s = tmp_path / "back", time.sleep, list[float]()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept_s.append(seconds), sleep(seconds)))
+    wait = Fault("wait", 2, ALL_RANKS, {"file": str(file), "longest_s": 0.3})
+    # In any process, also in one that was started again.
+    for _ in range(2):
+        injector, waited = FaultInjector([wait], tmp_path, 0), []
+        for step in range(1, 7):
+            if step == 6:
+                file.touch()
+            slept_s.clear()
+            injector.after_step(step)
+            waited.append(bool(slept_s))
+        assert waited == [False, False, True, True, True, False]
+        file.unlink()

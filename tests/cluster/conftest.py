@@ -20,6 +20,8 @@ def rested(cluster: SlurmCluster) -> SlurmCluster:
     """The cluster with every node idle and every cable in."""
     for name in cluster.names:
         cluster.cable(name, up=True)
+        if cluster.slurmds[name].poll() is not None:
+            cluster.start_node(name)
     cluster.run("scancel", "-u", "root", check=False)
     cluster.wait(lambda: not cluster.run("squeue", "-h"), 30, "an empty queue")
     for name in cluster.names:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tests.patience import PATIENCE_S
@@ -90,10 +91,7 @@ class SlurmCluster:
                 daemon.kill()
                 daemon.wait()
         for name in self.names:
-            for pid in subprocess.run(
-                ["ip", "netns", "pids", self._space(name)], capture_output=True, text=True
-            ).stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
+            self._kill_processes(name)
             subprocess.run(["ip", "netns", "del", self._space(name)], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / self._space(name), ignore_errors=True)
         subprocess.run(["ip", "link", "del", self.tag], capture_output=True, check=False)
@@ -146,6 +144,12 @@ class SlurmCluster:
         """Plug or pull the node's cable."""
         _ip("link", "set", f"{self.tag}{name}", "up" if up else "down")
 
+    def lose(self, name: str) -> None:
+        """The node loses its power: all its processes are gone at the same moment, and nobody is told."""
+        self.cable(name, up=False)
+        self._kill_processes(name)
+        self.slurmds[name].wait()
+
     def throttle(self, name: str, rate: str | None) -> None:
         """Make the node's link slow both ways, or as fast as it was."""
         for where, device in (([], f"{self.tag}{name}"), (["-n", self._space(name)], "eth0")):
@@ -174,6 +178,12 @@ class SlurmCluster:
         self.slurmds[name] = subprocess.Popen(command, env=self.environment, stderr=subprocess.DEVNULL)
 
     # Construction -------------------------------------------------------------------------------------------------
+
+    def _kill_processes(self, name: str) -> None:
+        inside = subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True).stdout
+        for pid in inside.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def _space(self, name: str) -> str:
         return f"{self.tag}-{name}"

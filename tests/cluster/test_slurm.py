@@ -104,6 +104,26 @@ def test_replicas_survive_a_node_without_network_and_the_job_is_not_requeued(
 
 
 @pytest.mark.cluster
+def test_job_without_its_first_node_is_requeued_and_resumes(rested: SlurmCluster, tmp_path: Path) -> None:
+    # The batch shell and the coordinator are on the first node. Slurm does not end the job: see --no-kill.
+    steps, survive = 60, ["reproducible=elastic", "resilience.survive=true", "resilience.lease_s=5"]
+    rested.environment["KEEPSTEP_WATCH_S"] = "1"
+    record = submit(rested, tmp_path, "headless", steps, f"{PROFILE}min_nodes: 1\n", 2, *survive)
+    run = tmp_path / "runs" / "headless"
+    wait_step(rested, run, 12)
+    first = rested.job(record.job_id)["BatchHost"]
+    rested.lose(first)
+    job = rested.wait_state(record.job_id, {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"}, 150, Path(record.log))
+    assert job["JobState"] == "COMPLETED", Path(record.log).read_text()
+    assert job["Restarts"] == "1"
+    assert f"lost its first node {first}" in Path(record.log).read_text()
+    assert "resume" in kinds(run)
+    words = ["train", "name=alone", f"max_duration={steps}ba", *TINY, "reproducible=elastic"]
+    rested.keepstep(*words, cwd=tmp_path)
+    assert losses(run) == losses(tmp_path / "runs" / "alone")
+
+
+@pytest.mark.cluster
 def test_stop_saves_and_resume_continues(
     rested: SlurmCluster, tmp_path: Path, expected: dict[int, float], steps: int
 ) -> None:

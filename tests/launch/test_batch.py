@@ -88,12 +88,52 @@ def test_batch_run_that_survived_a_lost_node_is_done(tmp_path: Path, survives: b
     simulated.job = replace(simulated.job, survives=survives)
     simulated.program("srun", f"touch {simulated.job_folder}/{mark}; exit 1")
     assert simulated.run() == code
-    (line,) = [line for line in simulated.calls.read_text().splitlines() if line.startswith("srun")]
+    (line,) = [line for line in simulated.calls.read_text().splitlines() if "launch node" in line]
     # The last one counts.
     assert [word for word in line.split() if "kill" in word] == [
         "--kill-on-bad-exit=1", *(["--no-kill", "--kill-on-bad-exit=0"] if survives else [])
     ]  # fmt: skip
     assert ("\n#SBATCH --no-kill\n" in (simulated.job_folder / "job.sbatch").read_text()) is survives
+
+
+@pytest.mark.parametrize(
+    ("left", "marks", "restarts", "called"),
+    [
+        ("n2", [], "0", "scontrol requeue 7"),
+        ("n2", ["stop"], "0", "scancel 7"),
+        ("n2", [], "1000", "scancel 7"),
+        ("n1 n2", [], "0", ""),
+    ],
+)
+def test_batch_other_nodes_requeue_a_job_without_its_first_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, marks: list[str], restarts: str, called: str
+) -> None:
+    simulated = SimulatedSlurm(tmp_path)
+    simulated.job = replace(simulated.job, survives=True)
+    monkeypatch.setenv("KEEPSTEP_WATCH_S", "0.05")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    simulated.program("squeue", 'case "$*" in *%N*) echo RUNNING LEFT ;; *) echo CANCELLED ;; esac')
+    simulated.program(
+        "scontrol",
+        f'case "$*" in "show hostnames LEFT") printf "%s\\n" {left} ;; "show hostnames"*) printf "n1\\nn2\\n" ;; esac',
+    )
+    simulated.program("scancel", "")
+    done = f"grep -qE '^(scontrol requeue|scancel)' {simulated.calls}"
+    # The watch runs here and now; training takes until it has acted, or a second.
+    training = f"for _ in $(seq 20); do {done} && break; sleep 0.05; done; exit 1"
+    simulated.program(
+        "srun", f'case "$*" in *--overlap*) while [ "$1" != bash ]; do shift; done; exec "$@" ;; esac; {training}'
+    )
+    simulated.job_folder.mkdir(parents=True)
+    for mark in marks:
+        (simulated.job_folder / mark).touch()
+    simulated.run()
+    calls = simulated.calls.read_text().splitlines()
+    assert {call for call in calls if call.startswith(("scontrol requeue", "scancel"))} == (
+        {called} if called else set()
+    )
+    (watcher,) = [call for call in calls if "--overlap" in call]
+    assert "--nodelist=n2 " in watcher
 
 
 @pytest.mark.parametrize(("nodes", "survives"), [(1, False), (2, True)])

@@ -26,6 +26,8 @@ def test_what_is_left_goes_to_the_open_axis() -> None:
     [
         (ParallelConfig(tensor=3), 4, "tensor 3 does not multiply to 4 process", "a multiple of 3 processes"),
         (ParallelConfig(shard=2, context=2), 8, "shard 2 × context 2 does not multiply to 8", "start 4 processes"),
+        (ParallelConfig(shard=2), 4, "shard 2 does not multiply to 4", "parallel.replicate=-1 for 2 replicas"),
+        (ParallelConfig(shard=4), 6, "shard 4 does not multiply to 6", "start 4 processes, or parallel.shard=-1"),
         (ParallelConfig(replicate=-1), 8, "are both -1", "parallel.replicate=1"),
         (ParallelConfig(pipeline=4), 2, "does not multiply to 2", "a multiple of 4 processes"),
     ],

@@ -41,9 +41,11 @@ sys.exit(main(sys.argv[1:]))
 """The command line, with a short wait for nodes."""
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], agent: subprocess.Popen[bytes]) -> None:
+    """While the agent's run lasts."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
+        assert agent.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -149,8 +151,10 @@ def test_fewer_processes_resume_from_memory(tmp_path: Path, survive: bool, monke
     root, port, steps = tmp_path / "survive", free_port(), 60
     folder, short = RunFolder(root / "run"), f"max_duration={steps}ba"
     words = [short, "resilience.snapshot_interval=1", f"resilience.survive={str(survive).lower()}"]
-    slow = Fault("slow", 1, ALL_RANKS, {"steps": steps, "seconds": 0.15})
-    for name, value in to_environment([slow], tmp_path).items():
+    # However long the second node takes to start: the run does not end before it has joined and the first one is lost.
+    released = tmp_path / "released"
+    wait = Fault("wait", 1, ALL_RANKS, {"file": str(released), "longest_s": 1.0})
+    for name, value in to_environment([wait], tmp_path).items():
         monkeypatch.setenv(name, value)
 
     def both_train() -> bool:
@@ -160,10 +164,11 @@ def test_fewer_processes_resume_from_memory(tmp_path: Path, survive: bool, monke
     with node(0, port, root, 1, *words, nodes="1:2") as first:
         with node(1, port, root, 1, *words, nodes="1:2"):
             assert wait_for_step(folder, 1, PATIENCE_S), (tmp_path / "node-0.log").read_text()
-            wait_until(both_train)
+            wait_until(both_train, first)
             assert wait_for_step(folder, len(losses(root)) + 3, PATIENCE_S), (tmp_path / "node-0.log").read_text()
             (worker,) = [pid for pid in session_members(first.pid) if proc.name(pid).startswith("keepstep r")]
             os.kill(worker, signal.SIGKILL)
+        released.touch()
         assert first.wait(PATIENCE_S) == 0, (tmp_path / "node-0.log").read_text()
     resumed = events(root, "resume")[-1]
     assert (resumed["folder"], steps > resumed["step"]) == ("memory", True)

@@ -18,7 +18,7 @@ from keepstep.core import proc
 from keepstep.core.errors import EXIT_STOPPED, PreflightError
 from keepstep.core.verbosity import VARIABLE, debug
 from keepstep.observe.run_folder import JsonLines, RunFolder, number, split_kinds
-from keepstep.resilience.fault_injection import Fault, happened_at, to_environment
+from keepstep.resilience.fault_injection import ALL_RANKS, Fault, happened_at, to_environment
 
 MOST_STARTS = 5
 """Times a person, or a scheduler, would start a stopped run again before looking into it."""
@@ -42,6 +42,8 @@ class Experiment:
     steps: int
     processes: int
     timeout_s: float
+    replica_size: int = 1
+    """Processes of each replica, where replicas survive each other: more than one shard its weights."""
 
     def run_words(self, name: str) -> list[str]:
         """Config file and overrides of one run: its name, folder, length and save interval."""
@@ -168,6 +170,40 @@ def wait_for_event(folder: RunFolder, kind: str, timeout_s: float) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def wait_for_replacement(experiment: Experiment, kind: str, step: int) -> Fault:
+    """The run waits after each step from this one on, until `release_when_all_are_back` says so."""
+    return Fault("wait", step, ALL_RANKS, {"file": str(_back_mark(experiment, kind))})
+
+
+def release_when_all_are_back(
+    experiment: Experiment, process: subprocess.Popen[bytes], kind: str, since: float = 0.0
+) -> None:
+    """Watch a run of survivors: when every replica lost `since` then has been replaced, nobody waits any more."""
+    events, deadline = JsonLines(experiment.run_folder(kind).events), time.monotonic() + experiment.timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        if all_are_back([event for event in events.read() if number(event.get("time")) >= since]):
+            break
+        time.sleep(0.05)
+    _back_mark(experiment, kind).touch()
+
+
+def _back_mark(experiment: Experiment, kind: str) -> Path:
+    return experiment.folder / f"{kind}.back"
+
+
+def all_are_back(events: Sequence[Mapping[str, object]]) -> bool:
+    """Whether a replica has joined, or a spare is ready again, for each one that was lost."""
+    missing: set[object] = set()
+    came = False
+    for event in events:
+        if event.get("kind") in ("left", "spare_lost"):
+            missing.add(event.get("replica"))
+        elif event.get("kind") in ("joined", "spare_ready"):
+            missing.discard(event.get("replica"))
+            came = True
+    return came and not missing
 
 
 def wait_for_step(folder: RunFolder, step: int, timeout_s: float) -> bool:

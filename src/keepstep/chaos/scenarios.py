@@ -23,8 +23,10 @@ from keepstep.chaos.experiment import (
     Scenario,
     UnavailableError,
     kill_session,
+    release_when_all_are_back,
     session_members,
     wait_for_event,
+    wait_for_replacement,
     wait_for_step,
 )
 from keepstep.config.load import load_config, split_words
@@ -52,6 +54,7 @@ _TITLES = {
 def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
     """Every scenario that one machine can run, by name; each is built only when it runs."""
     third, middle, last = experiment.steps // 3, experiment.middle, experiment.processes - 1
+    size = experiment.replica_size
 
     def simple(kind: str, title: str, *faults: Fault, **options: Any) -> tuple[str, Callable[[], Scenario]]:
         return kind, partial(Scenario, kind, title, faults, **options)
@@ -61,7 +64,12 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
 
     grace = {"overrides": [f"resilience.grace_s={GRACE_S}"]}
     slow = Fault("slow", third, last, {"steps": third, "seconds": SLOW_S})
-    two = [Fault("kill", middle, rank) for rank in (1, 2)]
+    # The first process of the second replica, and the last one of the third.
+    two = [Fault("kill", third, rank) for rank in (size, 3 * size - 1)]
+    mark = experiment.folder / "kill-joining.mark"
+    # The first process that copies the state of another one.
+    failpoint = {"KEEPSTEP_FAILPOINT": "copying:1", "KEEPSTEP_FAILPOINT_MARK": str(mark)}
+    joining = {"environment": failpoint, "mark": mark, "may_be_unnoticed": True}
     hang = {"overrides": [f"resilience.hang_s={HANG_S}"], "detect_within_s": HANG_S + HANG_MARGIN_S}
     return dict(
         [
@@ -75,10 +83,10 @@ def all_scenarios(experiment: Experiment) -> dict[str, Callable[[], Scenario]]:
             simple("stop-rank", "SIGSTOP of one process", Fault("stop", middle, last), **hang),
             simple("slow-rank", "one process slower than the others", slow, overrides=["observe.rank_interval=2"]),
             simple("clock-jump", "the clock goes back an hour", Fault("clock", middle), may_be_unnoticed=True),
-            survive("kill-replica", "SIGKILL of a replica, the others survive", Fault("kill", middle, last)),
-            survive("stop-replica", "SIGSTOP of a replica, the others survive", Fault("stop", middle, last)),
-            survive("kill-two-replicas", "SIGKILL of two replicas, one survives", *two, processes=3),
-            survive("kill-joining", "SIGKILL of a replica that joins others"),
+            survive("kill-replica", "SIGKILL of a replica, the others survive", Fault("kill", third, last)),
+            survive("stop-replica", "SIGSTOP of a replica, the others survive", Fault("stop", third, last)),
+            survive("kill-two-replicas", "SIGKILL of two replicas, one survives", *two, processes=3 * size),
+            survive("kill-joining", "SIGKILL of a replica that joins others", **joining),
             survive("kill-spare", "SIGKILL of a spare replica", inject=_kill_spare, spares=1),
             ("flipped-bit", partial(_flipped_bit, experiment)),
             ("torn-write", partial(_torn_write, experiment)),
@@ -110,20 +118,20 @@ def choose_scenarios(experiment: Experiment, names: Sequence[str]) -> dict[str, 
 def _survive(
     kind: str, title: str, experiment: Experiment, faults: Sequence[Fault], spares: int = 0, **options: Any
 ) -> Scenario:
-    """Without a fault of its own, the first replica that copies the state of another one is killed meanwhile."""
-    overrides = [*two_hosts.SURVIVE, f"resilience.spares={spares}"]
-    if experiment.processes < 2:
-        raise UnavailableError("one process has no other replicas")
+    """The run waits between its steps until whoever was lost has been replaced."""
+    size, overrides = experiment.replica_size, [*two_hosts.survive_words(experiment), f"resilience.spares={spares}"]
+    if experiment.processes < 2 * size:
+        raise UnavailableError("one replica has no others that could survive it")
     try:
         load_config(*split_words([*experiment.words, *overrides]))
     except ConfigError as error:
         raise UnavailableError(error.message) from None
-    options = {"overrides": overrides, "own_baseline": True, "survivors": True, **options}
-    if faults or "inject" in options or "run" in options:
-        return Scenario(kind, title, faults, **options)
-    mark = experiment.folder / f"{kind}.mark"
-    failpoint = {"KEEPSTEP_FAILPOINT": "copying:1", "KEEPSTEP_FAILPOINT_MARK": str(mark)}
-    return Scenario(kind, title, environment=failpoint, mark=mark, may_be_unnoticed=True, **options)
+    struck_after = max((fault.step for fault in faults), default=0)
+    # A step later: the time that the survivors take for the next step is measured.
+    wait = wait_for_replacement(experiment, kind, struck_after + 2)
+    release = partial(release_when_all_are_back, kind=kind)
+    options = {"overrides": overrides, "own_baseline": True, "survivors": True, "inject": release, **options}
+    return Scenario(kind, title if size == 1 else f"{title}: groups of {size}", [*faults, wait], **options)
 
 
 def _kill_spare(experiment: Experiment, process: subprocess.Popen[bytes]) -> float | None:
@@ -131,10 +139,14 @@ def _kill_spare(experiment: Experiment, process: subprocess.Popen[bytes]) -> flo
     if not (wait_for_event(folder, "spare_ready", experiment.timeout_s) and wait_for_step(folder, 2, 60.0)):
         return None
     ready = next(event for event in JsonLines(folder.events).read() if event.get("kind") == "spare_ready")
+    # The last process of the spare.
+    rank = (ready["replica"] + 1) * experiment.replica_size - 1
     for pid in session_members(process.pid):
-        if proc.name(pid) == f"keepstep r{ready['replica']}" and os.getpgid(pid) == pid:
+        if proc.name(pid) == f"keepstep r{rank}" and os.getpgid(pid) == pid:
+            struck_at = time.time()
             os.killpg(pid, signal.SIGKILL)
-            return time.time()
+            release_when_all_are_back(experiment, process, "kill-spare", struck_at)
+            return struck_at
     return None
 
 

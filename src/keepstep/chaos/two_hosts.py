@@ -11,19 +11,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from keepstep.chaos.experiment import Experiment, Strike, UnavailableError, kill_session, wait_for_step
+from keepstep.chaos.experiment import (
+    Experiment,
+    Strike,
+    UnavailableError,
+    kill_session,
+    release_when_all_are_back,
+    wait_for_replacement,
+    wait_for_step,
+)
 from keepstep.core.ranks import RENDEZVOUS_SECRET
-from keepstep.resilience.fault_injection import ALL_RANKS, Fault, to_environment
+from keepstep.resilience.fault_injection import to_environment
 
 PORT = 29511
 CUT_S = 12.0
 SPLIT_S = 8.0
 """Longer than replicas wait for a node that says nothing."""
-SLOW_STEP_S = 1.5
-"""So that the run is not over before the hosts see each other again."""
-SURVIVE = ("reproducible=elastic", "resilience.survive=true")
 HANG_S = 5.0
 RESTARTS = 8
+
+
+def survive_words(experiment: Experiment) -> list[str]:
+    """The overrides of a run whose replicas survive each other; there are as many as the processes make."""
+    groups = ["parallel.replicate=-1"] if experiment.replica_size > 1 else []
+    return ["reproducible=elastic", "resilience.survive=true", *groups]
 
 
 class TwoHosts:
@@ -124,15 +135,21 @@ def lose_host(experiment: Experiment) -> Strike:
 def split_network(experiment: Experiment) -> Strike:
     """Cut the link between replicas that survive: those without the coordinator stop, and join the others later."""
 
+    if experiment.processes % (2 * experiment.replica_size):
+        raise UnavailableError("two hosts need an even number of replicas")
+    kind = "split-network"
+
     def cut(hosts: TwoHosts) -> None:
         hosts.set_link("down")
         time.sleep(SPLIT_S)
         hosts.set_link("up")
+        release_when_all_are_back(experiment, hosts.agents[0], kind)
 
-    slow = Fault("slow", 1, ALL_RANKS, {"steps": experiment.steps, "seconds": SLOW_STEP_S})
-    marks = experiment.folder / "marks" / "split-network"
+    marks = experiment.folder / "marks" / kind
     marks.mkdir(parents=True, exist_ok=True)
-    return _run(experiment, "split-network", cut, SURVIVE, to_environment([slow], marks))
+    # From the step at which the network splits, so that the run is not over before the hosts see each other again.
+    wait = wait_for_replacement(experiment, kind, experiment.middle)
+    return _run(experiment, kind, cut, survive_words(experiment), to_environment([wait], marks))
 
 
 def _run(

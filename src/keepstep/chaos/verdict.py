@@ -15,6 +15,7 @@ from keepstep.chaos.experiment import (
     Scenario,
     Strike,
     UnavailableError,
+    all_are_back,
     losses,
     run_keepstep,
     run_scenario,
@@ -106,11 +107,13 @@ def judge(experiment: Experiment, scenario: Scenario, baseline: Mapping[int, flo
         noticed = _straggler_seen_at(folder, struck_at)
     resumed = next((event for event in later if event.get("kind") == "resume"), None)
     detected_s = None if noticed is None else noticed - struck_at
-    recovered_s = number(resumed["time"]) - struck_at if resumed else _next_step_after_s(folder, struck_at)
+    # The survivors may finish a step before they notice that somebody is lost: that one is no recovery.
+    delayed = max((int(event["step"]) for event in later if event.get("kind") == "left"), default=0)
+    recovered_s = number(resumed["time"]) - struck_at if resumed else _next_step_after_s(folder, struck_at, delayed)
     steps_lost = max(0, _newest_step(folder, struck_at) - int(resumed["step"])) if resumed else 0
     note = _complaint(scenario, exit_code, detected_s)
     if scenario.survivors and not note:
-        note = _survivors_complaint(folder, [str(event.get("kind")) for event in later])
+        note = _survivors_complaint(folder, later)
     passed = equal and not note
     return Outcome(scenario.kind, scenario.title, passed, detected_s, recovered_s, steps_lost, equal, note)
 
@@ -126,12 +129,14 @@ def _complaint(scenario: Scenario, exit_code: int | None, detected_s: float | No
     return ""
 
 
-def _survivors_complaint(folder: RunFolder, kinds: Sequence[str]) -> str:
-    if {"restart", "resize", "resume"} & set(kinds):
+def _survivors_complaint(folder: RunFolder, later: Sequence[Mapping[str, Any]]) -> str:
+    if {"restart", "resize", "resume"} & {event.get("kind") for event in later}:
         return "the other replicas were restarted"
     steps = [line["step"] for line in JsonLines(folder.metrics).read() if "loss" in line]
     if len(steps) > len(set(steps)):
         return "steps were done twice"
+    if not all_are_back(later):
+        return "the run ended before the lost replica was replaced: try more --steps"
     return ""
 
 
@@ -140,8 +145,10 @@ def _straggler_seen_at(folder: RunFolder, struck_at: float) -> float | None:
     return next((number(line.get("time")) for line in later if find_straggler(line)), None)
 
 
-def _next_step_after_s(folder: RunFolder, struck_at: float) -> float | None:
-    times = [number(line.get("time")) for line in JsonLines(folder.metrics).read()]
+def _next_step_after_s(folder: RunFolder, struck_at: float, step: int) -> float | None:
+    """Until the first step after the fault, which is `step` or a later one, was reported."""
+    lines = [line for line in JsonLines(folder.metrics).read() if int(line.get("step", 0)) >= step]
+    times = [number(line.get("time")) for line in lines]
     return next((time - struck_at for time in times if time > struck_at), None)
 
 

@@ -77,17 +77,19 @@ def _experiment(args: argparse.Namespace) -> Experiment:
         raise UsageError(invalid_value("--random", args.random, "must be a number of faults"), "--random 20")
     folder = new_folder(Path(config.runs_dir), args.name or f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")
     words = [*args.words, *same_threads(config, args.procs)]
-    return Experiment(words, folder.absolute(), args.steps, args.procs, args.timeout)
+    replica_size = max(1, config.parallel.shard)
+    return Experiment(words, folder.absolute(), args.steps, args.procs, args.timeout, replica_size)
 
 
 def _print_report(report: Report, folder: Path) -> None:
     def seconds(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f} s"
 
-    print(f"{'fault':<44}{'detected':>10}{'recovered':>11}{'steps lost':>12}{'loss equal':>12}  verdict")
+    width = max(44, *(len(outcome.title) + 2 for outcome in report.outcomes), 0)
+    print(f"{'fault':<{width}}{'detected':>10}{'recovered':>11}{'steps lost':>12}{'loss equal':>12}  verdict")
     for outcome in report.outcomes:
         print(
-            f"{outcome.title:<44}{seconds(outcome.detected_s):>10}{seconds(outcome.recovered_s):>11}"
+            f"{outcome.title:<{width}}{seconds(outcome.detected_s):>10}{seconds(outcome.recovered_s):>11}"
             f"{'–' if outcome.steps_lost is None else outcome.steps_lost:>12}"
             f"{'yes' if outcome.loss_equal else 'no':>12}  {'pass' if outcome.passed else 'FAIL ' + outcome.note}"
         )

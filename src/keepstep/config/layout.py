@@ -129,7 +129,7 @@ def resolve_layout(config: ParallelConfig, world_size: int) -> Layout:
             f"parallel: {spelled} does not multiply to {world_size} process(es)",
             f"start a multiple of {fixed} processes, or lower a degree"
             if open_axes
-            else f"start {fixed} processes, or set parallel.shard=-1 to use all processes",
+            else ", or ".join([f"start {fixed} processes", *_ways_to_use_all(degrees, world_size)]),
         )
     layout = Layout(**degrees, expert=config.expert)
     if layout.weight_shards % config.expert:
@@ -137,6 +137,15 @@ def resolve_layout(config: ParallelConfig, world_size: int) -> Layout:
         rule = f"must divide parallel.shard × parallel.context ({layout.weight_shards})"
         raise ConfigError(invalid_value("parallel.expert", config.expert, rule), f"parallel.expert={listed(choices)}")
     return layout
+
+
+def _ways_to_use_all(degrees: dict[str, int], world_size: int) -> Iterator[str]:
+    """Settings that take the processes that are left, where they are a multiple of the other degrees."""
+    fixed = prod(degrees.values())
+    if world_size % (fixed // degrees["replicate"]) == 0:
+        yield f"parallel.replicate=-1 for {world_size * degrees['replicate'] // fixed} replicas"
+    if world_size % (fixed // degrees["shard"]) == 0:
+        yield f"parallel.shard=-1 to shard over {world_size * degrees['shard'] // fixed} processes"
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:

@@ -12,6 +12,8 @@ export KEEPSTEP_PORT=$port
 # A process left over from the last attempt must not join this one.
 export KEEPSTEP_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 rm -f "$KEEPSTEP_JOB_FOLDER/failed-nodes" "$KEEPSTEP_JOB_FOLDER/saved" "$KEEPSTEP_JOB_FOLDER/done"
+# Why there is another attempt, where the shell of the last one was lost.
+[ ! -e "$KEEPSTEP_JOB_FOLDER/requeued" ] || { cat "$KEEPSTEP_JOB_FOLDER/requeued"; rm -f "$KEEPSTEP_JOB_FOLDER/requeued"; }
 echo "keepstep: job $SLURM_JOB_ID attempt ${SLURM_RESTART_COUNT:-0} on ${#nodes[@]} node(s) $SLURM_JOB_NODELIST, rendezvous at $KEEPSTEP_HEAD:$port"
 
 # NCCL's topology file and SHARP's plugin and library belong to the machine: a container gets the node's, where it has them.
@@ -29,17 +31,47 @@ for option in "${!KEEPSTEP_SRUN[@]}"; do
   [[ ${KEEPSTEP_SRUN[option]} != --container-mounts=* ]] || KEEPSTEP_SRUN[option]+=$parts
 done
 
+# One task of an array has the array's own id, and Slurm would apply a command with that id to all tasks.
+job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job_id=${job_id:-$SLURM_JOB_ID}
+
+# Replicas survive the loss of any node but this one. Slurm takes it out of the job, and without this script the job would wait
+# for its time limit. So two other nodes watch, outside of any container, and requeue the job.
+watch='trap : USR1
+while :; do
+  sleep "${KEEPSTEP_WATCH_S:-15}"
+  read -r state left < <(squeue -h -j "$1" -o "%T %N" 2>/dev/null) && [ "$state" = RUNNING ] || continue
+  left=$(scontrol show hostnames "$left") || continue
+  [[ " ${left//$'\''\n'\''/ } " != *" $2 "* ]] || continue
+  if [ -e "$KEEPSTEP_JOB_FOLDER/stop" ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$3" ]; then scancel "$1"; else
+    echo "keepstep: job $1 lost its first node $2; $SLURMD_NODENAME requeued it" > "$KEEPSTEP_JOB_FOLDER/requeued"
+    scontrol requeue "$1"
+  fi
+done'
+survives=false watcher=
+[[ " ${KEEPSTEP_SRUN[*]} " != *' --no-kill '* ]] || survives=true
+if $survives && [ "${#nodes[@]}" -gt 1 ]; then
+  watching=("${nodes[1]}")
+  [ "${#nodes[@]}" -eq 2 ] || watching+=("${nodes[-1]}")
+  # What it prints is about its own end.
+  srun --overlap --no-kill --kill-on-bad-exit=0 --cpu-bind=none --nodes="${#watching[@]}" --ntasks="${#watching[@]}" \
+    --ntasks-per-node=1 --nodelist="$(IFS=,; echo "${watching[*]}")" \
+    bash -c "$watch" watch "$job_id" "$KEEPSTEP_HEAD" "$KEEPSTEP_REQUEUES" 2>/dev/null &
+  watcher=$!
+fi
+
 # Nodes prove to each other that they know this secret. Only srun gets it: no script, record, log or later job contains it.
 KEEPSTEP_RENDEZVOUS_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n') \
   srun --ntasks="${#nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${KEEPSTEP_SRUN[@]}" \
   "${KEEPSTEP_LAUNCH[@]}" launch node --nodes "${KEEPSTEP_MIN_NODES:-${#nodes[@]}}:${#nodes[@]}" \
   --processes "$KEEPSTEP_PROCESSES" --max-restarts "$KEEPSTEP_RESTARTS" "${KEEPSTEP_UPDATES[@]}" -- "${KEEPSTEP_WORDS[@]}"
 code=$?
+[ -z "$watcher" ] || kill "$watcher" 2>/dev/null
 # srun ends the other nodes at the first failure and reports the highest code, so the nodes report their results in files.
 [ "$code" -ne 0 ] || [ ! -e "$KEEPSTEP_JOB_FOLDER/saved" ] || code=75
 [ "$code" -eq 0 ] || [ ! -s "$KEEPSTEP_JOB_FOLDER/failed-nodes" ] || code=5
 # Replicas that survive save or finish without lost nodes, whose tasks srun counts as failed.
-if [[ " ${KEEPSTEP_SRUN[*]} " = *' --no-kill '* ]]; then
+if $survives; then
   [ ! -e "$KEEPSTEP_JOB_FOLDER/saved" ] || code=75
   [ ! -e "$KEEPSTEP_JOB_FOLDER/done" ] || code=0
 fi
@@ -58,9 +90,6 @@ ask_slurm() {
   return 1
 }
 
-# One task of an array has the array's own id, and Slurm would apply a command with that id to all tasks.
-job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-job_id=${job_id:-$SLURM_JOB_ID}
 # Slurm has cancelled or requeued the job: nothing to decide here.
 ask_slurm squeue -h -j "$job_id" -o %T && [ "$answer" = RUNNING ] || exit "$code"
 # The user stopped the job: whatever the result, do not start it again.

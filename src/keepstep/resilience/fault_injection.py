@@ -22,6 +22,8 @@ FOLDER = "KEEPSTEP_CHAOS_FOLDER"
 """Environment variable: the folder for mark files."""
 ALL_RANKS = -1
 CLOCK_JUMP_S = -3600.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 5.0
+"""Of a fault that waits for a file: each wait is twice as long as the one before. No wait may look like a hang."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class FaultInjector:
         self._slow_until = 0
         self._slow_s = 0.0
         self._balloon: tuple[Path, int] | None = None
+        self._wait_s = FIRST_WAIT_S
 
     @classmethod
     def from_environment(cls, rank: int) -> FaultInjector | None:
@@ -82,7 +85,9 @@ class FaultInjector:
             self._balloon[0].unlink(missing_ok=True)
             self._balloon = None
         for fault in self._faults:
-            if fault.step == step and fault.kind != "nan" and self._first(fault):
+            if fault.kind == "wait" and step > fault.step:
+                self._wait(fault)
+            elif fault.step == step and fault.kind not in ("nan", "wait") and self._first(fault):
                 self._inject(fault)
 
     def _first(self, fault: Fault) -> bool:
@@ -122,6 +127,14 @@ class FaultInjector:
                 time.time = lambda: real() + CLOCK_JUMP_S
             case "full":
                 self._fill(fault)
+
+    def _wait(self, fault: Fault) -> None:
+        """After each further step, also in a process that was started again: the run does not end before its time."""
+        file, longest_s = Path(fault.facts["file"]), fault.facts.get("longest_s", LONGEST_WAIT_S)
+        deadline = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, longest_s)
+        while time.monotonic() < deadline and not file.exists():
+            time.sleep(0.02)
 
     def _fill(self, fault: Fault) -> None:
         """Fill the file system of a folder completely, for some steps."""

@@ -286,6 +286,26 @@ def test_run_starts_with_the_fewest_and_further_ones_join() -> None:
     assert not two.last(0)["pauses"]
 
 
+def test_more_than_the_fewest_at_the_start_are_noted() -> None:
+    notes: list[tuple[str, int, int]] = []
+    membership = Membership(
+        3,
+        lambda *_: None,
+        lambda **facts: notes.append((facts["kind"], facts["replica"], facts["ranks"])),
+        Fewest(nodes=1, replicas=1, slots=1),
+    )
+    for number in (0, 1):
+        membership.hello(number, f"address {number}")
+    # The second one is ready before the first one has a state.
+    for number in (1, 0):
+        membership.receive(number, {"kind": "ready", "copy": 0})
+    membership.receive(1, {"kind": "copied", "copy": 1, "step": 0})
+    assert membership.members == (0, 1)
+    for number in (0, 1):
+        membership.receive(number, {"kind": "prepared", "epoch": 2, "step": 1, "checksum": "a"})
+    assert notes == [("joined", 1, 2)]
+
+
 def test_replicas_of_one_node_count_as_one_node() -> None:
     fewest = Fewest(nodes=2, replicas=4, slots=3)
     assert fewest.met_by([0, 5])

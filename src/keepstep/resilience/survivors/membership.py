@@ -240,7 +240,8 @@ class Membership:
         for each in entering:
             each.phase = "member"
             self._members.append(each.number)
-            if self._step:
+            # Of the first epoch, those are reported that the run would not have waited for.
+            if self._step or len(self._members) > self._fewest.replicas:
                 self._changes.append({"kind": "joined", "replica": each.number})
         return bool(entering)
 

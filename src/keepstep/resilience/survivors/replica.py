@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from keepstep.resilience.survivors import wire
 from keepstep.resilience.survivors.control import Control, CoordinatorLostError, EvictedError
 from keepstep.resilience.survivors.exchange import Exchange, InterruptedSumError, PeerLostError
 from keepstep.resilience.survivors.membership import deal
+from keepstep.resilience.survivors.peers import Peers
 from keepstep.resilience.survivors.replica_state import ReplicaState
 from keepstep.resilience.survivors.shared_numbers import Numbers, SharedNumbers, numbers_of
 from keepstep.resilience.survivors.siblings import Siblings
@@ -64,7 +64,7 @@ class Replica:
         self._stopped, self._coordinator = stopped, str(coordinator)
         self._control = Control(self._coordinator)
         name = f"{number}-{siblings.rank}"
-        self._listener, self._address = wire.listen_for_peers(self._coordinator, name, self._control.socket)
+        self._peers = Peers(self._coordinator, name, self._control.socket)
         self._view: Message = {"epoch": 0, "members": [[number, []]], "history": [[number]]}
         self.changed_numbers = False
         """Whether a sum that was interrupted has changed the numbers already."""
@@ -72,12 +72,10 @@ class Replica:
         self._shared: SharedNumbers | None = None
         self._admitted: Message = _NOBODY
         self._senders: list[Sender] = []
-        self._early: list[tuple[Message, socket.socket]] = []
-        """Calls of members of an epoch that this process has not heard of yet."""
         self._step = 0
         """Committed last."""
         hello = {"number": number, "rank": siblings.rank, "size": siblings.size, "name": siblings.name}
-        self._control.send({"kind": "hello", "address": self._address, "snapshot": snapshot, **hello})
+        self._control.send({"kind": "hello", "address": self._peers.address, "snapshot": snapshot, **hello})
         try:
             self.leads = bool(self._control.next("welcome", idle=self._wait_to_join)["leads"])
         except BaseException:
@@ -153,7 +151,7 @@ class Replica:
             receiver.close()
 
     def _receive_state(self, state: ReplicaState, sources: int, copy: int) -> Receiver:
-        receiver = Receiver(self._listener, self._control.socket, self._copy_is_over, sources, copy)
+        receiver = Receiver(self._peers.listener, self._control.socket, self._copy_is_over, sources, copy)
         try:
             receiver.receive_state(state.buffers())
         except BaseException:
@@ -240,7 +238,7 @@ class Replica:
     def close(self) -> None:
         """Leave."""
         self._exchange.close()
-        self._listener.close()
+        self._peers.close()
         self._control.socket.close()
         if self._shared is not None:
             self._shared.close()
@@ -249,10 +247,10 @@ class Replica:
 
     def shared_numbers(self, count: int) -> Numbers:
         """Memory for the sums of a step, before this replica is a member. `sum_` is fastest with exactly this array."""
-        if wire.is_network(self._address):
+        if wire.is_network(self._peers.address):
             # Replicas of other nodes do not read it.
             return np.zeros(count, np.int64)
-        self._shared = SharedNumbers(self._address, count)
+        self._shared = SharedNumbers(self._peers.address, count)
         return self._shared.numbers
 
     def total(self, own: int) -> int:
@@ -349,7 +347,7 @@ class Replica:
             self._exchange.close()
             peers: dict[int, socket.socket] = {}
             try:
-                self._connect(peers)
+                peers = self._connect()
                 self._exchange = self._new_exchange(peers)
                 reach("exchange_formed")
                 return
@@ -382,35 +380,10 @@ class Replica:
                     self._await_change(lost=rank)
         return found
 
-    def _connect(self, peers: dict[int, socket.socket]) -> None:
-        """Call those who have been members for longer, and wait for the calls of the others."""
-        hello = {"kind": "member", "epoch": self._view["epoch"], "rank": self.rank}
-        for rank, (_, addresses) in enumerate(self._view["members"][: self.rank]):
-            try:
-                peers[rank] = wire.connect(addresses[self.siblings.rank])
-                wire.send(peers[rank], hello)
-            except OSError:
-                self._await_change(lost=rank)
-        peers |= {message["rank"]: caller for message, caller in self._early if message["epoch"] == self._view["epoch"]}
-        self._early = [each for each in self._early if each[0]["epoch"] > self._view["epoch"]]
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control.socket, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
-            while len(peers) < self.ranks - 1:
-                self._raise_if_changed()
-                ready = [key.fileobj for key, _ in selector.select()]
-                if self._control.socket not in ready:
-                    self._accept(peers)
-
-    def _accept(self, peers: dict[int, socket.socket]) -> None:
-        caller, _ = self._listener.accept()
-        with suppress(ConnectionError):
-            message = wire.receive(caller)
-            if message["kind"] == "member" and message["epoch"] == self._view["epoch"]:
-                peers[message["rank"]] = caller
-                return
-            if message["kind"] == "member" and message["epoch"] > self._view["epoch"]:
-                # It has heard of the next epoch first.
-                self._early.append((message, caller))
-                return
-        caller.close()
+    def _connect(self) -> dict[int, socket.socket]:
+        addresses = [addresses[self.siblings.rank] for _, addresses in self._view["members"]]
+        try:
+            return self._peers.connect(self._view["epoch"], self.rank, addresses, self._raise_if_changed)
+        except PeerLostError as error:
+            self._await_change(error.peer)
+            raise

@@ -350,5 +350,6 @@ def test_answer_fits_the_schema_or_is_a_call(client: Any) -> None:
 
 
 def test_lone_surrogate_in_a_call_is_sent_as_the_model_wrote_it() -> None:
-    (call,) = Reply("m", 1).whole("", [("f", {"x": "\ud83d", "y": "é"})], "stop", 1)["choices"][0]["message"]["tool_calls"]
+    answer = Reply("m", 1).whole("", [("f", {"x": "\ud83d", "y": "é"})], "stop", 1)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["arguments"].encode() == b'{"x": "\\ud83d", "y": "\\u00e9"}'

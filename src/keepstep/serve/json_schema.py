@@ -1,7 +1,6 @@
 """A JSON Schema as a grammar for constrained decoding.
 
-Enforced: types, enum, const, properties, required, additionalProperties, items, minItems, maxItems, anyOf, oneOf, allOf,
-$ref. Objects get no other than their declared properties. What constrains a value and cannot be enforced is refused
+Objects get no other than their declared properties. A key that constrains a value and cannot be enforced is refused
 where the client asks for a strict schema, and left out otherwise. Keys that only describe are left out always.
 """
 
@@ -22,10 +21,10 @@ _NOT_ENFORCED = frozenset({
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "pattern", "minLength", "maxLength",
     "prefixItems", "additionalItems", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems",
     "patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties",
-    "dependencies", "dependentRequired", "dependentSchemas", "not", "if", "then", "else", "$dynamicRef", "$recursiveRef",
+    "dependencies", "dependentRequired", "dependentSchemas", "not", "if", "then", "else",
+    "$dynamicRef", "$recursiveRef",
 })  # fmt: skip
-"""Keys that constrain a value. `format` is none of them: in JSON Schema it describes, unless a validator is told to
-check it."""
+"""Keys that constrain a value. `format` is none of them: in JSON Schema it describes, and validators may ignore it."""
 _ANY = any_json()
 
 

@@ -223,7 +223,7 @@ class ChatServer(AccessServer):
     """Serves one model."""
 
     handler = ChatHandler
-    # Above those that are answered or wait: the next one must be told so, with status 429. Half is for closing ones.
+    # Above those that are answered or wait: the next one must get status 429. Half is for those that are closing.
     most_clients = 2 * (MOST_WAITING + 128)
     refusal = _json(
         RequestError("a token is needed: Authorization: Bearer TOKEN", status=HTTPStatus.UNAUTHORIZED).as_json(),

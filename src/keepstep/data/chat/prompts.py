@@ -55,8 +55,7 @@ class PromptSet:
 
     def __init__(self, parts: Sequence[tuple[ChatRows, Path]]) -> None:
         self._parts = parts
-        # Not splitlines(): it also splits at U+2028 and others, which JSON may have inside a text.
-        self._lines = [path.read_text(encoding="utf-8").split("\n")[:-1] for _, path in parts]
+        self._lines = [path.read_text(encoding="utf-8").splitlines() for _, path in parts]
 
     def __getitem__(self, number: int) -> Prompted:
         for (rows, _), lines in zip(self._parts, self._lines, strict=True):

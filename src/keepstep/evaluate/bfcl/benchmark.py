@@ -152,7 +152,7 @@ class Benchmark:
         path = self.root / name
         with malformed_as(DataError, f"{path} is damaged", _remedy()):
             try:
-                return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+                return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             except OSError as error:
                 raise DataError(f"{path} cannot be read: {error.strerror}", _remedy()) from None
 

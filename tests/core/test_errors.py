@@ -42,3 +42,9 @@ def test_a_config_error_keeps_every_problem_with_its_own_hint() -> None:
     error = errors.ConfigError([errors.KeepstepError("a", "x"), errors.KeepstepError("b")])
     assert error.lines() == ["error: a", " hint: x", "error: b"]
     assert str(error) == "a\nb"
+
+
+def test_missing_key_of_a_damaged_file_is_named() -> None:
+    told = pytest.raises(errors.DataError, match=r"^the file is damaged: 'tokens' is missing$")
+    with told, errors.malformed_as(errors.DataError, "the file is damaged"):
+        raise KeyError("tokens")

@@ -205,6 +205,8 @@ def test_reward_scores_every_answer(tmp_path: Path) -> None:
     assert answered.mean_reward == 0.5
     with pytest.raises(KeepstepError, match="the reward is nan"):
         ask(model, questions, sampling, batch=2, reward=lambda **_: float("nan"))
+    with pytest.raises(KeepstepError, match=r"the reward failed: KeyError: 'no' \(.*test_chat_model.py:\d+\)"):
+        ask(model, questions, sampling, batch=2, reward=lambda messages, **_: messages[-1]["no"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import threading
+from pathlib import Path
+
 from keepstep.resilience.heartbeat import HeartbeatRecord
 from keepstep.resilience.workers import WorkerState, most_suspect
 
@@ -15,3 +19,25 @@ def test_most_suspect_is_held_or_waits_for_nobody() -> None:
     assert most_suspect([*waiting[:2], asleep], records).describe() == "in read (loader.py)"
     stopped = WorkerState(0, "T", "", "")
     assert most_suspect([stopped, waiting[1], asleep], records).describe() == "stopped by a signal"
+
+
+def test_hang_names_where_the_main_thread_is(tmp_path: Path) -> None:
+    """Other threads of a process always wait for something, and faulthandler lists them first."""
+    started, finished = threading.Event(), threading.Event()
+
+    def waits_always() -> None:
+        started.set()
+        finished.wait()
+
+    helper = threading.Thread(target=waits_always)
+    helper.start()
+    started.wait()
+    with (tmp_path / "stacks.txt").open("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stack = file.read()
+    finished.set()
+    helper.join()
+    assert "in waits_always" in stack
+    state = WorkerState(0, "S", "", stack)
+    assert state.describe() == "in test_hang_names_where_the_main_thread_is (test_workers.py)"

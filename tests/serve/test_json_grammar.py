@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from keepstep.serve.json_grammar import Free, SchemaError, advance, any_json, compile_schema, may_end, must_end, start
+from keepstep.serve.json_grammar import Free, advance, any_json, may_end, must_end, start
+from keepstep.serve.json_schema import SchemaError, compile_schema
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -116,8 +117,68 @@ def test_numbers_may_end_or_go_on() -> None:
         ({"enum": []}, "at least one value"),
         ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, "no property"),
         (5, "not an object"),
+        ({"items": {}, "minItems": 2, "maxItems": 1}, "no list fits"),
+        ({"anyOf": []}, "nothing fits"),
+        ({"$ref": "elsewhere.json"}, "leads nowhere"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, "different type"),
+        ({"allOf": [{"$ref": "#"}]}, "without end"),
+        (
+            {"properties": {"a": True}, "anyOf": [{"properties": {"b": True}, "additionalProperties": False}]},
+            "one part",
+        ),
     ],
 )
 def test_schema_that_cannot_be_followed_is_refused(schema: Any, reason: str) -> None:
     with pytest.raises(SchemaError, match=reason):
         compile_schema(schema)
+
+
+PAIR: dict[str, Any] = {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({"type": "object", "properties": {}, "additionalProperties": False}, ["{}"], ['{"a": 1}']),
+        ({"additionalProperties": {"type": "null"}}, ["{}", '{"x": null, "y": null}'], ['{"x": 1}']),
+        ({"type": "object", "required": ["a"]}, ['{"a": 1}'], ["{}"]),
+        (PAIR | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": null}', '{"b": null}'], ["{}", "1"]),
+        (PAIR | {"type": ["object", "null"], "required": ["a"]}, ["null", '{"a": null}'], ["{}", "1"]),
+        ({"allOf": [PAIR, {"required": ["a"]}, {"required": ["b"]}]}, ['{"b": null, "a": null}'], ['{"a": null}', "1"]),
+        (
+            {"allOf": [{"$ref": "#/$defs/pair"}], "required": ["a"], "$defs": {"pair": PAIR}},
+            ['{"a": null}'],
+            ['{"b": null}', "1"],
+        ),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, ["null"], ["1"]),
+    ],
+)
+def test_parts_of_a_schema_hold_together(schema: Any, accepted: list[str], refused: list[str]) -> None:
+    assert [fits(schema, text) for text in accepted] == [True] * len(accepted)
+    assert [fits(schema, text) for text in refused] == [False] * len(refused)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"minimum": 1},
+        {"type": "string", "pattern": "^a$"},
+        {"not": {"type": "null"}},
+        {"uniqueItems": True},
+        {"if": {}},
+    ],
+)
+def test_key_that_cannot_be_enforced_is_refused_where_it_must_be(part: Any) -> None:
+    schema = {"type": "object", "properties": {"a": part}}
+    with pytest.raises(SchemaError, match=f"{list(part)[-1]} = .* cannot be enforced; leave it out"):
+        compile_schema(schema, strict=True)
+    compile_schema(schema)
+    described = {"title": "A", "description": "a", "default": 1, "format": "date", "type": "string"}
+    compile_schema({"properties": {"a": described}}, strict=True)
+
+
+def test_choices_inside_choices_cost_no_time() -> None:
+    """Each part offers the next one twice: as many ways as 2 to the power of 60, and one text."""
+    parts: dict[str, Any] = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(60)}
+    schema = {"$ref": "#/$defs/0", "$defs": {**parts, "60": {"type": "null"}}}
+    assert fits(schema, "null")

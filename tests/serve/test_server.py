@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from keepstep.evaluate.generate import chooser
 from keepstep.evaluate.remote_model import RemoteModel
 from keepstep.observe.access import Access
 from keepstep.serve import server as server_module
-from keepstep.serve.server import ChatServer
-from tests.evaluate.test_chat_model import tiny_model
+from keepstep.serve.chat_completions import Reply
+from keepstep.serve.server import MOST_WAITING, ChatServer
+from tests.evaluate.test_chat_model import PLAIN, tiny_model
 from tests.patience import PATIENCE_S
 
 openai = pytest.importorskip("openai")
@@ -37,6 +39,16 @@ SCHEMA = {
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}}
 OTHER = {"type": "function", "function": {"name": "stop", "description": "Stop", "parameters": {"type": "object"}}}
+UNENFORCED = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"n": {"minimum": 1}}},
+        "schema": {"type": "object", "properties": {"n": {"minimum": 1}}},
+    },
+}
+"""With a key that cannot be enforced, as a function and as the schema of an answer."""
 ASKED = [{"role": "user", "content": "Is it raining?"}]
 
 
@@ -69,6 +81,8 @@ def test_answer_whole_and_streamed_are_equal(client: Any, served: ChatServer) ->
     assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == whole.choices[0].message.content
     assert parts[-2].choices[0].finish_reason == "length"
     assert parts[-1].usage == whole.usage
+    assert all("usage" in part.model_fields_set and part.usage is None for part in parts[:-1])
+    assert ask(client, max_completion_tokens=None, max_tokens=3, seed=-1).usage.completion_tokens == 3
     assert served.answer("/metrics", {}).body.count(b"# TYPE") == 6
 
 
@@ -208,6 +222,16 @@ def test_stop_text_ends_an_answer_before_it(client: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({"messages": [*ASKED, {"role": "system", "content": "be brief"}]}, "messages"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"seed": 1.5}, "seed"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"extra_body": {"top_k": 5}}, "top_k"),
+        ({"extra_body": {"stream_options": "usage"}}, "stream_options"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [UNENFORCED]}, "tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": UNENFORCED["function"]}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "?"}}}}, "response_format"),
     ],
 )
@@ -219,8 +243,10 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, settings: Any, para
 
 def test_unknown_model_and_wrong_token_are_refused(client: Any, served: ChatServer) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
-    with pytest.raises(openai.NotFoundError, match="'tiny' is"):
-        client.chat.completions.create(model="other", messages=ASKED)
+    for request in (client.models.retrieve, lambda name: client.chat.completions.create(model=name, messages=ASKED)):
+        with pytest.raises(openai.NotFoundError, match="'other' is not served here, 'tiny' is") as caught:
+            request("other")
+        assert caught.value.code == "model_not_found"
     with (
         openai.OpenAI(base_url=served.base_url, api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError),
@@ -271,16 +297,59 @@ def test_client_that_leaves_frees_its_place(served: ChatServer, monkeypatch: pyt
     assert served.batcher.tokens_written - written < 1900, "not to the end of its 2,048 tokens"
 
 
-def test_template_without_calls_cannot_be_forced(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path, room=64)
-    server = ChatServer(Access(token=TOKEN), model, "plain", most_rows=1)
+SHOWS_NAMES = PLAIN + "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "choice", "reason"),
+    [(PLAIN, "auto", "does not show tools"), (SHOWS_NAMES, "required", "cannot be enforced")],
+)
+def test_template_without_tools_or_calls_is_no_silent_loss(
+    template: str, choice: str, reason: str, tmp_path: Path
+) -> None:
+    server = ChatServer(Access(token=TOKEN), tiny_model(tmp_path, template, room=64), "plain", most_rows=1)
     server.start()
     try:
         with (
             openai.OpenAI(base_url=server.base_url, api_key=TOKEN, max_retries=0) as client,
-            pytest.raises(openai.BadRequestError, match="cannot be enforced"),
+            pytest.raises(openai.BadRequestError, match=reason),
         ):
-            client.chat.completions.create(model="plain", messages=ASKED, tools=[WEATHER], tool_choice="required")
+            client.chat.completions.create(model="plain", messages=ASKED, tools=[WEATHER], tool_choice=choice)
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_crowd_beyond_the_queue_gets_an_answer_or_429(served: ChatServer) -> None:
+    body = json.dumps({"messages": ASKED, "max_tokens": 1}).encode()
+    sent = post(body, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close")
+    with ExitStack() as stack:
+        with served.batcher._changed:  # nobody is answered until all have asked
+            clients = []
+            for _ in range(300):
+                clients.append(stack.enter_context(socket.create_connection(served.server_address[:2], PATIENCE_S)))
+                clients[-1].sendall(sent)
+            time.sleep(1)
+        statuses = [client.recv(12) for client in clients]
+    assert set(statuses) <= {b"HTTP/1.1 200", b"HTTP/1.1 429"}
+    assert statuses.count(b"HTTP/1.1 200") >= MOST_WAITING
+
+
+def test_answer_fits_the_schema_or_is_a_call(client: Any) -> None:
+    """With both, the model may do either; the weights are random."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"enum": [{"name": "Oslo"}]}}}
+    seen = set()
+    for seed in range(40):
+        chosen = ask(client, tools=[WEATHER], response_format=form, temperature=1.5, seed=seed).choices[0]
+        seen.add(chosen.finish_reason)
+        if chosen.finish_reason == "tool_calls":
+            jsonschema.validate(json.loads(chosen.message.tool_calls[0].function.arguments), SCHEMA)
+        else:
+            assert chosen.message.content == '{"name": "Oslo"}', "an object with a name is no call"
+    assert seen == {"stop", "tool_calls"}
+
+
+def test_lone_surrogate_in_a_call_is_sent_as_the_model_wrote_it() -> None:
+    answer = Reply("m", 1).whole("", [("f", {"x": "\ud83d", "y": "é"})], "stop", 1)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"].encode() == b'{"x": "\\ud83d", "y": "\\u00e9"}'

@@ -45,6 +45,7 @@ def malformed_as(kind: type[KeepstepError], what: str, hint: str | None = None) 
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         told = str(error) if isinstance(error, (TypeError, ValueError)) else repr(error)
+        told = f"{error} is missing" if isinstance(error, KeyError) else told
         raise kind(f"{what}: {told[:200]}", hint) from error
 
 

@@ -90,6 +90,7 @@ class ChatModel:
             raise DataError(str(bad), "leave out what it refuses, for example a system message or tools") from None
         if not is_valid_text(text):
             raise DataError("the messages contain a lone surrogate or invalid UTF-8", "write them as UTF-8")
+        _check_shown(prompt, text)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -220,6 +221,18 @@ class ChatModel:
                 yield text[len(shown) :]
                 shown = text
         yield self.decode(written)[len(shown) :]
+
+
+def _check_shown(prompt: Prompt, text: str) -> None:
+    """A template that leaves something out would make the model answer another question than it was asked."""
+    if any(tool["function"]["name"] not in text for tool in prompt.tools):
+        raise DataError(
+            "the model's chat template does not show tools to the model",
+            "leave the tools out, describe them in a system message, or fine-tune with chat.template=FILE",
+        )
+    for number, message in enumerate(prompt.messages):
+        if message["role"] == "system" and message["content"].strip() not in text:
+            raise DataError(f"the model's chat template leaves out the system message {number}", "put it first")
 
 
 def _without_end(generated: Generated) -> list[int]:

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any
 
@@ -29,7 +30,7 @@ class RemoteModel:
     def __init__(self, url: str) -> None:
         """`url` is what OpenAI clients call base_url, with or without its /v1."""
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        models = json.loads(self._open("models").read()).get("data") or [{}]
+        models = self._asked("models").get("data") or [{}]
         self.name = str(models[0].get("id", ""))
 
     def answers(
@@ -74,8 +75,11 @@ class RemoteModel:
 
     def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[str]:
         """An answer piece by piece, as it is written."""
-        calls: list[Mapping[str, Any]] = []
-        with self._open("chat/completions", self._body(prompt, sampling) | {"stream": True}) as events:
+        calls: dict[int, dict[str, Any]] = {}
+        with (
+            self._readable(),
+            self._open("chat/completions", self._body(prompt, sampling) | {"stream": True}) as events,
+        ):
             for line in events:
                 data = line.decode().removeprefix("data:").strip()
                 if not line.startswith(b"data:") or data == "[DONE]":
@@ -85,18 +89,34 @@ class RemoteModel:
                     raise _refused(self._url, event)
                 for choice in event.get("choices", ()):
                     yield choice["delta"].get("content") or ""
-                    calls += choice["delta"].get("tool_calls") or ()
-        yield _written(calls)
+                    for piece in choice["delta"].get("tool_calls") or ():
+                        _add_piece(calls, piece)
+        yield _written(list(calls.values()))
 
     def _answer(self, prompt: Prompt, sampling: Sampling) -> str:
-        with self._open("chat/completions", self._body(prompt, sampling)) as answer:
-            message = json.loads(answer.read())["choices"][0]["message"]
-        return (message.get("content") or "") + _written(message.get("tool_calls") or ())
+        answer = self._asked("chat/completions", self._body(prompt, sampling))
+        with self._readable():
+            message = answer["choices"][0]["message"]
+            return (message.get("content") or "") + _written(message.get("tool_calls") or ())
+
+    def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        with self._readable(), self._open(path, body) as answer:
+            return dict(json.loads(answer.read()))
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Around the lines that read an answer: a server can end in the middle of it, or be something else."""
+        try:
+            yield
+        except (OSError, HTTPException, LookupError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            hint = "check that this is the address of an OpenAI-compatible server, and its log"
+            raise KeepstepError(f"the answer of {self._url} cannot be read: {problem[:200]}", hint) from None
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         body = {
             "model": self.name,
-            "messages": [_sent(message) for message in prompt.messages],
+            "messages": _sent(prompt.messages),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
@@ -133,27 +153,42 @@ def _refused(url: str, answer: Any) -> KeepstepError:
     return KeepstepError(f"{url} refused: {message}", "its key goes into KEEPSTEP_UI_TOKEN")
 
 
-def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as the interface has it: calls with ids, and arguments as text."""
-    sent = {name: value for name, value in message.items() if name != "weight"}
-    if message.get("tool_calls"):
-        sent["tool_calls"] = [
-            {
-                "id": call.get("id") or f"call_{place}",
-                "type": "function",
-                "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
-            }
-            for place, call in enumerate(message["tool_calls"])
-        ]
-    elif message["role"] == "tool":
-        sent.setdefault("tool_call_id", "call_0")
+def _sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the interface has them: calls with ids, which their results name, and arguments as text."""
+    sent: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    """Ids of calls whose results have not come yet, in their order."""
+    for number, message in enumerate(messages):
+        one = {name: value for name, value in message.items() if name != "weight"}
+        if message.get("tool_calls"):
+            waiting = [str(call.get("id") or f"call_{number}_{place}") for place, call in enumerate(one["tool_calls"])]
+            one["tool_calls"] = [
+                {
+                    "id": name,
+                    "type": "function",
+                    "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
+                }
+                for name, call in zip(waiting, message["tool_calls"], strict=True)
+            ]
+        elif message["role"] == "tool":
+            following = waiting.pop(0) if waiting else "call_0"
+            one.setdefault("tool_call_id", following)
+        sent.append(one)
     return sent
+
+
+def _add_piece(calls: dict[int, dict[str, Any]], piece: Mapping[str, Any]) -> None:
+    """Add a part of a streamed call: servers send the name first, and then the arguments in pieces."""
+    call = calls.setdefault(piece.get("index", len(calls)), {"function": {"name": "", "arguments": ""}})
+    for key, text in (piece.get("function") or {}).items():
+        if key in ("name", "arguments"):
+            call["function"][key] += text or ""
 
 
 def _written(calls: Sequence[Mapping[str, Any]]) -> str:
     """Calls as text, whatever the template of the server's model writes."""
     texts = (
-        f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"]}}}'
+        f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"] or "{}"}}}'
         for call in calls
     )
     return "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,8 @@ def score(reward: Reward, messages: Sequence[Message], answer: str, expected: li
     try:
         value = float(reward(messages=messages, answer=answer, expected=expected))
     except Exception as error:  # the code of others may raise anything
-        problem = f"{type(error).__name__}: {error}"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         raise KeepstepError(f"the reward failed: {problem}", f"correct it; the answer was {answer[:80]!r}") from error
     if not math.isfinite(value):
         raise KeepstepError(f"the reward is {value} for the answer {answer[:80]!r}", "return a finite number")

@@ -221,7 +221,8 @@ class WorkerState:
             return _STATES[self.state]
         if self.collective:
             return f"waiting in {self.collective}"
-        innermost = _FRAME.search(self.stack)
+        # Python lists the main thread, which trains, last; the others always wait for something.
+        innermost = _FRAME.search(self.stack.rpartition("hread 0x")[2])
         return f"in {innermost['name']} ({Path(innermost['file']).name})" if innermost else "silent"
 
 

@@ -21,7 +21,8 @@ from keepstep.evaluate.chat_model import Prompt, is_valid_text
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1), "logprobs": (None, False), "top_logprobs": (None, 0), "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0), "logit_bias": (None, {}), "audio": (None,), "functions": (None, []),
-    "function_call": (None,),
+    "function_call": (None,), "modalities": (None, ["text"]), "web_search_options": (None,), "best_of": (None, 1),
+    "top_k": (None, 0, -1), "min_p": (None, 0), "repetition_penalty": (None, 1),
 }  # fmt: skip
 """Parameters that change an answer, and the values with which they do not."""
 CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -70,6 +71,8 @@ class ChatRequest:
     """Functions whose arguments must fit their schema, if the model calls them."""
     schema: Any
     """JSON Schema of the whole answer; None for any text."""
+    strict_schema: bool
+    """Whether a key of it that cannot be enforced is an error."""
     most_calls: int | None
 
 
@@ -79,9 +82,9 @@ def read_request(body: bytes) -> ChatRequest:
     for name, harmless in _REFUSED.items():
         if given.get(name) not in harmless:
             raise RequestError(f"{name} = {given[name]!r} is not supported", name)
-    limit = given.get("max_completion_tokens", given.get("max_tokens"))
+    limit = next((name for name in ("max_completion_tokens", "max_tokens") if given.get(name) is not None), None)
     tools = _tools(given)
-    forced = _forced(given.get("tool_choice"), tools)
+    schema, strict_schema = _schema(given.get("response_format"))
     try:
         messages = cleaned(given.get("messages"))
     except BadRow as bad:
@@ -90,17 +93,19 @@ def read_request(body: bytes) -> ChatRequest:
         model=str(given.get("model") or ""),
         # Without the right to call, the model need not know the tools.
         prompt=Prompt(messages, () if given.get("tool_choice") == "none" else tools),
-        max_new_tokens=None if limit is None else int(_number(limit, "max_completion_tokens", 1, 1 << 31)),
+        max_new_tokens=None if limit is None else _whole(given[limit], limit, 1, 1 << 31),
         temperature=_number(given.get("temperature"), "temperature", 0, 2, default=1.0),
         top_p=_number(given.get("top_p"), "top_p", 1e-9, 1, default=1.0),
-        seed=int(_number(given.get("seed"), "seed", 0, 2**63 - 1, default=secrets.randbits(62))),
+        # Modulo: OpenAI's seeds have a sign, ours have none.
+        seed=_whole(given.get("seed"), "seed", -(2**63), 2**63 - 1, default=secrets.randbits(62)) % 2**63,
         stops=_stops(given.get("stop")),
-        stream=bool(given.get("stream")),
-        with_usage=bool((given.get("stream_options") or {}).get("include_usage")),
-        forced=forced,
-        strict=() if forced or given.get("tool_choice") == "none" else _strict(given),
-        schema=_schema(given.get("response_format")),
-        most_calls=1 if given.get("parallel_tool_calls") is False else None,
+        stream=_flag(given, "stream"),
+        with_usage=_flag(_options(given), "include_usage"),
+        forced=_forced(given.get("tool_choice"), tools),
+        strict=() if given.get("tool_choice") == "none" else _strict(given),
+        schema=schema,
+        strict_schema=strict_schema,
+        most_calls=None if _flag(given, "parallel_tool_calls", default=True) else 1,
     )
 
 
@@ -119,6 +124,27 @@ def _number(value: Any, name: str, least: float, most: float, default: float = 0
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise RequestError(f"{name} = {value!r} must be a number from {least:g} to {most:g}", name)
+    return value
+
+
+def _whole(value: Any, name: str, least: int, most: int, default: int = 0) -> int:
+    # No number but a whole one: a float of 63 bits is another number.
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+        raise RequestError(f"{name} = {value!r} must be a whole number from {least} to {most}", name)
+    return default if value is None else value
+
+
+def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = default if given.get(name) is None else given[name]
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} = {value!r} must be true or false", name)
+    return value
+
+
+def _options(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    value = given.get("stream_options") or {}
+    if not isinstance(value, dict):
+        raise RequestError(f"stream_options = {value!r} must be an object", "stream_options")
     return value
 
 
@@ -151,26 +177,33 @@ def _forced(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
         name = choice["function"].get("name")
         if name in names:
             return (name,)
-    raise RequestError(f"tool_choice = {choice!r} fits none of the tools", "tool_choice")
+    forms = 'none, auto, required, or {"type": "function", "function": {"name": NAME}}'
+    known = f"NAME is one of {', '.join(names)}" if names else "the request has no tools"
+    raise RequestError(f"tool_choice = {choice!r} fits none of the tools; expected {forms}; {known}", "tool_choice")
 
 
-def _schema(form: Any) -> Any:
+def _schema(form: Any) -> tuple[Any, bool]:
+    """The schema of the whole answer, and whether all of it must be enforced."""
     if form is None or form == {"type": "text"}:
-        return None
+        return None, False
     if isinstance(form, dict) and form.get("type") == "json_object":
-        return {"type": "object"}
+        return {"type": "object"}, False
     if isinstance(form, dict) and form.get("type") == "json_schema" and isinstance(form.get("json_schema"), dict):
-        return form["json_schema"].get("schema", True)
+        described = form["json_schema"]
+        return described.get("schema", True), _flag(described, "strict")
     raise RequestError("response_format must be of type text, json_object or json_schema", "response_format")
 
 
-def split_answer(text: str, most_calls: int | None) -> tuple[str, list[Call]]:
+def split_answer(text: str, most_calls: int | None, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
     """Text and calls of a whole answer; a call that cannot be parsed stays text."""
     try:
         calls = parse_calls(text)
     except MalformedCall:
         calls = []
-    if not calls:
+    names = [item["function"]["name"] for item in tools]
+    # JSON without a mark is a call only if it names a tool: an answer may be any object with a name.
+    marked = any(mark in text for mark in CALL_MARKS)
+    if not calls or not (marked or all(name in names for name, _ in calls)):
         return text, []
     before = min((text.find(mark) for mark in CALL_MARKS if mark in text), default=0)
     return text[:before].strip(), calls[:most_calls]
@@ -196,6 +229,8 @@ class Reply:
 
     model: str
     prompt_tokens: int
+    with_usage: bool = False
+    """Whether a stream ends with the number of tokens; its other parts have a usage of null then."""
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -210,7 +245,7 @@ class Reply:
     def piece(self, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
         """One part of a stream."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return self._object("chat.completion.chunk", [choice])
+        return self._object("chat.completion.chunk", [choice]) | ({"usage": None} if self.with_usage else {})
 
     def call_pieces(self, calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
         """Parts of a stream with one call each."""
@@ -232,5 +267,7 @@ class Reply:
 
 def _call(made: Call) -> dict[str, Any]:
     name, arguments = made
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    written = json.dumps(arguments, ensure_ascii=False)
+    # A lone surrogate, which a model can write as an escape, stays one: UTF-8 has no bytes for it.
+    function = {"name": name, "arguments": written if is_valid_text(written) else json.dumps(arguments)}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -16,7 +16,8 @@ from torch import Tensor
 from keepstep.data.chat.rows import BadRow, Conversation, Tool, call
 from keepstep.evaluate.chat_model import ChatModel
 from keepstep.serve.chat_completions import CALL_MARKS
-from keepstep.serve.json_grammar import Free, States, advance, compile_schema, may_end, must_end, start
+from keepstep.serve.json_grammar import Free, States, advance, may_end, must_end, start
+from keepstep.serve.json_schema import compile_schema
 
 _NAME, _ARGUMENT = "keepstep_function", "keepstep_argument"
 _DRAWS = 32
@@ -31,9 +32,10 @@ class CallSyntax:
     between: str
     after: str
 
-    def states(self, tools: Sequence[Tool], names: Sequence[str]) -> States:
+    def states(self, tools: Sequence[Tool], names: Sequence[str], strict: Sequence[str]) -> States:
         """The grammar of one call of one of these functions. Raises SchemaError."""
-        return self._calls(self.before, {name: schema for name, schema in _schemas(tools).items() if name in names})
+        schemas = {name: schema for name, schema in _schemas(tools).items() if name in names}
+        return self._calls(self.before, schemas, strict)
 
     def free_states(self, tools: Sequence[Tool], strict: Sequence[str]) -> States:
         """Any text, in which calls name a tool and those of `strict` ones fit its schema. Raises SchemaError.
@@ -43,11 +45,14 @@ class CallSyntax:
         schemas = {name: schema if name in strict else {"type": "object"} for name, schema in _schemas(tools).items()}
         before = self.before.lstrip()
         mark = next((mark for mark in CALL_MARKS if mark in before), before[:1])
-        calls = self._calls(before.partition(mark)[2], schemas)
+        calls = self._calls(before.partition(mark)[2], schemas, strict)
         return start(Free(mark, calls, only_first=mark not in CALL_MARKS))
 
-    def _calls(self, before: str, schemas: Mapping[str, Any]) -> States:
-        made = (start(before + name + self.between, compile_schema(of), self.after) for name, of in schemas.items())
+    def _calls(self, before: str, schemas: Mapping[str, Any], strict: Sequence[str]) -> States:
+        made = (
+            start(before + name + self.between, compile_schema(schema, strict=name in strict), self.after)
+            for name, schema in schemas.items()
+        )
         return frozenset().union(*made)
 
 

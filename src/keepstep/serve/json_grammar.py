@@ -4,8 +4,7 @@ A state is a stack of what must still come, the next thing first. A set of state
 beginning of several alternatives. Each character leads from one set to the next; an empty set means that the text
 cannot become valid any more.
 
-Enforced: types, enum, const, properties, required, items, minItems, maxItems, anyOf, oneOf, $ref. Objects get no other
-than their declared properties. Not enforced: numeric bounds, patterns and formats of strings.
+`json_schema.py` makes the grammar of a schema.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Literal as TypingLiteral
 
 State = tuple[Any, ...]
 States = frozenset[State]
-
-_MAX_NODES = 10_000
 
 
 @dataclass(eq=False)
@@ -43,7 +40,7 @@ class Number:
 
 @dataclass(eq=False)
 class Choice:
-    """Any of these."""
+    """Any of these. None of them is a choice itself, or a few of those inside each other would be billions."""
 
     options: list[Node] = field(default_factory=list)
 
@@ -59,10 +56,11 @@ class Array:
 
 @dataclass(eq=False)
 class Object:
-    """An object with these properties; without any, with whatever names and values."""
+    """An object with these properties; without any, with whatever names, and values of `other`."""
 
     properties: dict[str, Node]
-    required: frozenset[str]
+    required: frozenset[str] = frozenset()
+    other: Node | None = None
 
 
 Node = Literal | Text | Number | Choice | Array | Object
@@ -125,111 +123,12 @@ class Free:
     """The end of the text so far that may become the opening."""
 
 
-class SchemaError(ValueError):
-    """A schema that cannot be followed; the text says why."""
-
-
-def compile_schema(schema: Any) -> Node:
-    """The grammar of a JSON Schema. Raises SchemaError."""
-    try:
-        node = _Compiler(schema).node(schema)
-        _check_begins(node)
-    except RecursionError:
-        raise SchemaError("the schema is nested too deeply, or refers to itself without end") from None
-    return node
-
-
-def _check_begins(node: Node) -> None:
-    """Choose as the first character will: a choice that leads to itself would never end."""
-    parts = node.options if isinstance(node, Choice) else []
-    for option in parts:
-        _check_begins(option)
-
-
 def any_json() -> Choice:
     """Any JSON value."""
     anything = Choice()
-    anything.options += [Object({}, frozenset()), Array(anything), Text(), Number(whole=False)]
+    anything.options += [Object({}, other=anything), Array(anything), Text(), Number(whole=False)]
     anything.options += [Literal(("true", "false", "null"))]
     return anything
-
-
-_ANY = any_json()
-
-
-class _Compiler:
-    """One schema; references lead to parts of it."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._referred: dict[str, Choice] = {}
-        self._made = 0
-
-    def node(self, schema: Any) -> Node:
-        self._made += 1
-        if self._made > _MAX_NODES:
-            raise SchemaError(f"the schema has more than {_MAX_NODES:,} parts")
-        if schema is True or schema == {}:
-            return _ANY
-        if not isinstance(schema, Mapping):
-            raise SchemaError(f"a schema is {type(schema).__name__}, not an object")
-        if "$ref" in schema:
-            return self._reference(str(schema["$ref"]))
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            if not isinstance(values, list) or not values:
-                raise SchemaError("enum is not a list with at least one value")
-            return Literal(tuple(json.dumps(value, ensure_ascii=False) for value in values))
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                return Choice([self.node(option) for option in schema[key]])
-        if isinstance(schema.get("type"), list):
-            return Choice([self._typed(schema, str(kind)) for kind in schema["type"]])
-        implied = "object" if "properties" in schema else "array" if "items" in schema else ""
-        kind = str(schema.get("type") or implied)
-        return self._typed(schema, kind) if kind else _ANY
-
-    def _typed(self, schema: Mapping[str, Any], kind: str) -> Node:
-        match kind:
-            case "string":
-                return Text()
-            case "integer" | "number":
-                return Number(kind == "integer")
-            case "boolean":
-                return Literal(("true", "false"))
-            case "null":
-                return Literal(("null",))
-            case "array":
-                fewest, most = schema.get("minItems", 0), schema.get("maxItems")
-                if not isinstance(fewest, int) or not isinstance(most, int | None):
-                    raise SchemaError("minItems and maxItems must be whole numbers")
-                return Array(self.node(schema.get("items", True)), fewest, most)
-            case "object":
-                return self._object(schema)
-        raise SchemaError(f"type {kind!r} is none of JSON's")
-
-    def _object(self, schema: Mapping[str, Any]) -> Node:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise SchemaError("properties must be an object, and required a list")
-        made = {str(name): self.node(part) for name, part in properties.items()}
-        missing = [name for name in required if name not in made]
-        if made and missing:
-            raise SchemaError(f"required names {missing[0]!r}, which is no property")
-        return Object(made, frozenset(required if made else ()))
-
-    def _reference(self, pointer: str) -> Node:
-        if pointer not in self._referred:
-            # Known before it is compiled: it may refer to itself.
-            choice = self._referred[pointer] = Choice()
-            part = self._root
-            try:
-                for name in pointer.removeprefix("#").split("/")[1:]:
-                    part = part[name.replace("~1", "/").replace("~0", "~")]
-            except (KeyError, TypeError):
-                raise SchemaError(f"$ref {pointer!r} leads nowhere") from None
-            choice.options.append(self.node(part))
-        return self._referred[pointer]
 
 
 def start(*parts: str | Node | Free) -> States:
@@ -377,10 +276,10 @@ def _in_object(part: _InObject, rest: State, character: str) -> Iterator[State]:
         yield rest
     elif part.phase == "after a value":
         # A comma needs another property to come.
-        if character == "," and (not properties or len(seen) < len(properties)):
+        if character == "," and (part.object.other or len(seen) < len(properties)):
             yield (_SPACE, _InObject(part.object, seen, "after a comma"), *rest)
-    elif character == '"' and not properties:
-        yield (_InText(), _Rest(":"), _SPACE, _ANY, _InObject(part.object, seen, "after a value"), *rest)
+    elif character == '"' and part.object.other:
+        yield (_InText(), _Rest(":"), _SPACE, part.object.other, _InObject(part.object, seen, "after a value"), *rest)
     elif character == '"':
         for name, value in properties.items():
             if name not in seen:

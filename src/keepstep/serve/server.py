@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 from torch import Tensor
 
@@ -17,20 +18,28 @@ from keepstep.core.errors import KeepstepError
 from keepstep.evaluate.chat_model import ChatModel
 from keepstep.evaluate.generate import chooser
 from keepstep.evaluate.remote_model import TOO_LONG_CODE
-from keepstep.observe.access import Access, AccessServer, Answer, Handler, not_found
+from keepstep.observe.access import Access, AccessServer, Answer, Handler
 from keepstep.observe.sinks.prometheus import CONTENT_TYPE
 from keepstep.serve.batcher import Batcher, BusyError, Generation
 from keepstep.serve.chat_completions import ChatRequest, Reply, RequestError, read_request, split_answer, sure_length
 from keepstep.serve.constraint import Constraint, TokenTexts, call_syntax
-from keepstep.serve.json_grammar import SchemaError, compile_schema, start
+from keepstep.serve.json_grammar import States, start
+from keepstep.serve.json_schema import SchemaError, compile_schema
 
 MAX_BODY_BYTES = 16 << 20
+MOST_WAITING = 256
+"""Requests that wait for their turn; further ones are refused."""
 _POLL_S = 0.5
 """How often a client that waits is looked at: one that has left need not be answered."""
 
 
 def _json(value: Any, status: HTTPStatus = HTTPStatus.OK) -> Answer:
     return Answer(json.dumps(value, ensure_ascii=False).encode(), "application/json", status)
+
+
+def _no_page(method: str, path: str) -> RequestError:
+    known = "POST /v1/chat/completions, GET /v1/models, /health and /metrics"
+    return RequestError(f"there is no {method} {path}, but {known}", status=HTTPStatus.NOT_FOUND)
 
 
 class ChatHandler(Handler):
@@ -46,12 +55,16 @@ class ChatHandler(Handler):
             if asked is None:
                 return
             if asked[0].path != "/v1/chat/completions":
-                raise RequestError(f"there is no {asked[0].path} to POST to", status=HTTPStatus.NOT_FOUND)
+                raise _no_page("POST", asked[0].path)
             self.server.waits_for(self.connection, False)
             written = Written(self.server, read_request(body))
         except RequestError as error:
             self.server.refused += 1
             self._send(_json(error.as_json(), error.status))
+            return
+        except Exception as error:  # our own bug: the client must hear of it, not wait for a closed connection
+            failure = RequestError(f"{type(error).__name__}: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+            self._send(_json(failure.as_json(), failure.status))
             return
         try:
             self._send_stream(written) if written.request.stream else self._send_whole(written)
@@ -122,8 +135,10 @@ class ChatHandler(Handler):
         self.server.waits_for(self.connection, False)
 
     def _check_client(self) -> None:
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        if readable and not self.connection.recv(1, socket.MSG_PEEK):
+        # Not select(): it cannot look at more than 1,024 files.
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
             raise ConnectionAbortedError("the client has left")
 
 
@@ -141,7 +156,7 @@ class Written:
                 "messages",
                 code=TOO_LONG_CODE,
             )
-        self.reply = Reply(server.name, len(ids))
+        self.reply = Reply(server.name, len(ids), request.with_usage)
         self.reason, self.text, self.tokens = "stop", "", 0
         self.failure: RequestError | None = None
         most = min(room, request.max_new_tokens or room)
@@ -152,6 +167,8 @@ class Written:
             raise RequestError(
                 "too many requests are waiting; try again later", status=HTTPStatus.TOO_MANY_REQUESTS
             ) from None
+        server.answered += 1
+        server.prompt_tokens += len(ids)
 
     def _chooser(self) -> Any:
         request, stop_tokens = self.request, self.server.model.stop_tokens
@@ -198,13 +215,16 @@ class Written:
         text = self.text
         for stop in self.request.stops:
             text = text.partition(stop)[0]
-        return split_answer(text, self.request.most_calls) if self.request.prompt.tools else (text, [])
+        tools = self.request.prompt.tools
+        return split_answer(text, self.request.most_calls, tools) if tools else (text, [])
 
 
 class ChatServer(AccessServer):
     """Serves one model."""
 
     handler = ChatHandler
+    # Above those that are answered or wait: the next one must get status 429. Half is for those that are closing.
+    most_clients = 2 * (MOST_WAITING + 128)
     refusal = _json(
         RequestError("a token is needed: Authorization: Bearer TOKEN", status=HTTPStatus.UNAUTHORIZED).as_json(),
         HTTPStatus.UNAUTHORIZED,
@@ -213,7 +233,7 @@ class ChatServer(AccessServer):
     def __init__(self, access: Access, model: ChatModel, name: str, most_rows: int) -> None:
         super().__init__(access)
         self.model, self.name = model, name
-        self.batcher = Batcher(model.model, most_rows)
+        self.batcher = Batcher(model.model, most_rows, MOST_WAITING)
         self.refused = self.answered = self.prompt_tokens = 0
         self._since = int(time.time())
         self._texts = TokenTexts(model.decode)
@@ -236,40 +256,50 @@ class ChatServer(AccessServer):
                 return _json({"object": "list", "data": [described]})
             case "/metrics":
                 return Answer(self._metrics().encode(), CONTENT_TYPE)
-        return _json(described) if path == f"/v1/models/{self.name}" else not_found("page")
+        if path == f"/v1/models/{self.name}":
+            return _json(described)
+        missing = self._other_model(unquote(path[11:])) if path.startswith("/v1/models/") else _no_page("GET", path)
+        return _json(missing.as_json(), missing.status)
+
+    def _other_model(self, name: str) -> RequestError:
+        message = f"the model {name!r} is not served here, {self.name!r} is"
+        return RequestError(message, "model", HTTPStatus.NOT_FOUND, "model_not_found")
 
     def encode(self, request: ChatRequest) -> list[int]:
         """Tokens of a request's prompt. Raises RequestError."""
         if request.model not in ("", self.name):
-            raise RequestError(
-                f"the model {request.model!r} is not served here, {self.name!r} is", "model", HTTPStatus.NOT_FOUND
-            )
+            raise self._other_model(request.model)
         try:
             with self._template:
-                ids = self.model.encode(request.prompt)
+                return self.model.encode(request.prompt)
         except KeepstepError as error:
-            raise RequestError(error.message, "messages") from None
-        self.answered += 1
-        self.prompt_tokens += len(ids)
-        return ids
+            raise RequestError(f"{error.message}; {error.hint}" if error.hint else error.message, "messages") from None
 
     def constraint(self, request: ChatRequest) -> Constraint | None:
         """The grammar of a request's answer; None for free text. Raises RequestError."""
+        tools, fits_schema = request.prompt.tools, request.schema is not None and not request.forced
+        if not request.forced and not request.strict and not fits_schema:
+            return None
+        states = self._answer_states(request) if fits_schema else frozenset()
+        if fits_schema and not tools:
+            return Constraint(states, self._texts)
+        if self._syntax is None:
+            unknown = "this model's chat template writes calls in a form that cannot be enforced"
+            hint = "use tool_choice auto, without strict and response_format"
+            raise RequestError(f"{unknown}; {hint}", "tool_choice")
         try:
-            if request.schema is not None and not request.forced:
-                return Constraint(start(compile_schema(request.schema)), self._texts)
-            if not request.forced and not request.strict:
-                return None
-            if self._syntax is None:
-                unknown = "this model's chat template writes calls in a form that cannot be enforced"
-                raise RequestError(f"{unknown}; use tool_choice auto, without strict", "tool_choice")
-            tools = request.prompt.tools
-            if request.forced:
-                return Constraint(self._syntax.states(tools, request.forced), self._texts)
+            if request.forced or fits_schema:
+                names = request.forced or tuple(item["function"]["name"] for item in tools)
+                return Constraint(states | self._syntax.states(tools, names, request.strict), self._texts)
             return Constraint(self._syntax.free_states(tools, request.strict), self._texts)
         except SchemaError as error:
-            asked_for_schema = request.schema is not None and not request.forced
-            raise RequestError(str(error), "response_format" if asked_for_schema else "tools") from None
+            raise RequestError(str(error), "tools") from None
+
+    def _answer_states(self, request: ChatRequest) -> States:
+        try:
+            return start(compile_schema(request.schema, strict=request.strict_schema))
+        except SchemaError as error:
+            raise RequestError(str(error), "response_format") from None
 
     def server_close(self) -> None:
         """End all answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -138,6 +139,10 @@ def test_answers_of_another_model_are_not_continued(tmp_path: Path) -> None:
     torch.nn.init.zeros_(next(first.model.model.parameters()))
     with pytest.raises(UsageError, match="other weights"):
         first.ask(questions, path)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another evaluation is writing"):
+            first.ask(questions, path)
     path.write_text("some notes\n")
     with pytest.raises(DataError, match="not a file of BFCL answers"):
         first.ask(questions, path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data.chat.rows import BadRow, Message
@@ -52,8 +54,8 @@ class BenchmarkRun:
 
     def ask(self, questions: Sequence[Question], path: Path) -> list[dict[str, Any]]:
         """A line for each question: those in the file, and new ones, which are appended to it."""
-        done = _open_lines(path, self.identity())
-        with path.open("a", encoding="utf-8") as file:
+        with _opened_alone(path) as file:
+            done = _open_lines(path, self.identity())
             for category, group in groupby(questions, key=lambda question: question.category):
                 asked = list(group)
                 ask = self._conversations if category in MULTI_TURN else self._single_turns
@@ -205,20 +207,36 @@ def _line(question: Question, answer: Any, error: str | None) -> dict[str, Any]:
     return {"id": question.id, "category": question.category, "answer": answer, "error": error}
 
 
-def _open_lines(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The finished lines of a file by id; a new file gets the identity as its first line."""
+@contextmanager
+def _opened_alone(path: Path) -> Iterator[TextIO]:
+    """The file to append to. Two evaluations into one file would ask every question twice."""
     try:
-        raw = path.read_bytes() if path.exists() else b""
-        # A kill can leave a line without its end: that question is asked again.
-        complete = raw[: raw.rfind(b"\n") + 1]
-        if not complete:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
-            return {}
-        if len(complete) < len(raw):
-            os.truncate(path, len(complete))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}", "name another file with --answers") from None
+    with file:
+        try:
+            # The lock ends with the process, also after SIGKILL.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait for it, or name another file with --answers"
+            raise UsageError(f"another evaluation is writing to {path}", hint) from None
+        except OSError:
+            pass  # a file system without locks
+        yield file
+
+
+def _open_lines(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The finished lines of a file by id; a new file gets the identity as its first line."""
+    raw = path.read_bytes()
+    # A kill can leave a line without its end: that question is asked again.
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if len(complete) < len(raw):
+        os.truncate(path, len(complete))
+    if not complete:
+        path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+        return {}
     try:
         first, *lines = [json.loads(line) for line in complete.splitlines()]
         done = {line["id"]: line for line in lines}

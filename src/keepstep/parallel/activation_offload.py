@@ -79,8 +79,10 @@ class ActivationOffload:
         if tensor.untyped_storage().nbytes() < MIN_BYTES:
             return tensor
         copy = saved.copy_of(tensor)
-        view = (saved, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return tensor if copy is None else _SavedView(copy, *view)
+        if copy is None:
+            return tensor
+        offset = int(tensor.storage_offset())
+        return _SavedView(copy, saved, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
@@ -174,7 +176,8 @@ class _CopyStream:
         with torch.cuda.stream(self._stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+        done: torch.cuda.Event = self._stream.record_event()
+        return done
 
 
 class _SavedBlock:
@@ -292,7 +295,7 @@ class _SavedView:
 
 class _OutputMode(TorchDispatchMode):
     def __init__(self, offload: ActivationOffload, names: tuple[str, ...], outputs: deque[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._offload, self._names, self._outputs = offload, names, outputs
 
     def _is_saved(self, operator: Any) -> bool:
@@ -321,7 +324,7 @@ class _ReuseOutputs(_OutputMode):
 
 def _storage_key(tensor: Tensor) -> int:
     """The same for all views of one storage, as long as it lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from math import ceil, exp, log
 
@@ -114,3 +115,10 @@ def test_planning_page_shows_the_formulas_figures() -> None:
 
 def test_survival_needs_two_replicas() -> None:
     assert plan_survival(Replica(1024, 1, 1.0), 1024, LLAMA3_FAILURES_PER_GPU_HOUR, Recovery(1, 60)) is None
+
+
+def test_stalls_are_those_of_the_benchmark() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "survive.json").read_text())
+    recovery = known_recoveries()["keepstep"]
+    assert recovery.replica_stall_s == pytest.approx(measured["stall_p99_s"] - measured["step_s"], abs=0.01)
+    assert recovery.join_stall_s == pytest.approx(measured["join_stall_s"], abs=0.01)

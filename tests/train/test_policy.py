@@ -185,31 +185,59 @@ def test_answer_ends_at_a_stop_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "scores"),
     [
-        ('<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', [1, 1, 1]),
-        ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', [0, 1, 1]),
-        ('<tool_call>{"name": "weather", "arguments": {"city": 3}}</tool_call>', [0, 0, 1]),
-        ('<tool_call>{"name": "weather", "arguments": {}}</tool_call>', [0, 0, 1]),
-        ('<tool_call>{"name": "climate", "arguments": {"city": "Rome"}}</tool_call>', [0, 0, 1]),
-        ('<tool_call>{"name": "weather", </tool_call>', [0, 0, 0]),
-        ("It rains.", [0, 0, 1]),
-        ("", [0, 0, 0]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', [1, 1, 1, 1]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', [0, 2 / 3, 1, 1]),
+        ('<tool_call>{"name": "weather", "arguments": {"city": 3}}</tool_call>', [0, 2 / 3, 0, 1]),
+        ('<tool_call>{"name": "weather", "arguments": {}}</tool_call>', [0, 1 / 2, 0, 1]),
+        ('<tool_call>{"name": "climate", "arguments": {"city": "Rome"}}</tool_call>', [0, 0, 0, 1]),
+        ('<tool_call>{"name": "weather", </tool_call>', [0, 0, 0, 0]),
+        ("It rains.", [0, 0, 0, 1]),
+        ("", [0, 0, 0, 0]),
     ],
 )
 def test_built_in_rewards(text: str, scores: list[int]) -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]}
-    asked = Prompted([1], canonical([{"role": "user", "content": "?"}, call], [TOOL]))
-    rewards = load_rewards(["tool_calls", "schema", "format"])
-    assert [reward(Answered(asked, text, ended=True)) for reward in rewards] == scores
-    assert rewards[2](Answered(asked, text, ended=False)) == 0
+    asked = _asked_for({"city": "Rome"})
+    rewards = load_rewards(["tool_calls", "arguments", "schema", "format"])
+    assert [reward(Answered(asked, text, ended=True)) for reward in rewards] == pytest.approx(scores)
+    assert rewards[3](Answered(asked, text, ended=False)) == 0
+
+
+@pytest.mark.parametrize(
+    ("cities", "score"),
+    [
+        (["Rome", "Oslo"], 1.0),
+        (["Oslo", "Rome"], 1.0),
+        # One call of two: 3 of 6 facts, and none too much.
+        (["Oslo"], 2 * 3 / 9),
+        # All of them, and a third one too much.
+        (["Rome", "Oslo", "Lima"], 2 * 6 / 15),
+        (["Rome", "Lima"], 2 * 5 / 12),
+        (["Rome", "Rome"], 2 * 5 / 12),
+        ([], 0.0),
+    ],
+)
+def test_reward_of_arguments_compares_each_call_with_the_nearest(cities: list[str], score: float) -> None:
+    (reward,) = load_rewards(["arguments"])
+    text = "".join(
+        f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>' for city in cities
+    )
+    asked = _asked_for({"city": "Rome"}, {"city": "Oslo"})
+    assert reward(Answered(asked, text, ended=True)) == pytest.approx(score)
+
+
+def _asked_for(*all_arguments: dict[str, str]) -> Prompted:
+    calls = [{"function": {"name": "weather", "arguments": arguments}} for arguments in all_arguments]
+    answer = {"role": "assistant", "tool_calls": calls}
+    return Prompted([1], canonical([{"role": "user", "content": "?"}, answer], [TOOL]))
 
 
 def test_refusal_is_rewarded_where_nothing_is_to_be_called() -> None:
     answer = {"role": "assistant", "content": "No tool fits."}
     asked = Prompted([1], canonical([{"role": "user", "content": "?"}, answer], [TOOL]))
-    rewards = load_rewards(["tool_calls", "schema"])
-    assert [reward(Answered(asked, "I cannot.", ended=True)) for reward in rewards] == [1, 1]
+    rewards = load_rewards(["tool_calls", "arguments", "schema"])
+    assert [reward(Answered(asked, "I cannot.", ended=True)) for reward in rewards] == [1, 1, 1]
     calls = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
-    assert rewards[0](Answered(asked, calls, ended=True)) == 0
+    assert [reward(Answered(asked, calls, ended=True)) for reward in rewards[:2]] == [0, 0]
 
 
 def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:

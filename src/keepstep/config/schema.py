@@ -399,9 +399,10 @@ class RLConfig:
     """grpo divides a group's rewards by their deviation and averages over an answer's tokens; dr_grpo does neither;
     rloo compares each answer with the mean of the others. none predicts the next token."""
     rewards: Mapping[str, float] = field(default_factory=lambda: {"tool_calls": 1.0})
-    """Rewards and their weights. tool_calls: 1 if the calls equal the reference's. schema: 1 if all calls fit the
-    prompt's tools. format: 1 if the answer ends itself and its calls can be parsed. Others are plug-ins: entry points
-    of the group keepstep.rewards, or `package.module:function`."""
+    """Rewards and their weights. tool_calls: 1 if the calls equal the reference's. arguments: the share of their
+    functions, arguments and values that is right. schema: 1 if all calls fit the prompt's tools. format: 1 if the
+    answer ends itself and its calls can be parsed. Others are plug-ins: entry points of the group keepstep.rewards, or
+    `package.module:function`."""
     num_generations: Annotated[int, Range(min=2, limit=2**16)] = 8
     """Answers to each prompt. global_batch and microbatch count answers."""
     max_new_tokens: PositiveInt = 512

@@ -118,7 +118,7 @@ def answers_fit_a_row(config: RunConfig) -> Found:
     return f"must be below model.seq_len ({config.model.seq_len})", "leave room for the prompt in model.seq_len"
 
 
-_REWARDS = ("tool_calls", "schema", "format")
+_REWARDS = ("tool_calls", "arguments", "schema", "format")
 
 
 @rule("rl.rewards", "rl.method")

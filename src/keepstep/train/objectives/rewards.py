@@ -39,6 +39,25 @@ def tool_calls(answer: Answered) -> float:
     return float(calls is not None and compare(task, calls, lenient=False) is None)
 
 
+def arguments(answer: Answered) -> float:
+    """How much of the reference's calls is right, from 0 to 1: it tells a nearly right answer from a wrong one.
+
+    A function, the name of an argument and its value count one each; what the answer has too much counts against it.
+    """
+    calls, expected = answer.calls(), _expected(answer.prompted)
+    if not calls or not expected:
+        return float(calls == expected)
+    # The most alike first, each call compared with one other.
+    pairs = [(_shared(call, other), i, j) for i, call in enumerate(expected) for j, other in enumerate(calls)]
+    shared, left, other_left = 0, set(range(len(expected))), set(range(len(calls)))
+    for common, i, j in sorted(pairs, reverse=True):
+        if i in left and j in other_left:
+            shared += common
+            left.remove(i)
+            other_left.remove(j)
+    return 2 * shared / sum(1 + 2 * len(values) for _, values in (*calls, *expected))
+
+
 def schema(answer: Answered) -> float:
     """1 where every call names a tool of the prompt and its arguments fit the tool's schema.
 
@@ -57,7 +76,12 @@ def well_formed(answer: Answered) -> float:
     return float(answer.ended and bool(answer.text.strip()) and answer.calls() is not None)
 
 
-BUILT_IN: Mapping[str, Reward] = {"tool_calls": tool_calls, "schema": schema, "format": well_formed}
+BUILT_IN: Mapping[str, Reward] = {
+    "tool_calls": tool_calls,
+    "arguments": arguments,
+    "schema": schema,
+    "format": well_formed,
+}
 
 
 def load_rewards(names: Sequence[str]) -> list[Reward]:
@@ -80,6 +104,14 @@ def _expected(prompted: Prompted) -> list[Call]:
         return expected_calls(prompted.reference)
     except MalformedCall:
         return []
+
+
+def _shared(call: Call, other: Call) -> int:
+    """What two calls have in common: the function, names of arguments, values."""
+    (name, values), (other_name, others) = call, other
+    if name != other_name:
+        return 0
+    return 1 + sum(1 + (others[key] == value) for key, value in values.items() if key in others)
 
 
 def _fits(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from keepstep.data.chat.generate import Category, GeneratedRow, Split
 from keepstep.data.chat.rows import call, canonical
 
 _KINDS = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance", "missing", "turns", "dependent")
-_WEIGHTS = (24, 24, 12, 12, 20, 3, 5, 3)
+_WEIGHTS = (20, 22, 16, 14, 20, 3, 5, 3)
 _CATEGORIES: dict[str, Category] = {
     "multiple": "multiple", "parallel": "parallel", "parallel_multiple": "parallel", "irrelevance": "irrelevance",
 }  # fmt: skip
@@ -160,31 +160,71 @@ def _calls(functions: Sequence[Function], all_given: Sequence[Given]) -> dict[st
 
 def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any]]:
     """A request and the calls that answer it."""
-    share = draw.random()
-    if len(functions) > 1 and len({item.name for item in functions}) == 1 and share < 0.7:
-        text, all_given = (_repeated if share < 0.4 else _enumerated)(functions[0], len(functions), draw)
-    else:
+    text, all_given = "", []
+    if len(functions) > 1 and len({item.name for item in functions}) == 1:
+        make = draw.choices((_repeated, _changed, _enumerated, None), (45, 15, 20, 20))[0]
+        if make:
+            text, all_given = make(functions[0], len(functions), draw)
+    if not all_given:
         all_given = [_given(function, draw) for function in functions]
         text = _asked(functions, all_given, draw)
     if draw.random() < _PREAMBLE_SHARE:
         text = f"{filled(draw.choice(grammar()['preambles']), draw)} {text}"
-    return [{"role": "user", "content": text}, _calls(functions, all_given)]
+    return [{"role": "user", "content": text}, _calls(functions[: len(all_given)], all_given)]
+
+
+def _places(given: Given) -> list[int]:
+    """Where a request can list several values."""
+    return [place for place, (item, _) in enumerate(given) if item.slot.kind.split()[0] not in _UNLISTED]
+
+
+def _different(item: Parameter, first: Said, count: int, draw: Random) -> list[Said]:
+    """Values of one parameter, the first one included, no two of them alike: fewer where it has not so many."""
+    drawn = [first, *(drawn_value(item, draw) for _ in range(4 * count))]
+    return list({repr(said.value): said for said in reversed(drawn)}.values())[::-1][:count]
 
 
 def _repeated(function: Function, count: int, draw: Random) -> tuple[str, list[Given]]:
-    """Calls of one function that share all values but those of one parameter, which the request lists."""
+    """Calls of one function that share all values but those of one or two parameters, which the request lists."""
     given = _given(function, draw)
-    places = [place for place, (item, _) in enumerate(given) if item.slot.kind.split()[0] not in _UNLISTED]
+    places = _places(given)
     if not places:
-        return _request(function, given, draw), [given] * count
+        return "", []
+    listed = draw.sample(places, 2 if len(places) > 1 and draw.random() < 0.4 else 1)
+    values = [_different(*given[place], count, draw) for place in listed]
+    count = min(map(len, values))
+    together, calls = list(given), [list(given) for _ in range(count)]
+    joint = draw.choice((" and ", ", and ", " and then "))
+    for place, said in zip(listed, values, strict=True):
+        item, first = given[place]
+        texts = [each.text for each in said[:count]]
+        together[place] = (
+            item,
+            Said(first.value, f"{', '.join(texts[:-1])}{joint}{texts[-1]}" if count > 1 else texts[0]),
+        )
+        for number, each in enumerate(said[:count]):
+            calls[number][place] = (item, each)
+    text = _request(function, together, draw)
+    if len(listed) > 1 and count > 1:
+        text = f"{text.rstrip('.?')}{draw.choice((', respectively', ' respectively'))}{text[len(text.rstrip('.?')) :]}"
+    return text, calls
+
+
+def _changed(function: Function, count: int, draw: Random) -> tuple[str, list[Given]]:
+    """Calls of one function, each of which differs from the first in one value."""
+    given = _given(function, draw)
+    places = _places(given)
+    if not places:
+        return "", []
     place = draw.choice(places)
-    item, first = given[place]
-    others = [drawn_value(item, draw) for _ in range(count - 1)]
-    texts = [first.text, *(said.text for said in others)]
-    listed = f"{', '.join(texts[:-1])}{draw.choice((' and ', ', and ', ' and then '))}{texts[-1]}"
-    together = [*given[:place], (item, Said(first.value, listed)), *given[place + 1 :]]
-    calls = [[*given[:place], (item, said), *given[place + 1 :]] for said in (first, *others)]
-    return _request(function, together, draw), calls
+    item = given[place][0]
+    values = _different(*given[place], count, draw)
+    again = draw.choice(("Then repeat it with {}", "Do the same with {}", "Once more with {}", "And again, with {}"))
+    text = _request(function, given, draw)
+    for said in values[1:]:
+        text = f"{text if text.endswith(('.', '?')) else text + '.'} {again.format(_pair(item, said, draw))}."
+        again = draw.choice(("Also with {}", "Then with {}", "And with {}"))
+    return text, [[*given[:place], (item, said), *given[place + 1 :]] for said in values]
 
 
 def _enumerated(function: Function, count: int, draw: Random) -> tuple[str, list[Given]]:

@@ -202,6 +202,15 @@ def test_import_takes_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "tiny" / "tokenizer" / "tokenizer.json").read_text() == text
 
 
+def test_import_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "tiny.gguf", **{"tokenizer.ggml.model": "none"})
+    assert main(["import", str(path), "--runs-dir", str(tmp_path)]) == 0
+    assert "tiny.gguf has no tokenizer" in (said := capsys.readouterr().err)
+    assert "--tokenizer FOLDER" in said
+    assert main(["import", str(written(tmp_path / "other.gguf")), "--runs-dir", str(tmp_path)]) == 0
+    assert "has no tokenizer" not in capsys.readouterr().err
+
+
 def sentencepiece() -> dict[str, Any]:
     pieces = [
         "<unk>",

@@ -143,6 +143,7 @@ def _import(args: argparse.Namespace) -> int:
     from keepstep.data.tokenization import named_tokenizer
     from keepstep.interop.hf_folder import fetch_source, is_gguf
     from keepstep.interop.hf_import import import_model, import_weights
+    from keepstep.interop.run_source import find_tokenizer
 
     source = fetch_source(args.source)
     given = source.stem if is_gguf(source) else (source.resolve() if source.is_dir() else Path(args.source)).name
@@ -164,5 +165,9 @@ def _import(args: argparse.Namespace) -> int:
         if ranks.launched:
             return 0
     progress(f"imported {source} as {where}")
+    if find_tokenizer(where) is None:
+        needs = "fine-tuning on conversations, generation and serving need one"
+        hint = f"remove {where} and import with --tokenizer FOLDER"
+        print(f"warning: {source} has no tokenizer; {needs}\n hint: {hint}", file=sys.stderr)
     print(f"next: keepstep finetune --from {where} --data CONVERSATIONS.jsonl")
     return 0

@@ -111,7 +111,7 @@ def _shared(call: Call, other: Call) -> int:
     (name, values), (other_name, others) = call, other
     if name != other_name:
         return 0
-    return 1 + sum(1 + (others[key] == value) for key, value in values.items() if key in others)
+    return 1 + sum(1 + bool(others[key] == value) for key, value in values.items() if key in others)
 
 
 def _fits(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:

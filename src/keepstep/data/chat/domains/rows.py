@@ -160,7 +160,7 @@ def _calls(functions: Sequence[Function], all_given: Sequence[Given]) -> dict[st
 
 def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any]]:
     """A request and the calls that answer it."""
-    text, all_given = "", []
+    text, all_given = "", list[Given]()
     if len(functions) > 1 and len({item.name for item in functions}) == 1:
         make = draw.choices((_repeated, _changed, _enumerated, None), (45, 15, 20, 20))[0]
         if make:

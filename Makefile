@@ -80,6 +80,7 @@ lint: $(READY)  ## lint, format, types, import contracts
 
 bench-h200: $(READY)  ## a step compared with the references; needs a GPU; writes benchmarks/results/h200.json
 	$(BIN)/python -W ignore benchmarks/h200.py
+	for part in lora8b loss8b lora70b; do $(BIN)/python -W ignore benchmarks/lora_h200.py --part $$part; done
 
 chaos: $(READY)  ## every fault on a small run, recovery compared with torchrun's, 200 restarts; writes benchmarks/results/chaos.json
 	scripts/system-packages

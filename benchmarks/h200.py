@@ -1,8 +1,11 @@
 """Compares keepstep with the references on one GPU, in one run: `make bench-h200` writes benchmarks/results/h200.json.
 
+    PYTHONPATH=src python -W ignore benchmarks/h200.py [PART …]
+
 References: the torchtitan-style loop of titan_style.py, and Hugging Face Transformers under torch.compile. Times are
 medians of steps after warm-up, measured with device events. The reference runs before and after ours and its mean
-counts, because a GPU gets slower as it heats up.
+counts, because a GPU gets slower as it heats up. Each part is written when it is done, and named parts are added to
+existing results: time on a rented GPU may run out. `lora_h200.py` adds LoRA on quantised bases.
 """
 
 from __future__ import annotations
@@ -38,6 +41,16 @@ from keepstep.train.trainer import train
 RESULTS = Path(__file__).parent / "results" / "h200.json"
 LLAMA_1B = ("model=llama-1b", "global_batch=8", "microbatch=8", "precision=bf16")
 LLAMA_3B = ("model=llama-3b", "model.seq_len=4096", "global_batch=4", "microbatch=4", "precision=bf16")
+LLAMA_8B = ("model=llama-8b", "global_batch=1", "microbatch=1", "precision=bf16", "compute.recompute=auto")
+LONG_ROW = ("model=llama-1b", "model.seq_len=131072", "global_batch=1", "microbatch=1", "precision=bf16",
+            "compute.recompute=auto")  # fmt: skip
+PRESETS = {
+    "smollm": ("model=smollm-135m", "global_batch=64", "microbatch=64", "precision=bf16"),
+    "mpt1b": ("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16"),
+    "gpt1b": ("model=gpt3-1.3b", "global_batch=16", "microbatch=16", "precision=bf16"),
+    "mpt7b": ("model=mpt-7b", "global_batch=4", "microbatch=4", "precision=bf16", "compute.recompute=auto"),
+}
+"""Shapes that have no reference here."""
 QUIET = ("checkpoint.at_end=false", "evaluate.at_end=false")
 DOCUMENT_LOG_MEAN, DOCUMENT_LOG_SIGMA = 6.3, 1.0
 """Document lengths of the packed runs are log-normal, like those of web text: a median of 545 tokens, a mean of 898."""
@@ -176,21 +189,20 @@ def side_costs(run: RunConfig, steps: int) -> dict[str, Any]:
     }
 
 
-def parity(steps: int, pairs: int, result: dict[str, Any], out: Path) -> None:
-    """Loss after real steps in bf16 and in fp8, added to the pairs in `result`; compares the means.
+def parity(steps: int, pairs: int, earlier: dict[str, list[float]], write: Callable[[dict[str, Any]], None]) -> None:
+    """Loss after real steps in bf16 and in fp8, added to the `earlier` pairs; compares the means.
 
     Kernels whose sums have no fixed order make two runs of one precision differ nearly as much as one run of each. One
     pair says little, so there are several, and all of them stay in the results.
     """
-    runs: dict[str, list[float]] = result.get("parity", {}).get("runs", {"bf16": [], "fp8": []})
+    runs = earlier or {"bf16": [], "fp8": []}
     for _ in range(pairs):
         for precision, losses in runs.items():
             with tempfile.TemporaryDirectory() as folder:
                 losses.append(final_loss(precision, steps, Path(folder)))
         bf16, fp8 = (statistics.mean(losses) for losses in runs.values())
-        relative = abs(fp8 / bf16 - 1)
-        result["parity"] = {"steps": steps, "runs": runs, "bf16": bf16, "fp8": fp8, "relative": relative}
-        write_json(out, result)
+        found = {"steps": steps, "runs": runs, "bf16": bf16, "fp8": fp8, "relative": abs(fp8 / bf16 - 1)}
+        write({"parity": found})
 
 
 def against_adamw(steps: int) -> dict[str, Any]:
@@ -256,85 +268,100 @@ def packed_over_stream(steps: int) -> dict[str, Any]:
     }
 
 
-def measure(steps: int, out: Path) -> dict[str, Any]:
-    """Measure everything, the longest part last. Each part is written immediately: time on a rented GPU may run out."""
-    llama_1b = config(*LLAMA_1B)
-    mpt_1b = config("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16")
-    llama_8b = config("model=llama-8b", "global_batch=1", "microbatch=1", "precision=bf16", "compute.recompute=auto")
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": steps}
-    before = titan(llama_1b, steps)
-    result["llama1b_bf16"] = ours(llama_1b, steps)
-    result["llama1b_fp8"] = ours(replace(llama_1b, precision="fp8"), steps)
-    after = titan(llama_1b, steps)
-    result["llama1b_titan"] = {**after, "step_s": (before["step_s"] + after["step_s"]) / 2}
-    reference_s = result["llama1b_titan"]["step_s"]
-    result["llama1b_bf16_vs_titan"] = reference_s / result["llama1b_bf16"]["step_s"]
-    result["llama1b_fp8_vs_titan"] = reference_s / result["llama1b_fp8"]["step_s"]
-    tokens = llama_1b.global_batch * llama_1b.model.seq_len
-    peak = peak_flops(torch.cuda.get_device_name(), "bf16")
-    assert peak is not None
-    write_json(out, result)
-    result["llama1b_titan"]["mfu"] = tokens / reference_s * flops_per_token(llama_1b.model, 4096) / peak
-    result["mpt1b"] = ours(mpt_1b, steps)
-    result["mpt1b_mfu"] = mfu_llm_foundry(result["mpt1b"]["tokens_per_s"], mpt_1b.model, mpt_1b.model.seq_len, peak)
-    result["llama8b"] = ours(llama_8b, steps)
-    result["llama8b_mfu"] = result["llama8b"]["mfu"]
-    write_json(out, result)
-    real = config(*LLAMA_1B, "max_duration=40ba", *QUIET)
-    result["side_costs"] = side_costs(real, 40)
-    result |= against_adamw(steps)
-    result |= packed_over_stream(steps)
-    result["data_wait_share"] = result["side_costs"]["data_wait_share"]
-    result["telemetry_share"] = result["side_costs"]["telemetry_share"]
-    write_json(out, result)
-    return result
+def against_titan(name: str, words: tuple[str, ...], steps: int) -> dict[str, Any]:
+    """Our steps in bf16 and fp8 between two measurements of the reference."""
+    run = config(*words)
+    before = titan(run, steps)
+    bf16, fp8 = ours(run, steps), ours(replace(run, precision="fp8"), steps)
+    after = titan(run, steps)
+    reference_s = (before["step_s"] + after["step_s"]) / 2
+    mfu = run.global_batch * run.model.seq_len / reference_s * flops_per_token(run.model, run.model.seq_len) / peak()
+    return {
+        f"{name}_titan": {**after, "step_s": reference_s, "mfu": mfu},
+        f"{name}_bf16": bf16,
+        f"{name}_fp8": fp8,
+        f"{name}_bf16_vs_titan": reference_s / bf16["step_s"],
+        f"{name}_fp8_vs_titan": reference_s / fp8["step_s"],
+    }
+
+
+def peak() -> float:
+    """Floating point operations per second in bf16."""
+    found = peak_flops(torch.cuda.get_device_name(), "bf16")
+    assert found is not None
+    return found
+
+
+def llama_8b(steps: int) -> dict[str, Any]:
+    """The whole training state of 8 billion parameters; the reference does not fit with fp32 weights."""
+    bf16, fp8 = (ours(config(*LLAMA_8B, f"precision={precision}"), steps) for precision in ("bf16", "fp8"))
+    return {"llama8b": bf16, "llama8b_fp8": fp8, "llama8b_mfu": bf16["mfu"], "llama8b_fp8_mfu": fp8["mfu"]}
+
+
+def long_row(steps: int) -> dict[str, Any]:
+    """One row of 131,072 tokens."""
+    found = ours(config(*LONG_ROW), max(2, steps // 4))
+    return {"llama1b_131072": found, "llama1b_131072_mfu": found["mfu"]}
+
+
+def presets(steps: int) -> dict[str, Any]:
+    """The other presets in both precisions."""
+    found: dict[str, Any] = {}
+    for name, words in PRESETS.items():
+        bf16, fp8 = (ours(config(*words, f"precision={precision}"), steps) for precision in ("bf16", "fp8"))
+        found |= {name: bf16, f"{name}_mfu": bf16["mfu"], f"{name}_fp8": fp8, f"{name}_fp8_mfu": fp8["mfu"]}
+    # As LLM Foundry publishes it.
+    mpt = config(*PRESETS["mpt1b"]).model
+    found["mpt1b_mfu"] = mfu_llm_foundry(found["mpt1b"]["tokens_per_s"], mpt, mpt.seq_len, peak())
+    return found
+
+
+def overhead(steps: int) -> dict[str, Any]:
+    """What a real run adds to a step."""
+    found = side_costs(config(*LLAMA_1B, "max_duration=40ba", *QUIET), max(40, steps))
+    return {"side_costs": found, **{key: found[key] for key in ("data_wait_share", "telemetry_share")}}
+
+
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "llama1b": lambda steps: against_titan("llama1b", LLAMA_1B, steps),
+    "llama3b": lambda steps: against_titan("llama3b", LLAMA_3B, steps),
+    "llama8b": llama_8b,
+    "long": long_row,
+    "presets": presets,
+    "overhead": overhead,
+    "muon": against_adamw,
+    "packed": packed_over_stream,
+    "hugging_face": against_hugging_face,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(PARTS)}, parity")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--parity-steps", type=int, default=300)
     parser.add_argument("--parity-pairs", type=int, default=3)
-    parser.add_argument("--no-hugging-face", action="store_true")
-    parser.add_argument("--only-hugging-face", action="store_true", help="add this comparison to existing results")
-    parser.add_argument("--only-muon", action="store_true", help="add Muon against AdamW to existing results, if any")
-    parser.add_argument("--only-packed", action="store_true", help="add packed documents to existing results, if any")
-    parser.add_argument("--only-parity", action="store_true", help="add pairs of long runs to existing results")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if args.only_muon:
-        result = {**(json.loads(args.out.read_text()) if args.out.is_file() else {}), **against_adamw(args.steps)}
+    if unknown := set(args.parts) - {*PARTS, "parity"}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}, parity")
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.parts and args.out.is_file() else {}
+
+    def write(found: dict[str, Any]) -> None:
+        result.update(found)
         write_json(args.out, result)
-        print(json.dumps(result["llama1b_muon"], indent=2), f"\nmuon_over_adamw {result['muon_over_adamw']:.3f}")
-        return
-    if args.only_packed:
-        found = packed_over_stream(args.steps)
-        write_json(args.out, {**(json.loads(args.out.read_text()) if args.out.is_file() else {}), **found})
-        print(json.dumps(found, indent=2))
-        return
-    if args.only_hugging_face or args.only_parity:
-        result = json.loads(args.out.read_text())
-    else:
-        result = measure(args.steps, args.out)
-    if not args.only_hugging_face:
-        parity(args.parity_steps, args.parity_pairs, result, args.out)
-    if not (args.no_hugging_face or args.only_parity):
-        result |= against_hugging_face(args.steps)
-        write_json(args.out, result)
-    for name in (
-        "llama1b_bf16_vs_titan",
-        "llama1b_fp8_vs_titan",
-        "muon_over_adamw",
-        "packed_over_stream",
-        "packed_over_stream_128",
-        "mpt1b_mfu",
-        "llama8b_mfu",
-        "data_wait_share",
-        "telemetry_share",
-        "parity",
-        "llama1b_bf16_vs_hugging_face",
-    ):
-        print(f"{name:<28}{result.get(name)}")
+        for key, value in found.items():
+            if isinstance(value, float):
+                print(f"{key:<28}{value:.4g}", flush=True)
+
+    write({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": args.steps})
+    for part, measured in PARTS.items():
+        if part in (args.parts or PARTS):
+            started = time.monotonic()
+            write(measured(args.steps))
+            print(f"── {part}: {time.monotonic() - started:.0f} s", flush=True)
+    if not args.parts or "parity" in args.parts:
+        parity(args.parity_steps, args.parity_pairs, result.get("parity", {}).get("runs", {}), write)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,7 @@ def test_every_layout_trains_with_the_same_bits(tmp_path: Path) -> None:
         "pp2": ("pipeline=2 schedule=interleaved", "deep mpt"),
         "ep2 full": ("shard=2 expert=2 compute.recompute=full", "shared"),
         "lora": ("shard=2", "deep lora"),
+        "chunked": ("shard=2 compute.recompute=full compute.mlp_chunk_tokens=24", "deep llama"),
     }
     cases = [
         {**case(name, f"{settings} compute.offload_activations={offloads}", model), "name": f"{name} {offloads}"}

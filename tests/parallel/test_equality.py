@@ -175,6 +175,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {
         "pp2 interleaved": ("pipeline=2 schedule=interleaved", ("deep mpt", "deep llama", "deep lora")),
         "pp2 zero-bubble": ("pipeline=2 schedule=zero_bubble", ("gpt", "llama", "capped")),
         "cp2 recomputed": ("context=2 compute.recompute=selective", ("llama",)),
+        "dp2 chunked": ("shard=2 microbatch=1 compute.recompute=full compute.mlp_chunk_tokens=12", ("llama",)),
+        "tp2 chunked": ("tensor=2 compute.mlp_chunk_tokens=24", ("gpt", "lora")),
+        "pp2 chunked": ("pipeline=2 schedule=interleaved compute.mlp_chunk_tokens=24", ("deep mpt",)),
     },
     4: {
         "dp2 tp2": ("shard=2 tensor=2", (*EVERY_MODEL, "muon")),

@@ -121,3 +121,12 @@ def test_offloading_is_a_remedy_for_long_rows() -> None:
     work = workload("model=llama-8b model.seq_len=262144 microbatch=1 global_batch=1 lora.rank=16", 1)
     assert not fits(work, cluster)
     assert any("compute.offload_activations=true" in each.overrides for each in remedies(work, cluster, Factors()))
+
+
+def test_chunked_feed_forwards_are_a_remedy_for_long_rows_only() -> None:
+    cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
+    words = "model=llama-8b microbatch=1 global_batch=8 compute.recompute=full"
+    for seq_len, offered in ((88064, True), (8192, False)):
+        work = workload(f"{words} model.seq_len={seq_len}", 8)
+        found = {override for each in remedies(work, cluster, Factors()) for override in each.overrides}
+        assert ("compute.mlp_chunk_tokens=8192" in found) == offered

@@ -183,6 +183,22 @@ def test_speed_full_recompute_skips_last_matmul() -> None:
     assert full - none == pytest.approx((whole - last) * per_flop)
 
 
+@pytest.mark.parametrize(("mode", "passes"), [("none", 3), ("full", 1)])
+def test_chunks_compute_the_feed_forward_once_more(mode: str, passes: int) -> None:
+    cluster = find_cluster("h100:1", read_profiles())
+    work = workload(f"model=llama-1b microbatch=1 global_batch=1 model.seq_len=65536 compute.recompute={mode}", 1)
+    whole, *chunked = (plan_speed(replace(work, mlp_chunk_tokens=tokens), cluster).step for tokens in (0, 8192, 1024))
+    model = work.model
+    # Full recomputation leaves out only the last of three matmuls.
+    repeated = 2 * passes * model.layers * model.ffn_size * model.hidden
+    per_flop = whole.matmul_s / (6 * matmul_parameters(model)) if mode == "none" else None
+    for each in chunked:
+        assert each.matmul_s > whole.matmul_s
+        assert per_flop is None or each.matmul_s - whole.matmul_s == pytest.approx(repeated * per_flop)
+    # Smaller chunks add to the sums of gradients more often.
+    assert chunked[1].memory_s > chunked[0].memory_s > whole.memory_s
+
+
 def test_offloading_costs_only_what_computing_does_not_hide() -> None:
     cluster = find_cluster("h100:1", read_profiles())
     words = "model=llama-8b microbatch=1 global_batch=4 lora.rank=16"

@@ -549,6 +549,10 @@ class ComputeConfig:
     loss_chunks: NonNegativeInt = 0
     """Compute the head and the cross-entropy in this many chunks, to save the memory of the logits; 0 chooses by
     size."""
+    mlp_chunk_tokens: NonNegativeInt = 0
+    """Compute the feed-forward (MLP) of each block over chunks of this many tokens, so that the inner tensors of only
+    one chunk exist at a time; 0 takes all tokens of a micro batch as one. The backward pass computes each chunk again,
+    in every mode of `recompute`. Not with experts or the pipeline schedule zero_bubble."""
     threads: NonNegativeInt = 0
     """CPU threads per process; 0 divides the cores evenly."""
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from keepstep.models.ops.chunked_mlp import MlpChunks
+
 RecomputeMode = Literal["none", "selective", "full"]
 
 
@@ -30,6 +32,8 @@ class BlockPlan:
     """The block's last addition is left to the next norm, one kernel for both. FSDP wants outputs that are no views."""
     recompute: RecomputeMode = "none"
     """What the backward pass computes again. `full` keeps the block's input and the output of attention only."""
+    mlp_chunks: MlpChunks | None = None
+    """The feed-forward runs over chunks of tokens; None makes no chunks."""
     first_head: int = 0
     """Number of the first local query head; ALiBi slopes depend on it."""
     attend: Callable[..., Tensor] | None = None

@@ -19,6 +19,7 @@ from keepstep.config.schema import ModelConfig
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.linear import Fp8Linear, fp8_swiglu_mlp, is_dense, is_plain, make_linear
 from keepstep.models.ops.backend import backend
+from keepstep.models.ops.chunked_mlp import chunked_mlp
 from keepstep.models.ops.fused_mlp import gelu_mlp, swiglu_mlp
 from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.ops.swiglu import swiglu
@@ -29,7 +30,23 @@ def gate_blocks(config: ModelConfig) -> int:
     return gcd(config.key_value_heads, config.ffn_size)
 
 
-class GatedMLP(nn.Module):
+class _MLP(nn.Module):
+    plan: BlockPlan
+
+    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+        chunks = self.plan.mlp_chunks
+        if chunks is None or x_btd.shape[:-1].numel() <= chunks.tokens:
+            return self.compute(x_btd, residual_btd)
+        output_btd = chunked_mlp(self, x_btd, chunks)
+        return output_btd if residual_btd is None else residual_btd + output_btd
+
+    def compute(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The same without chunks."""
+        raise NotImplementedError
+
+
+class GatedMLP(_MLP):
     """SwiGLU, silu(gate) × up, then down; GEGLU has gelu by tanh in place of silu, and no fused operators."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -40,8 +57,8 @@ class GatedMLP(nn.Module):
         self.down = make_linear(config, "down", config.ffn_size, config.hidden, config.bias)
         self.plan = BlockPlan()
 
-    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
-        """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+    def compute(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The same without chunks."""
         if residual_btd is not None or (self.fuses_residual() and backend().fuses_matmuls(x_btd)):
             weights = self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype)
             return swiglu_mlp(x_btd, *weights, self.block_width, residual_btd)
@@ -65,7 +82,7 @@ class GatedMLP(nn.Module):
         return activation.flatten(-2)
 
 
-class PlainMLP(nn.Module):
+class PlainMLP(_MLP):
     """Up, GELU (exact or by tanh), down."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -75,8 +92,8 @@ class PlainMLP(nn.Module):
         self.up = make_linear(config, "up", config.hidden, config.ffn_size, config.bias)
         self.down = make_linear(config, "down", config.ffn_size, config.hidden, config.bias)
 
-    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
-        """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
+    def compute(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+        """The same without chunks."""
         if self._fuses_gelu() and backend().fuses_matmuls(x_btd):
             return gelu_mlp(x_btd, self.up, self.down, self.by_tanh, residual_btd)
         wide_btf = F.gelu(self.up(x_btd), approximate="tanh" if self.by_tanh else "none")

@@ -22,6 +22,7 @@ from keepstep import models
 from keepstep.config.schema import ComputeConfig, ParallelConfig
 from keepstep.models.block_plan import BlockPlan, RecomputeMode
 from keepstep.models.moe import MoE
+from keepstep.models.ops.chunked_mlp import MlpChunks, share_mlp
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.activation_offload import ActivationOffload
 from keepstep.parallel.context import split_rows
@@ -69,6 +70,7 @@ def apply_parallel(
             repeat_output(stage, is_split=split)
         attend = split_rows(stage, mesh.context_group) if mesh.context_group is not None else None
         offload = ActivationOffload() if compute.offload_activations else None
+        mlp_chunks = _mlp_chunks(stage, compute.mlp_chunk_tokens)
         for layer, block in stage.blocks.items():
             assert isinstance(block, Block)
             mode = modes[int(layer)]
@@ -80,6 +82,7 @@ def apply_parallel(
                     fused_attention=fused_attention and _is_whole(block, mesh),
                     deferred_add=shard_dtype is None and mode == "none",
                     recompute=mode,
+                    mlp_chunks=mlp_chunks,
                     first_head=first_local_head(block.attention, mesh.device_mesh["tensor"]) if split else 0,
                     attend=attend,
                 )
@@ -99,6 +102,12 @@ def apply_parallel(
         if shard_dtype is not None:
             _shard_model(stage, mesh, shard_dtype, keep_gathered, parallel.offload)
     return stages
+
+
+def _mlp_chunks(stage: Transformer, tokens: int) -> MlpChunks | None:
+    block = next(iter(stage.blocks.values()))
+    assert isinstance(block, Block)
+    return share_mlp(block.mlp, tokens) if tokens else None
 
 
 def _offload_blocks(offload: ActivationOffload, blocks: Sequence[nn.Module], piped: bool) -> None:

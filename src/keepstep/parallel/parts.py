@@ -111,19 +111,25 @@ def place_module(
     Those not named stay whole. A parameter with a share is read multiplied by it.
     """
     readers: dict[str, Any] = {}
+    placed: dict[str, Placement] = {}
     for name in [name for name, held in module._parameters.items() if held is not None]:
-        placement = (placements or {}).get(name, WHOLE)
+        placement = placed[name] = (placements or {}).get(name, WHOLE)
         place_parameter(module, name, mesh, placement)
         readers[name] = _LocalReader(name, placement, (shares or {}).get(name, 1.0))
     # A class of its own for this one module: attributes of a class win over a module's table of parameters.
     kind = type(module)
-    module.__class__ = type(f"Local{kind.__name__}", (_Computing, kind), readers)
+    module.__class__ = type(f"Local{kind.__name__}", (_Computing, kind), {**readers, "placements": placed})
 
 
 class _Computing(nn.Module):
     """Knows whether its forward is running: FSDP must find the parameters themselves at all other times."""
 
     is_computing = False
+    placements: Mapping[str, Placement]
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """This process's parts of the module's parameters, for operators that compute with them elsewhere."""
+        return {name: local_part(getattr(self, name), place) for name, place in self.placements.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.is_computing = True

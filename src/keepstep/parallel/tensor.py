@@ -104,14 +104,14 @@ def _split_latent(attention: LatentAttention, mesh: DeviceMesh) -> None:
     attention.key_value_down.register_forward_hook(
         lambda _module, _inputs, latent_btl: gather_parts(latent_btl, TOKENS, group)
     )
-    _split_last(attention.out, mesh)
+    _split_last(attention, attention.out, mesh)
 
 
 def _split_matmuls(part: nn.Module, first: nn.Linear, last: nn.Linear, mesh: DeviceMesh) -> None:
     """A sub-block of two matmuls: the first split by outputs, the last by inputs."""
     place_module(first, mesh, _BY_OUTPUTS)
     _gather_inputs(part, mesh.get_group())
-    _split_last(last, mesh)
+    _split_last(part, last, mesh)
 
 
 def _gather_inputs(part: nn.Module, group: dist.ProcessGroup) -> None:
@@ -123,8 +123,8 @@ def _gather_inputs(part: nn.Module, group: dist.ProcessGroup) -> None:
     part.register_forward_pre_hook(gather_row)
 
 
-def _split_last(last: nn.Linear, mesh: DeviceMesh) -> None:
-    """The matmul that ends a sub-block, split by inputs: this process gets the sums of its tokens."""
+def _split_last(part: nn.Module, last: nn.Linear, mesh: DeviceMesh) -> None:
+    """The matmul that ends a part of the model, split by inputs: this process gets the sums of its tokens."""
     group = mesh.get_group()
     # Outputs are sums over processes, so each adds its share of the bias only.
     place_module(last, mesh, {"weight": COLUMNS, "lora_a": COLUMNS}, {"bias": 1.0 / mesh.size()})
@@ -132,7 +132,7 @@ def _split_last(last: nn.Linear, mesh: DeviceMesh) -> None:
     def scatter_row(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return scatter_sums(output, TOKENS, group)
 
-    last.register_forward_hook(scatter_row)
+    part.register_forward_hook(scatter_row)
 
 
 class _NormOverProcesses(RMSNorm):

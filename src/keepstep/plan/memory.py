@@ -13,6 +13,7 @@ from keepstep.plan.tensors import (
     FP32,
     StageParameters,
     block_activations,
+    chunk_sums,
     feed_forward_gradient,
     mask_bytes,
     process_layers,
@@ -308,7 +309,7 @@ class _StageMemory:
             activations += self._split_backward(self.unweighted + 1)
         return replace(
             self.fixed,
-            gradients=self._gradients(done) + self._head_gradient() + self.size * inner,
+            gradients=self._gradients(done) + self._head_gradient() + self.size * inner + chunk_sums(self.work),
             activations=activations + self.block.needed + self.block.working,
             buffers=self._gathered() + gathered + reducing,
         )

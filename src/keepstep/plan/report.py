@@ -140,6 +140,7 @@ def _run(plan: Plan) -> Iterator[str]:
         f"run       {model.preset}, {format_count(parameter_count(model))} parameters{active}, "
         f"rows of {model.seq_len:,} tokens, {work.precision}{base}, recompute {work.recompute_text}"
         f"{', activations offloaded' if work.offload_activations else ''}"
+        f"{f', feed-forward in chunks of {work.mlp_tokens:,} tokens' if work.chunks_mlp else ''}"
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
     yield f"cluster   {cluster.name}: {machines}{f' ({cluster.sku})' if cluster.sku else ''}"

@@ -28,6 +28,8 @@ _PAIRS: tuple[tuple[Recompute, Recompute], ...] = (("none", "full"), ("none", "s
 """Mixtures to consider: as many blocks as fit of the first mode, the rest of the second."""
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Micro batches to search."""
+_MLP_CHUNK = 8192
+"""Tokens of a chunk that still keep the tensor cores busy."""
 _Change = tuple[str, dict[str, object]]
 """An override of one setting, and what it changes in the workload."""
 
@@ -142,6 +144,8 @@ def _changes(work: Workload, cluster: Cluster) -> Iterator[_Change]:
         yield f"compute.recompute={mode}", {"recompute": mode, "recompute_by_block": ()}
     if not work.offload_activations:
         yield "compute.offload_activations=true", {"offload_activations": True}
+    if not work.chunks_mlp and work.tokens_per_microbatch > _MLP_CHUNK and not work.model.experts.count:
+        yield f"compute.mlp_chunk_tokens={_MLP_CHUNK}", {"mlp_chunk_tokens": _MLP_CHUNK}
     if work.keep_gathered and work.degrees.pipeline == 1:
         yield "parallel.keep_gathered=false", {"keep_gathered": False}
     for copies in _halves(work.degrees.replicate):
@@ -181,6 +185,7 @@ class Candidate:
             overrides.append(f"parallel.keep_gathered={str(work.keep_gathered).lower()}")
         base = [f"lora.base={work.lora_base}"] if work.lora_base != "bf16" else []
         base += ["compute.offload_activations=true"] if work.offload_activations else []
+        base += [f"compute.mlp_chunk_tokens={work.mlp_chunk_tokens}"] if work.mlp_chunk_tokens else []
         return [*overrides, f"precision={work.precision}", *base]
 
 

@@ -174,11 +174,12 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
 
 def _repeated_parameters(work: Workload, block: float) -> float:
     """Parameters of a block whose matmuls recomputation repeats."""
+    feed_forward = (3 if work.model.gated else 2) * active_width(work.model) * work.model.hidden
     if work.recompute != "full":
-        return 0
+        return feed_forward if work.chunks_mlp else 0
     # Recomputation stops at the last tensor that backward needs. The last matmul produces none, except in fp8, which
-    # casts its input, and with adapters, which follow it.
-    repeats_last = work.precision == "fp8" or work.lora_rank
+    # casts its input, with adapters, which follow it, and in chunks, which are computed like forward.
+    repeats_last = work.precision == "fp8" or work.lora_rank or work.chunks_mlp
     return block if repeats_last else block - active_width(work.model) * work.model.hidden
 
 

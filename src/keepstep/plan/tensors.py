@@ -126,7 +126,7 @@ def _quantised_workspace(work: Workload) -> int:
     if work.lora_base == "bf16":
         return 0
     largest, wide = max(block_matrices(work)), work.model.ffn_size * (2 if work.model.gated else 1)
-    gradient = wide * work.tokens_per_microbatch
+    gradient = wide * work.mlp_tokens
     allocated = work.compute_bytes * largest if work.lora_base == "nf4" else largest + gradient
     # The input of the activation, of the gradient's size, has just been freed.
     return max(0, allocated - work.compute_bytes * gradient)
@@ -205,17 +205,20 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     """Bytes saved, needed and temporarily used by one block that recomputes by `mode`."""
     model, size, tokens = work.model, work.compute_bytes, work.tokens_per_microbatch
     widths = _Widths.of(model, work.degrees.tensor)
-    gated = model.gated
+    gates = 2 if model.gated else 1
     needed = _saved_bytes(model, widths, work) + _saved_statistics(model, widths) + _routing_bytes(work)
+    # The feed-forward's inner tensors, of which a chunk's exist at a time.
+    inner = _inner_bytes(widths, work) if work.chunks_mlp else 0
     match mode:
         case "none":
-            saved = needed
+            saved = needed - inner
         case "selective":
             last = max(widths.hidden, int(token_copies(model) * widths.hidden))
             # The first matmul of experts that have no biases gives their activation too.
             plain = not (model.experts.bias or model.experts.swiglu_limit)
             activated = int(token_copies(model) * model.expert_size) if plain else 0
-            matmuls = widths.qkv + widths.hidden + (2 if gated else 1) * widths.ffn + activated + last
+            feed_forward = 0 if inner else gates * widths.ffn + activated + last
+            matmuls = widths.qkv + widths.hidden + feed_forward
             # Matmuls with quantised weights are repeated; the output of attention is saved.
             repeated = work.precision == "fp8" or work.lora_base != "bf16"
             outputs = widths.query + (0 if repeated else matmuls)
@@ -227,12 +230,37 @@ def block_activations(work: Workload, mode: Recompute) -> BlockActivations:
     # Gradients of the inner tensors; the forward's output has just been freed. Those of experts, and of their inputs.
     travelling = model.hidden if work.degrees.expert > 1 else 0
     copied = int(token_copies(model) * (model.hidden + 2 * model.expert_size + travelling)) // work.degrees.tensor
-    working = size * (max(copied, (2 if gated else 1) * widths.ffn) + work.stream_width)
-    working = max(working, _ring_working(widths, work) - size * ((3 if gated else 2) * widths.ffn + widths.hidden))
+    working = size * (max(copied, gates * widths.ffn) + work.stream_width)
+    working = max(working, _ring_working(widths, work) - size * ((1 + gates) * widths.ffn + widths.hidden))
     quantised = _quantised_weights(model, widths, work.degrees.tensor) if work.precision == "fp8" else 0
     saved_weights = quantised if mode == "none" else 0
     workspace = _quantised_workspace(work)
+    if inner:
+        saved_weights = widths.hidden * (widths.qkv + widths.query) if saved_weights else 0
+        needed_bytes = (needed - inner) * tokens + inner * work.mlp_tokens + quantised
+        working_bytes = _chunked_working(widths, work, inner) + workspace
+        return BlockActivations(saved * tokens + saved_weights, needed_bytes, working_bytes)
     return BlockActivations(saved * tokens + saved_weights, needed * tokens + quantised, working * tokens + workspace)
+
+
+def _chunked_working(widths: _Widths, work: Workload, inner: int) -> int:
+    """What backward allocates at its peak where the feed-forward, with `inner` bytes per token, is chunked."""
+    size, tokens, chunk = work.compute_bytes, work.tokens_per_microbatch, work.mlp_tokens
+    wide = (2 if work.model.gated else 1) * widths.ffn
+    # The row's gradients before and after; of a chunk its output, and the gradients of its inner tensors.
+    working = size * (2 * widths.hidden * tokens + (wide + widths.hidden) * chunk)
+    return max(working, (_ring_working(widths, work) - size * widths.hidden) * tokens - inner * chunk)
+
+
+def _inner_bytes(widths: _Widths, work: Workload) -> int:
+    """Bytes per token that the feed-forward saves between its input and its output."""
+    model, size = work.model, work.compute_bytes
+    gates = 2 if model.gated else 1
+    wide = gates + (1 if model.activation == "geglu_tanh" else 0)
+    # fp8 saves the input of both matmuls in one byte; chunks have the first one whole.
+    if work.precision == "fp8":
+        return size * wide * widths.ffn + widths.ffn - (size - 1) * widths.hidden
+    return size * (wide + 1) * widths.ffn
 
 
 def _ring_working(widths: _Widths, work: Workload) -> int:
@@ -335,6 +363,13 @@ def feed_forward_gradient(work: Workload) -> int:
     widths = (model.layers - layers) * model.ffn_size + layers * model.experts.shared_ffn_hidden
     dense = model.hidden * widths // model.layers // work.degrees.tensor
     return dense + expert_parameters(model) // work.degrees.expert
+
+
+def chunk_sums(work: Workload) -> int:
+    """Bytes in which a chunked feed-forward adds up the gradients of its weights."""
+    if not work.chunks_mlp or work.lora_rank:
+        return 0
+    return FP32 * (3 if work.model.gated else 2) * feed_forward_gradient(work)
 
 
 def _fp32_norm_inputs(model: ModelConfig, widths: _Widths, work: Workload) -> int:

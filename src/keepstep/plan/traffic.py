@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from keepstep.models.size import active_width, token_copies
 from keepstep.plan.cluster import Gpu
-from keepstep.plan.tensors import StageParameters, adapted_linears
+from keepstep.plan.tensors import StageParameters, adapted_linears, chunk_sums
 from keepstep.plan.workload import Workload
 
 
@@ -98,6 +98,10 @@ def block_traffic(work: Workload, gpu: Gpu) -> float:
         forward += (8 * outputs + 2 * inputs) / tensor
         backward += (4 * outputs + 10 * inputs) / tensor
     recomputed = 0.0 if work.recompute == "none" else forward
+    if work.chunks_mlp:
+        # Each chunk reads and writes the sums of the weights' gradients.
+        recomputed += 2 * chunk_sums(work) / work.mlp_tokens
+        recomputed += _moved(_Widths(inner=6), work) if work.recompute == "none" else 0.0
     gathered = 0.0 if tensor == 1 else 16.0 * model.hidden
     # Every step of the ring reads and writes the fp32 output so far, and its gradient in backward.
     ring = 36.0 * (work.degrees.context - 1) * model.heads * model.head_size / tensor

@@ -39,6 +39,7 @@ class Workload:
     compiled: bool = False
     fused_matmuls: bool = True
     loss_chunks: int = 0
+    mlp_chunk_tokens: int = 0
     optimizer: Literal["adamw", "muon"] = "adamw"
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     stages_per_process: int = 1
@@ -70,6 +71,16 @@ class Workload:
     def tokens_per_microbatch(self) -> int:
         """Tokens of one micro batch that one process holds; context ranks share a row."""
         return self.microbatch * self.model.seq_len // self.degrees.context
+
+    @property
+    def mlp_tokens(self) -> int:
+        """Tokens whose feed-forward is computed at a time."""
+        return min(self.mlp_chunk_tokens or self.tokens_per_microbatch, self.tokens_per_microbatch)
+
+    @property
+    def chunks_mlp(self) -> bool:
+        """Whether the feed-forward of a micro batch has more than one chunk."""
+        return self.mlp_tokens < self.tokens_per_microbatch
 
     @property
     def stream_width(self) -> int:
@@ -159,6 +170,7 @@ def workload_of(
         compiled=config.compute.compile,
         fused_matmuls=config.compute.fused_matmuls,
         loss_chunks=config.compute.loss_chunks,
+        mlp_chunk_tokens=config.compute.mlp_chunk_tokens,
         optimizer=config.optimizer.name,
         schedule=config.parallel.schedule,
         stages_per_process=config.parallel.stages_per_process,
@@ -189,7 +201,10 @@ def is_valid(work: Workload) -> bool:
         parallel=parallel,
         lora=LoraConfig(rank=work.lora_rank, base=work.lora_base),
         compute=ComputeConfig(
-            recompute=work.recompute, compile=work.compiled, offload_activations=work.offload_activations
+            recompute=work.recompute,
+            compile=work.compiled,
+            offload_activations=work.offload_activations,
+            mlp_chunk_tokens=work.mlp_chunk_tokens,
         ),
     )
     if any(rule.find(config) for rule in _LAYOUT_RULES):

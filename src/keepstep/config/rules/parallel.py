@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from keepstep.config.rules import Found, around, divisors, rule
+from keepstep.config.rules import Found, around, divisors, multiples_around, rule
 from keepstep.config.schema import RunConfig
 from keepstep.core.messages import listed
 
@@ -84,6 +84,39 @@ def zero_bubble_keeps_activations(config: RunConfig) -> Found:
         return None
     needs = "brings tensors back for one backward pass, and parallel.schedule zero_bubble runs two"
     return needs, "compute.offload_activations=false, or parallel.schedule=interleaved"
+
+
+@rule("compute.mlp_chunk_tokens", "parallel.schedule", "parallel.pipeline")
+def zero_bubble_computes_whole_mlps(config: RunConfig) -> Found:
+    """A chunk's gradients are computed together, right after the chunk itself."""
+    if config.parallel.pipeline == 1 or config.parallel.schedule != "zero_bubble":
+        return None
+    if not config.compute.mlp_chunk_tokens:
+        return None
+    needs = "computes all gradients of a chunk in one backward pass, and parallel.schedule zero_bubble runs two"
+    return needs, "compute.mlp_chunk_tokens=0, or parallel.schedule=interleaved"
+
+
+@rule(
+    "compute.mlp_chunk_tokens", "model.experts.count", "precision", "model.linear", "lora.base", "lora.rank",
+    "lora.dropout", "compute.compile",
+)  # fmt: skip
+def chunked_mlps_are_able(config: RunConfig) -> Found:
+    """The feed-forward can be computed over chunks of this size."""
+    tokens, lora = config.compute.mlp_chunk_tokens, config.lora
+    if not tokens:
+        return None
+    if config.model.experts.count:
+        needs = "needs dense blocks: a token's experts take most of the memory, and no chunk of tokens has them all"
+        return needs, "compute.mlp_chunk_tokens=0"
+    is_fp8 = "fp8" in (config.precision, config.model.linear, config.adapters.base if lora.rank else "")
+    if is_fp8 and tokens % 16:
+        choices = listed(multiples_around(16, tokens))
+        return "must be a multiple of 16 with fp8", f"compute.mlp_chunk_tokens={choices}"
+    if lora.rank and lora.dropout and config.compute.compile:
+        needs = "does not support lora.dropout in compiled blocks, which could not repeat its noise"
+        return needs, "compute.compile=false, or lora.dropout=0"
+    return None
 
 
 @rule("parallel.context", "model.seq_len", "model.rotary_scaling")

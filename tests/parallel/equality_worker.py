@@ -1,8 +1,10 @@
-"""One process of a world that trains tiny models in many layouts, one after the other.
+"""A world of processes that trains tiny models in many layouts, one after the other.
 
-`worlds.py` starts it with the variables that torchrun sets:
+`worlds.py` starts it with the variables that torchrun sets, except the ranks:
 
     python -m tests.parallel.equality_worker CASES.json RESULTS.json
+
+Its processes are forked from this one, which has imported torch: as in a run, imports cost more than most cases.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,8 +124,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return {**result, "valid": float(totals[0] / totals[1]), "targets": int(totals[1])}
 
 
-def main() -> None:
-    cases_file, results_file = map(Path, sys.argv[1:])
+def run_rank(rank: int, cases_file: Path, results_file: Path) -> None:
+    """All cases, as one process of the world."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
     results = {}
     ranks = from_environment()
@@ -133,9 +137,32 @@ def main() -> None:
             results[case["name"]]["seconds"] = time.perf_counter() - started
     if ranks.is_first:
         results_file.write_text(json.dumps(results))
-    # As a run's own workers leave: torch's threads may end Python's teardown with an abort, once in a thousand worlds.
-    sys.stdout.flush()
-    os._exit(0)
+
+
+def start_rank(rank: int, cases_file: Path, results_file: Path) -> int:
+    """Fork one process of the world: its number."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        run_rank(rank, cases_file, results_file)
+        code = 0
+    except BaseException:
+        results_file.with_suffix(f".failed_{rank}").write_text(traceback.format_exc())
+        traceback.print_exc()
+    finally:
+        # As a run's own workers leave: torch's threads may end Python's teardown with an abort, once in a thousand
+        # worlds.
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    cases_file, results_file = map(Path, sys.argv[1:])
+    children = [start_rank(rank, cases_file, results_file) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(any(codes))
 
 
 if __name__ == "__main__":

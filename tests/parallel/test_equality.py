@@ -259,32 +259,33 @@ def test_noise_of_training_is_that_of_one_process_and_stays_out_of_evaluation(tm
         assert 0.9 * bound < noise["noise"] <= bound + 1e-6, layout
 
 
+RELOADED = {
+    "gpt": ("pipeline=2 tensor=2", "pipeline=2 schedule=zero_bubble"),
+    # Three experts on four processes: one of them holds none.
+    "experts": ("shard=4 microbatch=1", "shard=2"),
+    "shared": ("shard=4 expert=2 microbatch=1", "shard=2 expert=2"),
+    "latent": ("context=2 tensor=2", "pipeline=2"),
+}
+"""Models, and the layouts of four processes that save them and of two that load them."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "layouts"),
-    [
-        ("gpt", ("pipeline=2 tensor=2", "pipeline=2 schedule=zero_bubble")),
-        # Three experts on four processes: one of them holds none.
-        ("experts", ("shard=4 microbatch=1", "shard=2")),
-        ("shared", ("shard=4 expert=2 microbatch=1", "shard=2 expert=2")),
-        ("latent", ("context=2 tensor=2", "pipeline=2")),
-    ],
-)
-def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(
-    tmp_path: Path, model: str, layouts: tuple[str, str]
-) -> None:
-    place, common = str(tmp_path / "checkpoints"), {"fingerprints": True, "steps": 2}
-    spread = {**case("spread", layouts[0], model), **common, "save": place}
-    saved = run_world(4, [spread], tmp_path)[spread["name"]]
-    fresh = {**case("fresh", "shard=1", model), **common, "steps": 0}
-    alone = {**case("alone", "shard=1", model), **common, "load": place}
-    again = {**case("again", layouts[1], model), **common, "load": place}
-    loaded = run_world(1, [fresh, alone], tmp_path) | run_world(2, [again], tmp_path)
-    # The tied embedding is held by two stages: the worker itself compares what processes hold under one name.
-    assert saved["started"] == loaded[f"fresh: {model}"]["started"]
-    weights = {name: digest for name, digest in saved["ended"].items() if name in saved["started"]}
-    assert loaded[f"alone: {model}"]["started"] == weights
-    assert loaded[f"again: {model}"]["started"] == weights
-    # The optimizer came along too: both go on alike from here.
-    pairs = zip(loaded[f"alone: {model}"]["numbers"], loaded[f"again: {model}"]["numbers"], strict=True)
-    assert all(ours == pytest.approx(theirs, rel=TOLERANCE) for ours, theirs in pairs)
+def test_first_weights_and_checkpoints_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    spread, fresh, alone, again = [], [], [], []
+    for model, (on_four, on_two) in RELOADED.items():
+        place, common = str(tmp_path / model), {"fingerprints": True, "steps": 2}
+        spread.append({**case("spread", on_four, model), **common, "save": place})
+        fresh.append({**case("fresh", "shard=1", model), **common, "steps": 0})
+        alone.append({**case("alone", "shard=1", model), **common, "load": place})
+        again.append({**case("again", on_two, model), **common, "load": place})
+    results = run_world(4, spread, tmp_path) | run_world(1, [*fresh, *alone], tmp_path) | run_world(2, again, tmp_path)
+    for model in RELOADED:
+        saved, new, one, two = (results[f"{name}: {model}"] for name in ("spread", "fresh", "alone", "again"))
+        # The tied embedding is held by two stages: the worker itself compares what processes hold under one name.
+        assert saved["started"] == new["started"], model
+        weights = {name: digest for name, digest in saved["ended"].items() if name in saved["started"]}
+        assert one["started"] == weights, model
+        assert two["started"] == weights, model
+        # The optimizer came along too: both go on alike from here.
+        pairs = zip(one["numbers"], two["numbers"], strict=True)
+        assert all(ours == pytest.approx(theirs, rel=TOLERANCE) for ours, theirs in pairs), model

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -32,6 +33,8 @@ from keepstep.plan.tensors import stage_parameters
 from keepstep.plan.workload import Workload
 from keepstep.train.build import fill_learner, spread_model
 from keepstep.train.dryrun.fake_gpu import GpuOnFakeTensors, StepTrace, replaced
+
+_FAKE_GROUP = "torch.testing._internal.distributed.fake_pg"
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,13 @@ def dry_run(config: RunConfig, work: Workload) -> DryRun:
     settled = replace(config, precision=work.precision, lora=config.adapters, compute=compute)
     last = work.degrees.pipeline - 1
     stages = sorted({0, min(1, last), last})
-    # A process each: torch remembers meshes of groups that are gone. Spawned, as torch's threads do not survive a fork.
+    # A process each: torch remembers meshes of groups that are gone. From a fork server, which imports torch once for
+    # all of them; threads do not survive a fork, so the numeric libraries must not start any there.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, _FAKE_GROUP])
     workers = min(len(stages), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         simulated = [pool.submit(_simulate_safely, settled, work, stage) for stage in stages]
         return DryRun(work.degrees.world_size, [each.result() for each in simulated])
 
@@ -156,9 +163,9 @@ def _simulate(config: RunConfig, work: Workload, stage: int) -> StageTrace:
 @contextmanager
 def _fake_world(rank: int, world_size: int) -> Iterator[None]:
     """A process group of any size in which every collective returns immediately."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # Its import alone makes torch know the backend.
+    store = import_module(_FAKE_GROUP).FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -12,6 +12,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Test processes share the cores: threads of theirs that wait for each other took a quarter of all time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Where this is set, each of the many processes that tests start compiles all of keepstep again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 try:
     from hypothesis import settings
 except ImportError:

@@ -86,6 +86,22 @@ def test_chunks_train_like_the_whole_row(kind: str, fused: bool) -> None:
     assert all(torch.equal(tensor, again[name]) for name, tensor in chunked.items())
 
 
+def test_sums_over_chunks_keep_the_precision_of_one_matmul() -> None:
+    torch.manual_seed(4)
+    exact = GatedMLP(ModelConfig(**SHAPE)).bfloat16().float()
+    x_btd, target_btd = (torch.randn(1, 2048, HIDDEN).bfloat16() for _ in range(2))
+    errors = []
+    for chunk in (0, 8):
+        mlp = GatedMLP(ModelConfig(**SHAPE)).bfloat16()
+        mlp.load_state_dict(exact.state_dict())
+        mlp.plan = BlockPlan(mlp_chunks=share_mlp(mlp, chunk) if chunk else None)
+        (mlp(x_btd) * target_btd).sum().backward()
+        (expected,) = torch.autograd.grad((exact(x_btd.float()) * target_btd.float()).sum(), exact.down.weight)
+        assert mlp.down.weight.grad is not None
+        errors.append(float((mlp.down.weight.grad.float() - expected).norm()))
+    assert errors[1] < 1.3 * errors[0]
+
+
 @pytest.mark.parametrize("base", ["bf16", "nf4", "fp8"])
 def test_adapters_train_in_chunks(base: Any) -> None:
     lora = LoraConfig(rank=4, targets=ADAPTERS.targets, base=base)

@@ -85,11 +85,11 @@ class _ChunkGradients(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[2:])
         arguments = gradients[0], x_md, tensors, needed, ctx.name, ctx.tokens
         if torch.compiler.is_compiling():
-            computed = iter(torch.ops.keepstep.mlp_chunks_backward(*arguments))
+            computed = list(torch.ops.keepstep.mlp_chunks_backward(*arguments))
         else:
             with _same_noise(ctx.random):
-                computed = iter(mlp_chunks_backward(*arguments))
-        return None, None, *(next(computed) if each else None for each in needed)
+                computed = mlp_chunks_backward(*arguments)
+        return None, None, *[computed.pop(0) if each else None for each in needed]
 
 
 @contextmanager

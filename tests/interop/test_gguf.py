@@ -209,6 +209,8 @@ def test_import_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.Captu
     assert "--tokenizer FOLDER" in said
     assert main(["import", str(written(tmp_path / "other.gguf")), "--runs-dir", str(tmp_path)]) == 0
     assert "has no tokenizer" not in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "missing.gguf"), "--runs-dir", str(tmp_path)]) == 2
+    assert "there is no file" in capsys.readouterr().err
 
 
 def sentencepiece() -> dict[str, Any]:

@@ -33,7 +33,7 @@ def fetch_source(source: str) -> Path:
         return Path(source)
     if not is_model_name(source):
         hint = "give a folder with config.json, a .gguf file, or OWNER/NAME on the Hub"
-        raise UsageError(f"there is no folder {source}", hint)
+        raise UsageError(f"there is no {'file' if source.endswith('.gguf') else 'folder'} {source}", hint)
     return fetch_model(source, ["config.json", "*.safetensors", "*.safetensors.index.json", *FILES])
 
 

@@ -258,22 +258,30 @@ struct KeyGroup {
     return base + STATS_AT + use % STAGES * STATS_BYTES + threadIdx.x % 4 * 8;
   }
 
-  // Scores, and the gradients of weights minus what the softmax subtracts from all of a query's.
-  __device__ __forceinline__ void begin_scores(u32 use) {
-    const u32 stage = use % STAGES;
-    const u32 query = base + QUERY_AT + stage * QUERIES_BYTES, gradient = base + GRADIENT_AT + stage * QUERIES_BYTES;
-    wait(base + FULL + 8 * stage, use / STAGES % 2);
+  // What the sums of a piece begin with. Before the matmuls that run meanwhile: a register that is written after the first
+  // of them makes the compiler wait for all of them.
+  __device__ __forceinline__ void prepare_scores(u32 use) {
+    wait(base + FULL + 8 * (use % STAGES), use / STAGES % 2);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float2 off = take_pair(stats(use) + QUERIES * 4 + j * 32);
       d_weights[4 * j] = d_weights[4 * j + 2] = off.x, d_weights[4 * j + 1] = d_weights[4 * j + 3] = off.y;
     }
-    if constexpr (HALVES == 1) {
-      multiply(scores, key, query);
-    } else {
+    if constexpr (HALVES > 1) {
       // Set, so that the last piece's scores need no registers until here.
 #pragma unroll
       for (int i = 0; i < 32; ++i) scores[i] = 0;
+      settle(scores);
+    }
+    settle(d_weights);
+  }
+  // Scores, and the gradients of weights minus what the softmax subtracts from all of a query's.
+  __device__ __forceinline__ void begin_scores(u32 use) {
+    const u32 stage = use % STAGES;
+    const u32 query = base + QUERY_AT + stage * QUERIES_BYTES, gradient = base + GRADIENT_AT + stage * QUERIES_BYTES;
+    if constexpr (HALVES == 1) {
+      multiply(scores, key, query);
+    } else {
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) add_shared(scores, keys + h * KEYS_HALF, query + h * QUERIES_HALF);
     }
@@ -323,7 +331,7 @@ struct KeyGroup {
     __syncwarp();
     if (lane == 0) arrive(base + LAID + 8 * slot);
   }
-  __device__ __forceinline__ void begin_matmuls() {
+  __device__ __forceinline__ void begin_matmuls(u32 use) {
     const u32 stage = use % STAGES;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
@@ -353,6 +361,7 @@ struct KeyGroup {
   __device__ __forceinline__ void take_item(int steps, int heads) {
     step = 0;
     pass_hidden();
+    prepare_scores(use);
     my_turn();
     sums_begin();
     begin_scores(use);
@@ -363,12 +372,12 @@ struct KeyGroup {
 #pragma unroll 1
     for (int left = (steps - own) * heads - 1; left > 0; --left) {
       finish_scores();
+      const u32 before = use++;
+      if (++step == steps) step = 0;
+      prepare_scores(use + is_hidden());
       my_turn();
       sums_begin();
-      begin_matmuls();
-      const u32 before = use;
-      ++use;
-      if (++step == steps) step = 0;
+      begin_matmuls(before);
       begin_scores(use + is_hidden());
       sums_commit();
       your_turn();
@@ -380,7 +389,7 @@ struct KeyGroup {
     finish_scores();
     my_turn();
     sums_begin();
-    begin_matmuls();
+    begin_matmuls(use);
     sums_commit();
     your_turn();
     sums_wait<0>();
@@ -397,6 +406,7 @@ struct KeyGroup {
         pass_hidden();
         continue;
       }
+      prepare_scores(use);
       my_turn();
       sums_begin();
       begin_scores(use);
@@ -407,7 +417,7 @@ struct KeyGroup {
       finish_scores();
       my_turn();
       sums_begin();
-      begin_matmuls();
+      begin_matmuls(use);
       sums_commit();
       your_turn();
       sums_wait<0>();

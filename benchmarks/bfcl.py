@@ -198,7 +198,7 @@ def main() -> None:
         # Functions that fine-tuning did not show, and no simple requests: where all answers are right, or all wrong,
         # rewards teach nothing. `arguments` distinguishes wrong answers.
         stages.rows("grpo", args.prompts, 900, "test", "--categories", "multiple,parallel,irrelevance")
-        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=160", "global_batch=256", "microbatch=16",
+        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=256", "global_batch=256", "microbatch=16",
                 "rl.rewards={tool_calls: 1.0, arguments: 1.0}", "optimizer.lr=5e-5", "schedule.warmup=2ba",
                 "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
         stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import Any
 
 import pytest
 
-from keepstep.data.chat.domains.functions import draw_action, written_actions
-from keepstep.data.chat.domains.parameters import parse_slot
+from keepstep.data.chat.domains.code import draw_code
+from keepstep.data.chat.domains.functions import argument, draw_action, show_function, written_actions
+from keepstep.data.chat.domains.parameters import drawn_value, parse_slot
 from keepstep.data.chat.domains.rows import generate_row
 from keepstep.data.chat.generated import DOMAINS, generate_rows
 from keepstep.data.chat.rows import Conversation, calls_of
 from keepstep.evaluate.ast_check import has_type
+from keepstep.evaluate.bfcl.literals import java_value, javascript_value
 
 COUNT = 600
+TYPES = r"\b(integer|long|float|double|[Bb]oolean|ArrayList|Array|array|HashMap|dict)\b"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,9 @@ def problems(schema: dict[str, Any], value: Any) -> list[str]:
     if schema["type"] == "array":
         return [problem for item in value for problem in problems(schema["items"], item)]
     if schema["type"] == "object":
-        return [problem for name, item in value.items() for problem in problems(schema["properties"][name], item)]
+        known = schema.get("properties", {})
+        assert known or all(isinstance(item, str | int) for item in value.values())
+        return [problem for name in known if name in value for problem in problems(known[name], value[name])]
     return []
 
 
@@ -83,3 +89,24 @@ def test_a_line_of_the_grammar() -> None:
     assert not slot.required
     nested = parse_slot("object budget {int 1 2 min: from {}; int 3 4 max/most: to {}}: ")
     assert [part.names for part in nested.parts] == [("min",), ("max", "most")]
+
+
+@pytest.mark.parametrize("language", ["Java", "JavaScript"])
+def test_literals_of_typed_languages_have_the_value_that_a_request_says(language: str) -> None:
+    read = java_value if language == "Java" else javascript_value
+    draw, seen = Random(3), set()
+    for _ in range(2000):
+        action = draw_code(draw)
+        if action.language != language:
+            continue
+        for parameter in show_function(action, draw).parameters:
+            description = parameter.schema["description"]
+            found = re.search(
+                r"\b(integer|long|float|double|[Bb]oolean|ArrayList|Array|array|HashMap|dict)\b", description
+            )
+            kind = found[1] if found else ""
+            elements = re.search(r"elements are of type (\w+)", description)
+            value = drawn_value(parameter, draw).value
+            assert read(argument(parameter, value), kind, elements[1] if elements else "") == value, description
+            seen.add(kind)
+    assert len(seen) == {"Java": 9, "JavaScript": 6}[language]

@@ -12,7 +12,9 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from keepstep.data.chat.domains.parameters import Parameter, Slot, camel, draw_parameter, grammar, parse_slot
+from keepstep.data.chat.domains.code import as_text, draw_code, literal
+from keepstep.data.chat.domains.parameters import Action, Parameter, Slot, camel, grammar, parse_slot
+from keepstep.data.chat.domains.schemas import draw_parameter
 from keepstep.data.chat.generate import Split, split_of
 from keepstep.data.chat.rows import Tool
 
@@ -26,19 +28,6 @@ _LOOKUP_EXTRAS = (
     "?date date/as_of: on {}", "?choice metric,imperial units/unit_system: in {} units",
     "?CITY region/area/location: near {}",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Action:
-    """What a function is for: its words, how people ask for it, and its parameters."""
-
-    domain: str
-    name: str
-    does: str
-    asks: tuple[str, ...]
-    slots: tuple[Slot, ...]
-    language: str = ""
-    """Of code: whose types the values have, written as text."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ def draw_action(draw: Random, split: Split) -> Action:
     family = draw.choices(_FAMILIES, _WEIGHTS)[0]
     if family == _WRITTEN:
         return draw.choice(written_actions(split))
-    make = {_COMPUTED: _computed, _LOOKED_UP: _looked_up, _CODE: _code}[family]
+    make = {_COMPUTED: _computed, _LOOKED_UP: _looked_up, _CODE: draw_code}[family]
     while True:
         action = make(draw)
         if split_of(action.name) == split:
@@ -121,28 +110,6 @@ def _looked_up(draw: Random) -> Action:
     return Action(thing, f"{thing} {attribute}", does, asks, (entity, *extras))
 
 
-def _code(draw: Random) -> Action:
-    """A method of a program; Java's and JavaScript's values are written as text."""
-    verb, nouns = draw.choice(grammar()["code_verbs"]), draw.sample(grammar()["code_nouns"], 5)
-    language = draw.choice(("Java", "JavaScript", "JavaScript", "Python"))
-    slots = []
-    for noun in nouns[2 : draw.randint(3, 5)]:
-        kind = draw.choice(("identifier", "identifier", "int 0 500", "flag", "word"))
-        said = {
-            "flag": (f"with the {noun} switched on", f"with the {noun} switched off"),
-            "word": (f"with the {noun} '{{}}'", f'and the {noun} "{{}}"'),
-        }.get(kind, (f"with the {noun} `{{}}`", f"using {{}} as the {noun}", f"for a {noun} named '{{}}'"))
-        if kind.startswith("int"):
-            said = (f"with a {noun} of {{}}", f"and {{}} as the {noun}")
-        names = (noun, f"{noun}_{draw.choice(('name', 'value', 'ref', 'size'))}", noun[:4])
-        slots.append(Slot(kind, names, said, unit=language))
-    subject = f"{nouns[0]} {nouns[1]}"
-    asks = (f"{verb} the {subject}", f"{verb} a {subject}", f"{verb} a {subject} of the program")
-    return Action(
-        f"{nouns[0]} {nouns[1]}", f"{verb} {nouns[1]}", f"{verb}s the {subject}", asks, tuple(slots), language
-    )
-
-
 # ── as a prompt shows them ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -157,7 +124,7 @@ def show_function(action: Action, draw: Random) -> Function:
             names[named(name)] = slot
     drawn = [draw_parameter(slot, name, action.name, draw, named) for name, slot in names.items()]
     if action.language.startswith("Java"):
-        drawn = [_as_text(item, action.language) for item in drawn]
+        drawn = [as_text(item, action.language, draw) for item in drawn]
     name = _function_name(action, draw, named)
     parameters = {
         "type": "object",
@@ -198,16 +165,6 @@ def _description(action: Action, parameters: Sequence[Parameter], draw: Random) 
     return text
 
 
-def _as_text(parameter: Parameter, language: str) -> Parameter:
-    """A parameter of a typed language, whose value is given as text."""
-    kind = parameter.slot.kind.partition(" ")[0]
-    types = {"int": "int" if language == "Java" else "integer", "flag": "boolean", "identifier": "any"}
-    told = f"{parameter.schema['description']} {language} type {types.get(kind, 'String')}, in string representation."
-    return Parameter(parameter.slot, parameter.name, {"type": "string", "description": told}, "text")
-
-
 def argument(parameter: Parameter, value: Any) -> Any:
     """A value as a call writes it."""
-    if parameter.form != "text":
-        return value
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return literal(parameter, value) if parameter.form == "text" else value

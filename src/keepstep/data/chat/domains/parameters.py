@@ -6,9 +6,10 @@ take arguments; `object NAME {PARAMETER; PARAMETER}` has parameters of its own.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -44,6 +45,19 @@ class Slot:
     required: bool = True
     parts: tuple[Slot, ...] = ()
     unit: str = ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a function is for: its words, how people ask for it, and its parameters."""
+
+    domain: str
+    name: str
+    does: str
+    asks: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    language: str = ""
+    """Of code: whose types the values have, written as text."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,7 @@ def drawn_value(parameter: Parameter, draw: Random) -> Said:
         said = [(part, drawn_value(part, draw)) for part in parameter.parts]
         text = " ".join(phrase(part, each, draw) for part, each in said)
         return Said({part.name: each.value for part, each in said}, text)
-    return _value(parameter.slot.kind, parameter.form, draw)
+    return value_of(parameter.slot.kind, parameter.form, draw)
 
 
 def phrase(parameter: Parameter, said: Said, draw: Random) -> str:
@@ -148,7 +162,8 @@ def phrase(parameter: Parameter, said: Said, draw: Random) -> str:
     return draw.choice(phrases).replace("{}", said.text)
 
 
-def _value(kind: str, form: str, draw: Random) -> Said:
+def value_of(kind: str, form: str, draw: Random) -> Said:
+    """A value of a kind."""
     name, _, rest = kind.partition(" ")
     if name == "CURRENCY":
         code, _, words = one_of(draw, name).partition("=")
@@ -190,8 +205,9 @@ def _percent(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
 
 
 def _money(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
-    value = draw.choice((draw.randint(1, 99) * 1000, draw.randint(2, 99) * 100, draw.randint(20, 999)))
-    number = f"{value:,}" if draw.random() < 0.4 else str(value)
+    value = draw.choice((draw.randint(1, 99) * 10_000, draw.randint(1, 99) * 1000, draw.randint(2, 99) * 100,
+                         draw.randint(20, 999)))  # fmt: skip
+    number = f"{value:,}" if draw.random() < 0.5 else str(value)
     if draw.random() < 0.1:
         millions = draw.choice((draw.randint(1, 40), draw.randint(2, 60) / 4))
         return Said(
@@ -224,9 +240,10 @@ def _time(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
 
 
 def _list(rest: str, form: str, draw: Random) -> Said:
-    said = [_value(rest, form, draw) for _ in range(draw.choice((2, 2, 3, 3, 4, 5, 7)))]
+    said = [value_of(rest, form, draw) for _ in range(draw.choice((2, 2, 3, 3, 4, 5, 7)))]
     values = list({repr(each.value): each for each in said}.values())
-    texts = [each.text for each in values]
+    # In a list, 1,250 would be two numbers.
+    texts = [str(each.value) if isinstance(each.value, int) and "," in each.text else each.text for each in values]
     plain = f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
     listed = ", ".join(texts)
     spoken = draw.choice((plain, plain, listed, f"[{listed}]"))
@@ -261,6 +278,14 @@ def _items(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
     return Said(items, " and ".join(f"a {item['name']} at {item['price']} dollars" for item in items))
 
 
+def _settings(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
+    names = draw.sample(grammar()["code_nouns"], draw.randint(1, 3))
+    settings = {name: draw.choice((draw.randint(1, 99), one_of(draw, "word"), draw.random() < 0.5)) for name in names}
+    said = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    listed = " and ".join(f"{name} set to {value}" for name, value in said.items())
+    return Said(settings, draw.choice((json.dumps(settings), json.dumps(settings).replace('"', "'"), listed)))
+
+
 def _same(make: Callable[[Random], Any]) -> Callable[[str, str, Random], Said]:
     """A kind whose values are said as they are written."""
 
@@ -287,7 +312,7 @@ def _words(draw: Random, count: int, joined: str) -> str:
 
 _KINDS: Mapping[str, Callable[[str, str, Random], Said]] = {
     "choice": _choice, "int": _int, "float": _float, "percent": _percent, "money": _money, "date": _date, "time": _time,
-    "list": _list, "quoted": _quoted, "formula": _formula, "items": _items,
+    "list": _list, "quoted": _quoted, "formula": _formula, "items": _items, "settings": _settings,
     "flag": _same(lambda draw: draw.random() < 0.7),
     "count": _same(lambda draw: draw.randint(1, 9)),
     "year": _same(lambda draw: draw.randint(1950, 2026)),
@@ -308,93 +333,6 @@ _KINDS: Mapping[str, Callable[[str, str, Random], Said]] = {
 def _code_words(draw: Random) -> str:
     nouns = grammar()["code_nouns"]
     return " ".join(draw.sample(nouns, 2)) if draw.random() < 0.7 else f"my {draw.choice(nouns)}"
-
-
-# ── schemas ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_TYPES = {
-    "int": "integer", "money": "integer", "year": "integer", "count": "integer", "float": "number", "percent": "number",
-    "fraction": "number", "flag": "boolean", "list": "array", "point": "array", "matrix": "array", "items": "array",
-    "object": "object",
-}  # fmt: skip
-_ITEMS: Mapping[str, dict[str, Any]] = {
-    "point": {"type": "number"},
-    "matrix": {"type": "array", "items": {"type": "integer"}},
-    "items": {"type": "object", "properties": {"name": {"type": "string"}, "price": {"type": "number"}}},
-}
-_TEXTS = ("The {w}.", "The {w} of the {o}.", "{W}.", "The {w} to use.", "{W} for the {o}.", "The {w} that is wanted.")
-_EXAMPLES = (". For example: {e}.", ", e.g. {e}.", ", such as {e}.", " (for example {e}).")
-
-
-def draw_parameter(slot: Slot, name: str, subject: str, draw: Random, named: Callable[[str], str]) -> Parameter:
-    """A slot with a name and a schema whose description fits it. `named` spells the names of an object's parts."""
-    kind = slot.kind.partition(" ")[0]
-    if kind == "object":
-        parts = tuple(
-            draw_parameter(replace(part, required=True), named(draw.choice(part.names)), subject, draw, named)
-            for part in slot.parts
-        )
-        properties = {part.name: part.schema for part in parts}
-        told = f"The {spaced(name)} of the {subject}."
-        return Parameter(slot, name, {"type": "object", "description": told, "properties": properties}, "", parts)
-    form = _form(slot.kind, draw)
-    schema = _typed(slot.kind, draw)
-    words = spaced(name)
-    text = draw.choice(_TEXTS).format(w=words, W=words.capitalize(), o=subject)
-    if kind == "flag":
-        text = draw.choice(("Whether to use {w}.", "If true, {w} is on.", "Whether {w} is wanted.")).format(w=words)
-    text = _with_hints(text, slot, form, schema, draw)
-    if not slot.required:
-        text += _optional(slot, form, schema, draw)
-    return Parameter(slot, name, {**schema, "description": text}, form)
-
-
-def _form(kind: str, draw: Random) -> str:
-    if kind.endswith("date"):
-        return draw.choice(("YYYY-MM-DD",) * 6 + ("MM/DD/YYYY", "DD-MM-YYYY", "MM-DD-YYYY", "DD/MM/YYYY"))
-    return draw.choice(("decimal",) * 4 + ("percent",)) if kind == "percent" else ""
-
-
-def _typed(kind: str, draw: Random) -> dict[str, Any]:
-    name, _, rest = kind.partition(" ")
-    schema: dict[str, Any] = {"type": _TYPES.get(name, "string")}
-    if name in _ITEMS:
-        schema["items"] = _ITEMS[name]
-    elif name == "list":
-        schema["items"] = _typed(rest, draw)
-    elif name == "choice" and draw.random() < 0.65:
-        schema["enum"] = rest.split(",")
-    return schema
-
-
-def _with_hints(text: str, slot: Slot, form: str, schema: Mapping[str, Any], draw: Random) -> str:
-    kind, _, rest = slot.kind.partition(" ")
-    if slot.unit and draw.random() < 0.8:
-        text = f"{text.removesuffix('.')} in {slot.unit}."
-    if kind == "choice" and "enum" not in schema and draw.random() < 0.7:
-        return f"{text} One of {', '.join(rest.split(','))}."
-    if kind == "percent" and (form == "percent" or draw.random() < 0.5):
-        return f"{text.removesuffix('.')} {'in percent' if form == 'percent' else 'as a decimal'}."
-    if slot.kind.endswith("date") and (form != "YYYY-MM-DD" or draw.random() < 0.7):
-        return f"{text.removesuffix('.')} in the format {form}."
-    if kind == "time" and draw.random() < 0.6:
-        return f"{text.removesuffix('.')} in the format HH:MM, with 24 hours."
-    if kind == "CURRENCY":
-        return f"{text} {draw.choice(('A code of three letters.', 'As an ISO 4217 code.', 'The code, e.g. ZAR.'))}"
-    if kind == "formula" or draw.random() < 0.3:
-        example = _value(slot.kind, form, draw).value
-        return text.removesuffix(".") + draw.choice(_EXAMPLES).format(e=example)
-    return text
-
-
-def _optional(slot: Slot, form: str, schema: dict[str, Any], draw: Random) -> str:
-    """How a description says that the parameter may be left out; a default may stand in the schema as well."""
-    if draw.random() < 0.35:
-        return draw.choice((" Optional.", " (optional)", " May be left out.", ""))
-    default = _value(slot.kind, form, draw).value
-    if draw.random() < 0.25:
-        schema["default"] = default
-    return draw.choice((" Default is {d}.", " Defaults to {d}.", " If not given, {d} is used.")).format(d=default)
 
 
 def phrases_of(parameters: Sequence[tuple[Parameter, Said]], draw: Random) -> list[str]:

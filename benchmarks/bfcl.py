@@ -88,6 +88,17 @@ class Stages:
         run_all(cleaned, together=True, accepted=(0, 4))
         run_all(checked, together=True)
 
+    def hard_prompts(self) -> None:
+        """Of each seed's prompts those that its fine-tuned model answers wrongly; others teach little."""
+        commands = []
+        for seed in self.args.seeds:
+            hard = self.folder / f"hard-{seed}.jsonl"
+            if not hard.exists():
+                commands.append(("eval", "tools", str(self.folder / f"sft-{seed}"), "--dtype", self.args.dtype,
+                                 "--data", str(self.folder / f"grpo-{seed}.jsonl"), "--rows", str(self.args.prompts),
+                                 "--batch", str(self.args.batch), "--wrong", str(hard)))  # fmt: skip
+        run_all(commands, self.args.together)
+
     def train(self, name: str, begin: str, use: str, settings: Sequence[str]) -> None:
         """Fine-tune each seed; a finished run is left alone."""
         common = (f"runs_dir={self.folder}", f"chat.template={self.template}", "model.seq_len=2048",
@@ -170,7 +181,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--rows", type=int, default=36_000, help="conversations to fine-tune on")
-    parser.add_argument("--prompts", type=int, default=4_000, help="prompts of reinforcement learning")
+    parser.add_argument("--prompts", type=int, default=8_000, help="prompts; GRPO takes the hard ones")
     parser.add_argument("--sft", default="", help="further settings of fine-tuning")
     parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
     parser.add_argument("--batch", type=int, default=128, help="questions answered together")
@@ -195,13 +206,14 @@ def main() -> None:
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "grpo" in wanted:
-        # Functions that fine-tuning did not show, and no simple requests: where all answers are right, or all wrong,
-        # rewards teach nothing. `arguments` distinguishes wrong answers.
+        # Functions that fine-tuning did not show, no simple requests, and none that are answered rightly: where all
+        # answers are right, or all wrong, rewards teach nothing. `arguments` distinguishes wrong answers.
         stages.rows("grpo", args.prompts, 900, "test", "--categories", "multiple,parallel,irrelevance")
         grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=256", "global_batch=256", "microbatch=16",
                 "rl.rewards={tool_calls: 1.0, arguments: 1.0}", "optimizer.lr=5e-5", "schedule.warmup=2ba",
                 "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
-        stages.train("grpo", "sft-{seed}", "grpo", (*grpo, *args.grpo.split()))
+        stages.hard_prompts()
+        stages.train("grpo", "sft-{seed}", "hard", (*grpo, *args.grpo.split()))
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
     names = {"before": ["base"], "sft": [f"sft-{seed}" for seed in seeds], "grpo": [f"grpo-{seed}" for seed in seeds]}

@@ -18,7 +18,7 @@ from keepstep.data.chat.template import ChatTemplate
 from keepstep.evaluate import chat_model
 from keepstep.evaluate.ast_check import judge
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
-from keepstep.evaluate.tool_calls import ask, load_questions, write_answers
+from keepstep.evaluate.tool_calls import ask, load_questions, write_lines
 from keepstep.interop.full_model import load_initial_model, open_device
 from keepstep.models.attention_context import KeyValueCache
 from keepstep.models.init import init_weights
@@ -182,7 +182,7 @@ def test_questions_skip_greetings_and_empty_rows(tmp_path: Path, capsys: pytest.
     assert [len(item.prompt.messages) for item in questions] == [2, 1, 3]
     assert "row 2: there is no user message" in capsys.readouterr().err
     answered = ask(tiny_model(tmp_path), questions, Sampling(max_new_tokens=2), batch=2)
-    write_answers(answered.lines, tmp_path / "new" / "answers.jsonl")
+    write_lines(answered.lines, tmp_path / "new" / "answers.jsonl")
     assert len((tmp_path / "new" / "answers.jsonl").read_text().splitlines()) == 3
     assert answered.mean_reward is None
 
@@ -234,6 +234,24 @@ def test_ast_check_reads_calls_written_as_text(
     told = capsys.readouterr().err
     assert "row 2: the call in its answer cannot be parsed" in told
     assert "1 rows have no tools and were not asked" in told
+
+
+def test_wrong_answers_are_written_as_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    said = ["add 1", "do not add"]  # The template shows no tools, and must not seem to hide one.
+    answers = [call, {"role": "assistant", "content": "You are welcome."}]
+    rows = [
+        {"messages": [{"role": "user", "content": text}, answer], "tools": tools}
+        for text, answer in zip(said, answers, strict=True)
+    ]
+    path, wrong = tmp_path / "rows.jsonl", tmp_path / "wrong.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    # A model that calls nothing: right where nothing is to be called.
+    monkeypatch.setattr("keepstep.cli.model._open_model", lambda _args: tiny_model(tmp_path))
+    assert main(["eval", "tools", "x", "--data", str(path), "--max-new-tokens", "2", "--wrong", str(wrong)]) == 0
+    (kept,) = load_questions(str(wrong), 10)
+    assert kept.conversation == load_questions(str(path), 10)[0].conversation
 
 
 def test_ask_refuses_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

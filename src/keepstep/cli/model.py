@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tools.add_argument("--rows", type=positive, default=400, help="questions to ask (default: 400)")
     tools.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer (default: 256)")
     tools.add_argument("--answers", type=writable, metavar="FILE", help="write every answer as a JSON line")
+    wrong = "write the conversations that were answered wrongly, to train on"
+    tools.add_argument("--wrong", type=writable, metavar="FILE", help=wrong)
     _add_dtype(tools)
     tools.add_argument("--reward", metavar="NAME", help="also score answers with this plug-in (keepstep.rewards)")
     bfcl = add_action(actions, "bfcl", _bfcl, "the Berkeley Function Calling Leaderboard (questions: pip's bfcl-eval)")
@@ -114,7 +116,7 @@ def _tools(args: argparse.Namespace) -> int:
     from keepstep.data.chat.generated import SMALL
     from keepstep.evaluate.ast_check import table
     from keepstep.evaluate.chat_model import Sampling
-    from keepstep.evaluate.tool_calls import ask, load_questions, write_answers
+    from keepstep.evaluate.tool_calls import ask, load_questions, write_lines
 
     reward = load_plugin("rewards", args.reward, {}, "--reward") if args.reward else None
     model = _open_model(args)
@@ -125,7 +127,10 @@ def _tools(args: argparse.Namespace) -> int:
 
     answered = ask(model, questions, Sampling(max_new_tokens=args.max_new_tokens), args.batch, show_count, reward)
     if args.answers:
-        write_answers(answered.lines, args.answers)
+        write_lines(answered.lines, args.answers)
+    if args.wrong:
+        pairs = zip(questions, answered.lines, strict=True)
+        write_lines((question.conversation.row() for question, line in pairs if line["error"]), args.wrong)
     facts = {"model": str(args.model), "step": getattr(model, "step", None), **answered.report.as_json()}
     text = table(answered.report)
     if answered.mean_reward is not None:

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,8 @@ class Question:
 
     prompt: Prompt
     task: Task
+    conversation: Conversation
+    """The row that it comes from."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def question(conversation: Conversation, category: str = "") -> Question:
     assert turn is not None, "checked before"
     expected = expected_calls(conversation.messages[turn])
     prompt = Prompt(conversation.messages[:turn], conversation.tools)
-    return Question(prompt, Task(category or _category(conversation, len(expected)), conversation.tools, expected))
+    task = Task(category or _category(conversation, len(expected)), conversation.tools, expected)
+    return Question(prompt, task, conversation)
 
 
 def expected_calls(message: Message) -> list[Call]:
@@ -167,6 +170,6 @@ def score(reward: Reward, messages: Sequence[Message], answer: str, expected: li
     return value
 
 
-def write_answers(lines: list[dict[str, Any]], path: Path) -> None:
-    """One JSON line for each answer."""
+def write_lines(lines: Iterable[dict[str, Any]], path: Path) -> None:
+    """One JSON object a line."""
     write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

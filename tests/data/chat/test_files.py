@@ -159,6 +159,9 @@ def test_a_path_that_is_not_there_is_told_from_one_without_conversations(tmp_pat
         list(read_conversations(tmp_path / "missing.jsonl"))
     with pytest.raises(DataError, match="holds no conversations"):
         list(read_conversations(tmp_path))
+    with pytest.raises(DataError, match="there is no file or folder") as caught:
+        list(read_conversations(Path("toolcalls-domain")))
+    assert caught.value.hint == "did you mean toolcalls-domains?"
 
 
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:

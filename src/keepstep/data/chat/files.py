@@ -16,8 +16,9 @@ from typing import Any, Literal, TextIO, TypeVar
 
 from keepstep.core.errors import DataError, malformed_as
 from keepstep.core.files import temporary_name
+from keepstep.core.messages import suggestion
 from keepstep.data.chat.generate import CATEGORIES, Split
-from keepstep.data.chat.generated import generate_rows
+from keepstep.data.chat.generated import GENERATED, generate_rows
 from keepstep.data.chat.published_sets import RowFormat, convert, detect
 from keepstep.data.chat.rows import BadRow, Conversation
 
@@ -97,7 +98,9 @@ def rows_of_files(path: Path) -> Iterator[tuple[str, int, Any]]:
     files = conversation_files(path)
     if not files:
         wrong = f"{path} holds no conversations" if path.exists() else f"there is no file or folder {path}"
-        raise DataError(wrong, f"give a file or folder of {', '.join(SUFFIXES)}")
+        # A word without an ending may be meant as the name of a generated set.
+        sets = [] if path.exists() or path.suffix else list(GENERATED)
+        raise DataError(wrong, suggestion(str(path), sets, f"give a file or folder of {', '.join(SUFFIXES)}"))
     for file in files:
         yield from ((file.name, number, row) for number, row in enumerate(_raw_rows(file), start=1))
 

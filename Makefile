@@ -20,9 +20,10 @@ $(INSTALLED): pyproject.toml requirements/pinned.txt
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(READY): $(INSTALLED) requirements/bfcl.txt
+$(READY): $(INSTALLED) requirements/bfcl.txt requirements/triton.txt
 	$(PIP_INSTALL) --editable '.[test,lint]'
 	$(PIP_INSTALL) --no-deps --requirement requirements/bfcl.txt
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton --requirement requirements/triton.txt
 	@touch $@
 
 demo: $(INSTALLED)  ## raw text to a trained model, offline, in minutes

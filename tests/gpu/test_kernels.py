@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from keepstep.models.linear import (
 from keepstep.models.mlp import make_mlp
 from keepstep.models.norm import RMSNorm, add_norm
 from keepstep.models.ops import matmul
-from keepstep.models.ops.backend import KernelBackend
+from keepstep.models.ops.backend import KernelBackend, backend, proven
 from keepstep.models.ops.fused_attention import ScoreRule, fused_attention, has_kernel
 from keepstep.models.ops.fused_mlp import gelu_mlp_backward, gelu_mlp_forward, swiglu_mlp_backward, swiglu_mlp_forward
 from keepstep.models.ops.matmul import matmul_add_forward
@@ -53,6 +54,14 @@ CUDA = torch.device("cuda")
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def test_kernels_of_a_block_and_of_the_optimizer_prove_themselves() -> None:
+    tensor = torch.empty(1, device=CUDA)
+    assert backend().has_cross_entropy(tensor)
+    assert backend().has_adamw(tensor)
+    for module in ("linear", "norm", "ops.rope", "ops.swiglu"):
+        assert proven(module, tensor, importlib.import_module(f"keepstep.models.{module}")._prove), module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

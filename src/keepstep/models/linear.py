@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.plugins import load_plugin
-from keepstep.models.ops.backend import has_triton
+from keepstep.models.kernels.cuda import difference
+from keepstep.models.ops.backend import proven
 from keepstep.models.ops.matmul import scaled_gemm
 from keepstep.models.ops.swiglu import activate, activate_backward, swiglu
 
@@ -252,11 +253,29 @@ def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tupl
     """`x` in fp8, its largest magnitude filling the format; the same transposed; and what undoes the scale."""
     if largest is None:
         largest = torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32)
-    if x.is_cuda and has_triton():
+    if proven("fp8", x, _prove):
         from keepstep.models.kernels.block import quantize_with_transpose
 
         return quantize_with_transpose(x.contiguous(), largest, dtype)
+    return _to_fp8_by_torch(x, largest, dtype)
+
+
+def _to_fp8_by_torch(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     limit = torch.finfo(dtype).max
     undo = largest.clamp(min=1e-12) / limit
     small = (x.float() / undo).clamp(-limit, limit).to(dtype)
     return small, small.t().contiguous(), undo
+
+
+def _prove(device: torch.device) -> float:
+    from keepstep.models.kernels.block import quantize_with_transpose
+
+    source = torch.randn(144, 272, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def results(form: Any, where: torch.device) -> list[Tensor]:
+        x = source.to(where)
+        # Half of the largest magnitude: what is above it must saturate.
+        limits = (FORWARD, x.abs().amax().float()), (BACKWARD, x.abs().amax().float() / 2)
+        return [part for dtype, largest in limits for part in form(x, largest, dtype)]
+
+    return difference(results, quantize_with_transpose, _to_fp8_by_torch, device)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
-from keepstep.models.ops.backend import backend, has_triton
+from keepstep.models.kernels.cuda import difference
+from keepstep.models.ops.backend import backend, proven
 
 
 class LayerNorm(nn.Module):
@@ -130,10 +131,16 @@ def rms_norm_gradient(
     d_normed_md: Tensor, d_stream_md: Tensor, stream_md: Tensor, inverses_m: Tensor, weight_d: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the stream, with what reaches it past the norm, and of the weight."""
-    if stream_md.is_cuda and has_triton():
+    if proven("norm", stream_md, _prove):
         from keepstep.models.kernels.block import rms_norm_backward
 
         return rms_norm_backward(d_normed_md.contiguous(), d_stream_md.contiguous(), stream_md, inverses_m, weight_d)
+    return _backward_by_torch(d_normed_md, d_stream_md, stream_md, inverses_m, weight_d)
+
+
+def _backward_by_torch(
+    d_normed_md: Tensor, d_stream_md: Tensor, stream_md: Tensor, inverses_m: Tensor, weight_d: Tensor
+) -> tuple[Tensor, Tensor]:
     unit = stream_md.float() * inverses_m[:, None]
     by_unit = d_normed_md.float() * weight_d.float()
     dx = inverses_m[:, None] * (by_unit - unit * (by_unit * unit).mean(1, keepdim=True))
@@ -147,11 +154,35 @@ def _(d_normed_md: Tensor, d_stream_md: Tensor, stream_md: Tensor, inverses_m: T
 
 
 def _forward(x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    if x_md.is_cuda and has_triton():
+    if proven("norm", x_md, _prove):
         from keepstep.models.kernels.block import rms_norm_forward
 
         added_md = None if added_md is None else added_md.contiguous()
         return rms_norm_forward(x_md.contiguous(), added_md, weight_d, eps)
+    return _forward_by_torch(x_md, added_md, weight_d, eps)
+
+
+def _forward_by_torch(
+    x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     stream_md = x_md if added_md is None else x_md + added_md
     inverses_m = torch.rsqrt(stream_md.float().square().mean(1) + eps)
     return stream_md, F.rms_norm(stream_md, weight_d.shape, weight_d, eps), inverses_m
+
+
+def _prove(device: torch.device) -> float:
+    from keepstep.models.kernels.block import rms_norm_backward, rms_norm_forward
+
+    generator = torch.Generator().manual_seed(1)
+    # More rows than programs of the backward kernel.
+    rows = 2200 if device.type == "cuda" else 70
+    parts = [torch.randn(size, generator=generator).bfloat16() for size in (*[(rows, 200)] * 4, (200,))]
+
+    def results(form: Any, where: torch.device) -> list[Tensor]:
+        forward, backward = form
+        x_md, added_md, d_normed_md, d_stream_md, weight_d = (part.to(where) for part in parts)
+        stream_md, normed_md, inverses_m = forward(x_md, added_md, weight_d, 1e-5)
+        gradients = backward(d_normed_md, d_stream_md, stream_md, inverses_m, weight_d)
+        return [stream_md, normed_md, inverses_m, *forward(x_md, None, weight_d, 1e-5)[1:], *gradients]
+
+    return difference(results, (rms_norm_forward, rms_norm_backward), (_forward_by_torch, _backward_by_torch), device)

@@ -16,7 +16,6 @@ Shape legend: m tokens, k inputs, n outputs, r rank of the adapters; a trailing 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.core.errors import ConfigError
-from keepstep.models.kernels.cuda import CudaError, is_hopper, relative_difference, works
-from keepstep.models.ops.backend import backend, has_triton
+from keepstep.models.kernels.cuda import is_hopper, relative_difference, works
+from keepstep.models.ops.backend import backend, has_triton, proven
 
 QuantizedFormat = Literal["fp8", "nf4"]
 FP8 = torch.float8_e4m3fn
@@ -146,7 +145,7 @@ def dequantize(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> 
     """The matrix [n, k] of codes and scales; computed in fp32 and rounded once."""
     if codes.dtype == FP8:
         return (codes.float() * scales[:, None]).to(dtype)
-    if codes.is_cuda and has_triton() and works("nf4", codes.device, _nf4_difference):
+    if proven("nf4", codes, _nf4_difference):
         from keepstep.models.kernels.quantized import dequantize_nf4
 
         return dequantize_nf4(codes, scales, _nf4_table(codes.device), dtype).view(rows, -1)
@@ -285,8 +284,7 @@ def _nf4_difference(device: torch.device) -> float:
     from keepstep.models.kernels.quantized import dequantize_nf4
 
     codes, scales = quantize_nf4(_sample(device, 192, 256))
-    with _as_cuda_error():
-        ours = dequantize_nf4(codes, scales, _nf4_table(device), torch.bfloat16)
+    ours = dequantize_nf4(codes, scales, _nf4_table(device), torch.bfloat16)
     return relative_difference([ours.view(-1)], [dequantize_nf4_by_torch(codes, scales, torch.bfloat16).view(-1)])
 
 
@@ -294,8 +292,7 @@ def _fp8_difference(device: torch.device) -> float:
     """How far both fp8 matmuls are from the same sums in fp32 over the same codes."""
     x_mk, dy_mn = _sample(device, 208, 256).bfloat16(), _sample(device, 208, 384).bfloat16()
     w8_nk, scales_n = quantize_fp8(_sample(device, 384, 256))
-    with _as_cuda_error():
-        ours = [_fp8_forward(x_mk, w8_nk, scales_n), _fp8_backward(dy_mn, w8_nk, scales_n)]
+    ours = [_fp8_forward(x_mk, w8_nk, scales_n), _fp8_backward(dy_mn, w8_nk, scales_n)]
     (x8, x_scales), (dy8, dy_scales) = quantize_fp8(x_mk), quantize_fp8(dy_mn.float() * scales_n)
     forward = x8.float() @ w8_nk.float().t() * x_scales[:, None] * scales_n
     return relative_difference(ours, [forward, dy8.float() @ w8_nk.float() * dy_scales[:, None]])
@@ -303,12 +300,3 @@ def _fp8_difference(device: torch.device) -> float:
 
 def _sample(device: torch.device, rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(device)
-
-
-@contextmanager
-def _as_cuda_error() -> Iterator[None]:
-    """Whatever a compiler or library says that lacks a kernel: `works` then falls back."""
-    try:
-        yield
-    except Exception as error:
-        raise CudaError(str(error)) from error

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keepstep.models.kernels.cuda import relative_difference
+
 _ROWS, _COLUMNS = 16, 4096
 """A tile of logits: the columns that all threads load in one go, and how many such loads are in flight."""
 _WARPS = 16
@@ -85,3 +87,25 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     """Multiply by an fp32 device scalar, in place; torch's own operator reads bf16 one number at a time for this."""
     block = 4096
     _scale_kernel[(triton.cdiv(tensor.numel(), block),)](tensor, factor, tensor.numel(), block, num_warps=8)
+
+
+def prove(device: torch.device) -> float:
+    """How far losses, gradients and scaled ones are from torch's, with two tiles a row, padding and targets to skip."""
+    generator = torch.Generator().manual_seed(1)
+    vocab, width = _ROWS * _COLUMNS + 100, _ROWS * _COLUMNS + 128
+    logits = (3 * torch.randn(4, width, generator=generator)).bfloat16()
+    targets = torch.tensor([5, -100, vocab - 1, _COLUMNS])
+    ours, factor = logits.to(device, copy=True), torch.full((), 0.25, device=device)
+    seen = cross_entropy_(ours.clone(), targets.to(device), vocab, with_gradient=False)
+    losses = cross_entropy_(ours, targets.to(device), vocab, with_gradient=True)
+    counts = targets >= 0
+    chances = logits[:, :vocab].float().softmax(1)
+    expected = -chances.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).log() * counts
+    gradient = (chances - torch.nn.functional.one_hot(targets.clamp(min=0), vocab)) * counts[:, None]
+    padded = torch.nn.functional.pad(gradient, (0, width - vocab))
+    parts = [(losses.cpu(), expected), (seen.cpu(), expected), (ours.cpu().clone(), padded)]
+    scale_(ours, factor)
+    # The gradient at the targets is near -1 and would hide that of all other tokens.
+    others = padded.clamp(min=0)
+    parts += [(ours.cpu(), padded * 0.25), (ours.cpu().clamp(min=0), others * 0.25)]
+    return relative_difference(*zip(*parts, strict=True))

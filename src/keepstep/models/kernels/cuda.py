@@ -187,18 +187,26 @@ def works(name: str, device: torch.device, proof: Callable[[torch.device], float
     """Whether kernels run on the GPU at hand, and right; asked once, before they are used.
 
     `proof` computes something small with them and in torch's own operators, and gives the largest relative difference.
-    A compiler or driver that we have never tested then costs only speed.
+    A compiler or driver that we have never tested then costs only speed, whatever it raises.
     """
     try:
         # The question may come from a tracer, whose tensors have no numbers.
         with _disable_current_modes(), torch.cuda.device(device):
             difference = proof(device)
-    except (CudaError, OSError) as error:
+    except Exception as error:
         _log.warning("%s does without its kernels: %s", name, error)
         return False
     if not difference < _AGREED:
         _log.warning("%s does without its kernels: they are off by %.2g", name, difference)
     return difference < _AGREED
+
+
+def difference(
+    results: Callable[[Any, torch.device], Sequence[Tensor]], kernels: Any, plain: Any, device: torch.device
+) -> float:
+    """How far `results` with the kernels on the device are from those with torch's operators on the CPU."""
+    ours = [part.cpu() for part in results(kernels, device)]
+    return relative_difference(ours, results(plain, torch.device("cpu")))
 
 
 def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

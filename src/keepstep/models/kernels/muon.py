@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from keepstep.models.kernels.cuda import relative_difference
+from keepstep.models.kernels.optimizer import compare_halves
 
 _TILE, _DEPTH = 128, 64
 _BLOCK = 2048
@@ -111,14 +112,35 @@ def apply_(halves: tuple[Tensor, Tensor], direction: Tensor, factor: Tensor, kee
     _apply_kernel[grid](*halves, direction, factor, size, keep, step, _BLOCK, num_warps=8)
 
 
-def symmetric_difference(device: torch.device) -> float:
-    """How far the matmul is from torch's, with an operand of each layout."""
+def prove(device: torch.device) -> float:
+    """How far the kernels are from torch's operators: the matmul with an operand of each layout, and one update."""
     generator = torch.Generator().manual_seed(1)
-    wide = torch.randn(2, 256, 512, generator=generator).to(device, torch.bfloat16) / 16
-    square = symmetric_matmul(wide, wide, None, 1.0, 0.0, 0.0)
-    parts = [(square, wide.float() @ wide.float().mT)]
-    tall = wide.mT.contiguous()
-    parts.append((symmetric_matmul(tall.mT, tall.mT, None, 1.0, 0.0, 0.0), parts[0][1]))
-    exact = 2.0 * square.float() @ square.float() - 4.0 * square.float() + 3.0 * torch.eye(256, device=device)
-    parts.append((symmetric_matmul(square, square, square, 2.0, -4.0, 3.0), exact))
-    return relative_difference(*zip(*parts, strict=True))
+    wide = torch.randn(2, 256, 512, generator=generator).bfloat16() / 16
+    gradient, momentum, weight = torch.randn(3, 5000, generator=generator)
+    return max(_prove_matmul(wide.to(device), wide.float()), _prove_update(device, gradient, momentum, weight))
+
+
+def _prove_matmul(left: Tensor, exact: Tensor) -> float:
+    tall = left.mT.contiguous().mT
+    square = symmetric_matmul(left, left, None, 1.0, 0.0, 0.0)
+    ours = (
+        square,
+        symmetric_matmul(tall, tall, None, 1.0, 0.0, 0.0),
+        symmetric_matmul(square, square, square, 2.0, -4.0, 3.0),
+    )
+    gram, rounded = exact @ exact.mT, square.float().cpu()
+    polynomial = 2.0 * rounded @ rounded - 4.0 * rounded + 3.0 * torch.eye(exact.shape[1])
+    return relative_difference([part.cpu() for part in ours], [gram, gram, polynomial])
+
+
+def _prove_update(device: torch.device, gradient: Tensor, momentum: Tensor, weight: Tensor) -> float:
+    ours, direction = momentum.to(device, copy=True), torch.empty_like(gradient, dtype=torch.bfloat16, device=device)
+    high, low = weight.bfloat16().to(device), torch.zeros(weight.shape, dtype=torch.int16, device=device)
+    factor = torch.full((), 0.5, device=device)
+    momentum_(gradient.to(device), ours, direction, factor, 0.9)
+    apply_((high, low), direction, factor, 0.7, -0.3)
+    theirs = momentum.lerp(gradient * 0.5, 0.1)
+    theirs_direction = (gradient * 0.5).lerp(theirs, 0.9)
+    moved = weight.bfloat16().float() * 0.7 - 0.3 * direction.cpu().float()
+    pairs = [(ours.cpu(), theirs), (direction.cpu(), theirs_direction), compare_halves((high, low), moved)]
+    return relative_difference(*zip(*pairs, strict=True))

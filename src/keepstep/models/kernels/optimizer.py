@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from keepstep.models.kernels.cuda import relative_difference
+
 _BLOCK = 2048
 _ADD_BLOCK = 4096
 
@@ -82,3 +84,36 @@ def add_fixed_point_(total: Tensor, gradient: Tensor, largest: Tensor, scale: fl
     size = total.numel()
     grid = (triton.cdiv(size, _ADD_BLOCK),)
     _add_kernel[grid](total, gradient, largest.view(torch.int32), size, scale, first, _ADD_BLOCK, num_warps=8)
+
+
+def prove(device: torch.device) -> float:
+    """How far one update, at a learning rate that moves weights visibly, and a fixed-point sum are from torch's."""
+    random = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1))
+    gradient, weight, first, second = random[0].bfloat16(), random[1].bfloat16(), random[2], random[3].abs()
+    halves = weight.to(device, copy=True), torch.zeros(weight.shape, dtype=torch.int16, device=device)
+    moments = first.to(device, copy=True), second.to(device, copy=True)
+    factor, corrections = torch.full((), 0.5, device=device), torch.tensor([0.3, 0.1], device=device)
+    adamw_(
+        halves, gradient.to(device), moments, factor,
+        lr=0.2, decay=0.4, betas=(0.9, 0.99), eps=1e-3, corrections=corrections,
+    )  # fmt: skip
+    scaled = gradient.float() * 0.5
+    first, second = first.lerp(scaled, 0.1), second.lerp(scaled.square(), 0.01)
+    moved = weight.float() * (1 - 0.2 * 0.4) - 0.2 * (first / 0.3) / ((second / 0.1).sqrt() + 1e-3)
+
+    total = torch.zeros(gradient.shape, dtype=torch.int64, device=device)
+    largest = torch.zeros((), device=device)
+    for is_first in (True, False):
+        add_fixed_point_(total, gradient.to(device), largest, 1024.0, is_first)
+    summed = 2 * (gradient.float() * 1024).round()
+    updated = [compare_halves(halves, moved), (moments[0].cpu(), first), (moments[1].cpu(), second)]
+    sums = [(total.cpu(), summed), (largest.cpu(), gradient.float().abs().amax())]
+    return relative_difference(*zip(*updated, *sums, strict=True))
+
+
+def compare_halves(halves: tuple[Tensor, Tensor], expected: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight in two halves and what it should be, both less what bf16 keeps of it: so the lower half counts."""
+    high, low = (half.cpu() for half in halves)
+    whole = ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    kept = expected.bfloat16().float()
+    return whole - kept, expected - kept

@@ -7,14 +7,17 @@ what a GPU would on tensors without data; tests choose one that runs fused opera
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from keepstep.models.kernels.cuda import works
 
 Pair = tuple[Tensor, Tensor]
 
@@ -30,6 +33,20 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def proven(name: str, tensor: Tensor, proof: Callable[[torch.device], float]) -> bool:
+    """Whether the Triton kernels of this name are there and right on the GPU of the tensor."""
+    return tensor.is_cuda and has_triton() and works(name, tensor.device, proof)
+
+
+def _prove(device: torch.device, module: str) -> float:
+    """The proof that a module of Triton kernels has itself; it is imported where Triton is installed."""
+    prove: Callable[[torch.device], float] = importlib.import_module(f"keepstep.models.kernels.{module}").prove
+    return prove(device)
+
+
+_PROOFS = {module: functools.partial(_prove, module=module) for module in ("cross_entropy", "optimizer", "muon")}
+
+
 class KernelBackend:
     """The default: GPU kernels for CUDA tensors, torch's own operators elsewhere."""
 
@@ -43,7 +60,7 @@ class KernelBackend:
 
     def has_cross_entropy(self, tensor: Tensor) -> bool:
         """Whether one kernel turns logits into their loss and gradient in place."""
-        return tensor.is_cuda and has_triton()
+        return proven("cross_entropy", tensor, _PROOFS["cross_entropy"])
 
     def cross_entropy_(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradient: bool) -> Tensor:
         """Losses of every row; the logits become their own gradient."""
@@ -88,7 +105,7 @@ class KernelBackend:
 
     def has_adamw(self, tensor: Tensor) -> bool:
         """Whether one kernel updates weights and moments in place."""
-        return tensor.is_cuda and has_triton()
+        return proven("optimizer", tensor, _PROOFS["optimizer"])
 
     def adamw_(self, halves: Pair, gradient: Tensor, moments: Pair, factor: Tensor, **settings: Any) -> None:
         """One AdamW update of a weight kept as two halves."""
@@ -96,8 +113,12 @@ class KernelBackend:
 
         adamw_(halves, gradient, moments, factor, **settings)
 
+    def has_muon(self, tensor: Tensor) -> bool:
+        """Whether one kernel each computes Muon's momentum and adds its direction."""
+        return proven("muon", tensor, _PROOFS["muon"])
+
     def momentum_(self, gradient: Tensor, momentum: Tensor, factor: Tensor, beta: float) -> Tensor:
-        """Muon's momentum in place, where `has_adamw`; returns its direction in bf16."""
+        """Muon's momentum in place, where `has_muon`; returns its direction in bf16."""
         from keepstep.models.kernels.muon import momentum_
 
         direction = torch.empty_like(gradient, dtype=torch.bfloat16)
@@ -112,7 +133,7 @@ class KernelBackend:
 
     def add_fixed_point_(self, total: Tensor, gradient: Tensor, largest: Tensor, scale: float, first: bool) -> None:
         """Add round(gradient · scale) to an int64 `total`, or set it with `first`; raises the fp32 scalar `largest`."""
-        if gradient.is_cuda and has_triton() and gradient.is_contiguous():
+        if gradient.is_contiguous() and proven("optimizer", gradient, _PROOFS["optimizer"]):
             from keepstep.models.kernels.optimizer import add_fixed_point_
 
             add_fixed_point_(total, gradient, largest, scale, first)

@@ -8,15 +8,14 @@ Shape legend: n tokens, e experts, k experts of a token, m = n·k rows sorted by
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from keepstep.models.kernels.cuda import CudaError, relative_difference, works
-from keepstep.models.ops.backend import has_triton
+from keepstep.models.kernels.cuda import difference
+from keepstep.models.ops.backend import proven
 
 _MOST_EXPERTS = 1024
 """Scores of a token that one program of the kernel looks through."""
@@ -26,7 +25,7 @@ _MOST_EXPERTS = 1024
 def top_experts(scores_ne: Tensor, top_k: int) -> Tensor:
     """The numbers of the highest scores of each row, the highest first, int64 [n, k]."""
     small = scores_ne.shape[1] <= _MOST_EXPERTS and scores_ne.dtype == torch.float32
-    if small and scores_ne.is_cuda and has_triton() and works("top_experts", scores_ne.device, _prove_choice):
+    if small and proven("top_experts", scores_ne, _prove_choice):
         from keepstep.models.kernels import experts
 
         return experts.top_experts(scores_ne.contiguous(), top_k)
@@ -112,7 +111,7 @@ def _(gradient_mf: Tensor, gate_up_mf: Tensor, weight_m: Tensor) -> tuple[Tensor
 @torch.library.custom_op("keepstep::quantize_rows", mutates_args=())
 def quantize_rows(source_md: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in e4m3, the largest magnitude of each at the end of its range, and the fp32 factors that undo it [m]."""
-    if source_md.is_cuda and has_triton() and works("quantize_rows", source_md.device, _prove_quantization):
+    if proven("quantize_rows", source_md, _prove_quantization):
         from keepstep.models.kernels import experts
 
         return experts.quantize_rows(source_md.contiguous())
@@ -128,7 +127,7 @@ def _(source_md: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda and has_triton() and works("experts", tensor.device, _prove)
+    return proven("experts", tensor, _prove)
 
 
 def _prove(device: torch.device) -> float:
@@ -141,9 +140,9 @@ def _prove(device: torch.device) -> float:
         d, g, w, o = (tensor.to(where) for tensor in (gradient, gate_up, weight, order))
         backward = module.weighted_swiglu_backward(d, g, w)
         rows = module.spread_rows(g[:10], o, 4), module.sum_rows(g, o, 4)
-        return [part.cpu() for part in (*rows, module.weighted_swiglu(g, w), *backward)]
+        return [*rows, module.weighted_swiglu(g, w), *backward]
 
-    return _difference(results, device)
+    return _compare(results, device)
 
 
 def _prove_choice(device: torch.device) -> float:
@@ -152,9 +151,9 @@ def _prove_choice(device: torch.device) -> float:
     scores[0][:, :30] = -torch.inf
 
     def results(module: Any, where: torch.device) -> list[Tensor]:
-        return [module.top_experts(each.to(where), 8).float().cpu() for each in scores]
+        return [module.top_experts(each.to(where), 8) for each in scores]
 
-    return _difference(results, device)
+    return _compare(results, device)
 
 
 def _prove_quantization(device: torch.device) -> float:
@@ -164,17 +163,13 @@ def _prove_quantization(device: torch.device) -> float:
 
     def results(module: Any, where: torch.device) -> list[Tensor]:
         pairs = [module.quantize_rows(source.to(where)) for source in sources]
-        return [part.float().cpu() for pair in pairs for part in pair]
+        return [part for pair in pairs for part in pair]
 
-    return _difference(results, device)
+    return _compare(results, device)
 
 
-def _difference(results: Callable[[Any, torch.device], list[Tensor]], device: torch.device) -> float:
+def _compare(results: Any, device: torch.device) -> float:
     """How far `results` of the kernels are from those of this module."""
     from keepstep.models.kernels import experts
 
-    try:
-        ours = results(experts, device)
-    except Exception as error:  # whatever a compiler that we have never tested may raise
-        raise CudaError(str(error)) from error
-    return relative_difference(ours, results(sys.modules[__name__], torch.device("cpu")))
+    return difference(results, experts, sys.modules[__name__], device)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepstep.models.kernels.cuda import difference
 from keepstep.models.kernels.gemm_tiles import can_fuse_rope, qkv_rope_gemm
-from keepstep.models.ops.backend import has_triton
+from keepstep.models.ops.backend import proven
 from keepstep.models.positions import apply_rope
 
 
@@ -23,10 +24,16 @@ def split_apply_rope(
     qkv_btm: Tensor, cos_btf: Tensor, sin_btf: Tensor, queries_per_group: int, head_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [b, t, n, e] and keys [b, t, g, e] with rope; values [b, t, g, e]."""
-    if qkv_btm.is_cuda and has_triton():
+    if proven("rope", qkv_btm, _prove):
         from keepstep.models.kernels.block import split_apply_rope as kernel
 
         return kernel(qkv_btm.contiguous(), cos_btf, sin_btf, queries_per_group, head_size)
+    return _split_by_torch(qkv_btm, cos_btf, sin_btf, queries_per_group, head_size)
+
+
+def _split_by_torch(
+    qkv_btm: Tensor, cos_btf: Tensor, sin_btf: Tensor, queries_per_group: int, head_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     grouped = qkv_btm.unflatten(-1, (-1, queries_per_group + 2, head_size))
     query = apply_rope(grouped[..., :-2, :], cos_btf, sin_btf).flatten(2, 3)
     return query, apply_rope(grouped[..., -2, :], cos_btf, sin_btf), grouped[..., -1, :].contiguous()
@@ -45,12 +52,20 @@ def merge_rope_backward(
     d_query_btne: Tensor, d_key_btge: Tensor, d_value_btge: Tensor, cos_btf: Tensor, sin_btf: Tensor
 ) -> Tensor:
     """The gradient of the fused projection."""
-    groups = d_key_btge.shape[2]
-    queries_per_group = d_query_btne.shape[2] // groups
-    if d_key_btge.is_cuda and has_triton():
+    queries_per_group = d_query_btne.shape[2] // d_key_btge.shape[2]
+    gradients = d_query_btne, d_key_btge, d_value_btge
+    if proven("rope", d_key_btge, _prove):
         from keepstep.models.kernels.block import merge_rope_backward as kernel
 
-        return kernel((d_query_btne, d_key_btge, d_value_btge), cos_btf, sin_btf, queries_per_group)
+        return kernel(gradients, cos_btf, sin_btf, queries_per_group)
+    return _merge_by_torch(gradients, cos_btf, sin_btf, queries_per_group)
+
+
+def _merge_by_torch(
+    gradients: tuple[Tensor, Tensor, Tensor], cos_btf: Tensor, sin_btf: Tensor, queries_per_group: int
+) -> Tensor:
+    d_query_btne, d_key_btge, d_value_btge = gradients
+    groups = d_key_btge.shape[2]
     d_query_btgre = apply_rope(d_query_btne.unflatten(2, (groups, queries_per_group)), cos_btf, -sin_btf)
     d_key_btge = apply_rope(d_key_btge, cos_btf, -sin_btf)
     return torch.cat([d_query_btgre, d_key_btge[..., None, :], d_value_btge[..., None, :]], dim=3).flatten(2)
@@ -125,3 +140,30 @@ def _(x_btd: Tensor, weight_md: Tensor, _cos: Tensor, _sin: Tensor, queries_per_
     groups = weight_md.shape[0] // ((queries_per_group + 2) * head_size)
     heads = (groups * queries_per_group, groups, groups)
     return tuple(x_btd.new_empty(*x_btd.shape[:2], count, head_size) for count in heads)
+
+
+def _prove(device: torch.device) -> float:
+    from keepstep.models.kernels import block
+
+    generator = torch.Generator().manual_seed(1)
+    b, t, groups, queries = 2, 5, 3, 2
+    # One table for all rows, and one for each.
+    cases = [
+        (
+            torch.randn(b, t, groups * (queries + 2) * size, generator=generator).bfloat16(),
+            torch.rand(tables, t, size // 2, generator=generator) * 6,
+        )
+        for size, tables in ((64, 1), (24, b))
+    ]
+
+    def results(form: Any, where: torch.device) -> list[Tensor]:
+        split, merge = form
+        found: list[Tensor] = []
+        for qkv, angle in cases:
+            tables = angle.cos().to(where), angle.sin().to(where)
+            parts = split(qkv.to(where), *tables, queries, 2 * angle.shape[-1])
+            found += [*parts, merge(parts, *tables, queries)]
+        return found
+
+    kernels = block.split_apply_rope, block.merge_rope_backward
+    return difference(results, kernels, (_split_by_torch, _merge_by_torch), device)

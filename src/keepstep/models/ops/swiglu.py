@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from keepstep.models.ops.backend import has_triton
+from keepstep.models.kernels.cuda import difference
+from keepstep.models.ops.backend import proven
 
 
 def activate(fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor, Tensor]:
     """silu(gate) × up, and the largest magnitude where it is wanted."""
-    if fused.is_cuda and has_triton():
+    if proven("swiglu", fused, _prove):
         from keepstep.models.kernels.block import swiglu_forward
 
         return swiglu_forward(fused.contiguous(), width, with_amax)
+    return _by_torch(fused, width)
+
+
+def _by_torch(fused: Tensor, width: int, _with_amax: bool = True) -> tuple[Tensor, Tensor]:
     gate, up = fused.float().unflatten(-1, (-1, 2, width)).unbind(-2)
     product = (F.silu(gate) * up).flatten(-2)
     return product.to(fused.dtype), product.abs().amax()
@@ -27,10 +32,14 @@ def activate(fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor
 
 def activate_backward(gradient: Tensor, fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor, Tensor]:
     """The gradient of the fused input, and its largest magnitude where it is wanted."""
-    if fused.is_cuda and has_triton():
+    if proven("swiglu", fused, _prove):
         from keepstep.models.kernels.block import swiglu_backward
 
         return swiglu_backward(gradient.contiguous(), fused, width, with_amax)
+    return _backward_by_torch(gradient, fused, width)
+
+
+def _backward_by_torch(gradient: Tensor, fused: Tensor, width: int, _with_amax: bool = True) -> tuple[Tensor, Tensor]:
     gate, up = fused.float().unflatten(-1, (-1, 2, width)).unbind(-2)
     dy = gradient.float().unflatten(-1, (-1, width))
     sigmoid = torch.sigmoid(gate)
@@ -71,3 +80,20 @@ def _backward(ctx: Any, gradient_mf: Tensor) -> tuple[Tensor, None]:
 
 
 swiglu.register_autograd(_backward, setup_context=_keep)
+
+
+def _prove(device: torch.device) -> float:
+    from keepstep.models.kernels.block import swiglu_backward, swiglu_forward
+
+    generator = torch.Generator().manual_seed(1)
+    # Widths below, at and above what a program works on.
+    pairs = [torch.randn(2, 6, 4 * width, generator=generator).bfloat16() for width in (24, 1024, 1100)]
+
+    def results(form: Any, where: torch.device) -> list[Tensor]:
+        forward, backward = form
+        sides = [(*pair.to(where), pair.shape[-1] // 4) for pair in pairs]
+        outputs = [forward(fused, width, True) for fused, _, width in sides]
+        gradients = [backward(dy[:, : 2 * width].contiguous(), fused, width, True) for fused, dy, width in sides]
+        return [part for both in outputs + gradients for part in both]
+
+    return difference(results, (swiglu_forward, swiglu_backward), (_by_torch, _backward_by_torch), device)

@@ -171,7 +171,7 @@ class GpuOnFakeTensors(KernelBackend):
         """As on a GPU."""
         return True
 
-    has_cross_entropy = has_adamw = has_grouped_matmul = has_kernels
+    has_cross_entropy = has_adamw = has_muon = has_grouped_matmul = has_kernels
 
     def row_counts(self, counts_sp: Tensor, rows: int) -> list[list[int]]:
         """As even as can be: tensors without data have no routes."""

@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         """Where the momentum points, this process's part of it."""
         beta = group["momentum"]
         own, momentum = local(gradient), local(self.state[parameter]["momentum"])
-        if own.numel() and backend().has_adamw(own) and own.is_contiguous():
+        if own.numel() and backend().has_muon(own) and own.is_contiguous():
             return backend().momentum_(own, momentum, factor, beta)
         counts = torch.isfinite(factor).float()
         scaled = torch.nan_to_num(own.float() * factor, nan=0.0, posinf=0.0, neginf=0.0)
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         # Scaled so that a unit learning rate moves each entry as far as Adam would in a square matrix.
         scale = max(1.0, parameter.size(-2) / parameter.size(-1)) ** 0.5
         keep, step = 1 - group["lr"] * group["weight_decay"], -group["lr"] * scale
-        if self._masters and backend().has_adamw(direction):
+        if self._masters and backend().has_muon(direction):
             backend().add_direction_((parameter.data, self._masters.low(parameter)), direction, factor, keep, step)
             return
         counts = torch.isfinite(factor).float()

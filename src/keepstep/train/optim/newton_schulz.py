@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keepstep.models.kernels.cuda import CudaError, works
-from keepstep.models.ops.backend import has_triton
+from keepstep.models.ops.backend import backend
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """Quintic iteration that is steep at zero: five rounds bring singular values near one."""
@@ -68,11 +67,11 @@ def symmetric(
 ) -> Tensor:
     """alpha · left · rightᵀ + beta · added + diagonal · identity, where the result is symmetric."""
     size, depth = left_nsk.shape[1:]
-    if left_nsk.is_cuda and has_triton() and size >= _SYMMETRIC_FROM:
+    if left_nsk.is_cuda and size >= _SYMMETRIC_FROM and backend().has_muon(left_nsk):
         from keepstep.models.kernels.muon import fits_tiles, symmetric_matmul
 
         same_steps = left_nsk.stride(0) == right_nsk.stride(0)
-        if same_steps and fits_tiles(size, depth) and works("muon", left_nsk.device, _difference):
+        if same_steps and fits_tiles(size, depth):
             return symmetric_matmul(left_nsk, right_nsk, added_nss, alpha, beta, diagonal)
     out_nss = _matmul(left_nsk, right_nsk.mT)
     if alpha != 1.0:
@@ -90,12 +89,3 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right)
     # A CPU library sums in an order that depends on the size of the batch.
     return torch.stack([torch.mm(*pair) for pair in zip(left, right, strict=True)])
-
-
-def _difference(device: torch.device) -> float:
-    from keepstep.models.kernels.muon import symmetric_difference
-
-    try:
-        return symmetric_difference(device)
-    except Exception as error:
-        raise CudaError(str(error)) from error

@@ -63,7 +63,7 @@ def disk_losses(root: Path, words: list[str], history: list[Attempt], steps: int
 
 @pytest.mark.parametrize(
     ("layout", "nodes", "steps"),
-    [("parallel.shard=-1", 4, 60), ("parallel.shard=2 parallel.replicate=-1", 2, 24)],
+    [("parallel.shard=-1", 4, 150), ("parallel.shard=2 parallel.replicate=-1", 2, 24)],
     ids=["FSDP", "HSDP"],
 )
 def test_lost_nodes_and_a_new_one_continue_from_memory(

@@ -4,6 +4,10 @@ Logits and losses are those of bf16. A logit's gradient is its probability, less
 in training the probabilities of 128 thousand tokens are near 2⁻¹⁷, where e4m3 ends. Inputs and weights take e4m3 and a
 scale as in `models/linear.py`; sums are fp32 for the reason given there.
 
+In a simulation with 50 and 128 thousand tokens and logits from flat to peaked, gradients differ from exact ones by 2.6
+to 5.4%, 2.6% of it from e4m3, and are less than 1% too long. Rounding takes 0.3% off the sum of a row's probabilities
+where logits spread as at the start of training; with e4m3 that sum would be up to 5% off.
+
 Shape legend: n tokens of one chunk, d hidden, v rows of the head; an 8 is a tensor in fp8.
 """
 

@@ -59,6 +59,7 @@ def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
 def test_kernels_of_a_block_and_of_the_optimizer_prove_themselves() -> None:
     tensor = torch.empty(1, device=CUDA)
     assert backend().has_cross_entropy(tensor)
+    assert backend().has_cross_entropy_fp8(tensor)
     assert backend().has_adamw(tensor)
     for module in ("linear", "norm", "ops.rope", "ops.swiglu"):
         assert proven(module, tensor, importlib.import_module(f"keepstep.models.{module}")._prove), module
@@ -86,6 +87,25 @@ def test_cross_entropy_and_its_gradient(dtype: torch.dtype) -> None:
             ours.grad = None
         with torch.no_grad():
             assert head_loss(hidden, weight, targets, 50257, chunks).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_head_with_gradients_in_fp8(chunks: int) -> None:
+    torch.manual_seed(1)
+    hidden = torch.randn(2, 2048, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(50304, 256, device=CUDA) * 0.1).bfloat16().requires_grad_()
+    targets = torch.randint(0, 50257, (2, 2048), device=CUDA)
+    targets[0, :7] = -100
+    found = []
+    for fp8 in (False, True):
+        loss = head_loss(hidden, weight, targets, 50257, chunks, fp8=fp8)
+        found.append((loss, *torch.autograd.grad(loss, [hidden, weight])))
+    (wide, *wide_gradients), (small, *small_gradients) = found
+    assert small.item() == wide.item()
+    for ours, theirs in zip(small_gradients, wide_gradients, strict=True):
+        assert relative(ours, theirs) < 0.06
+    assert (small_gradients[0][0, :7] == 0).all()
+    assert (small_gradients[1][50257:] == 0).all()
 
 
 @pytest.mark.parametrize("rows", [7, 32768])

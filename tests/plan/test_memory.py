@@ -61,6 +61,8 @@ def workload(words: str, processes: int) -> Workload:
         (f"{LLAMA} {OLMO2} microbatch=8 global_batch=16", 2),
         (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=8", 1),
         (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=8 precision=fp8", 1),
+        (f"{LLAMA} model.vocab=65536 microbatch=8 global_batch=8 compute.recompute=full precision=fp8", 1),
+        (f"{LLAMA} model.vocab=65536 microbatch=8 global_batch=16 compute.loss_chunks=4 precision=fp8", 2),
         (f"{LLAMA} {EXPERTS} microbatch=8 global_batch=16 compute.recompute=selective", 2),
         (f"{LLAMA} {EXPERTS} {SHARED} microbatch=4 global_batch=16", 2),
         (f"{LLAMA} {EXPERTS} microbatch=4 global_batch=20 reproducible=elastic", 3),

@@ -737,8 +737,8 @@ class RunConfig:
     microbatch: PositiveInt = 8
     """Rows per forward pass of one process."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """auto is bf16 on GPUs that support it, otherwise fp32. fp8 is bf16 with fp8 matmuls inside the blocks. Master
-    weights and optimizer state are always fp32."""
+    """auto is bf16 on GPUs that support it, otherwise fp32. fp8 is bf16 with fp8 matmuls inside the blocks and for
+    the gradients of the output head. Master weights and optimizer state are always fp32."""
     reproducible: Literal["off", "resume", "elastic"] = "resume"
     """When two runs have bitwise equal losses. resume: with the same number of processes, including stops and restarts.
     elastic: with any number of processes, even if it changes during the run; data parallel only, with whole weights on

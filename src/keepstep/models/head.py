@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from keepstep.core.tokens import IGNORE_INDEX
+from keepstep.models.head_fp8 import (
+    MULTIPLE,
+    Side,
+    cross_entropy_fp8,
+    multiply_into,
+    quantize_turned,
+    suits_fp8,
+    turned,
+)
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.matmul import matmul_into
 
@@ -40,11 +49,13 @@ class Head(nn.Module):
         return compute(hidden_btd, self.weight, targets_bt, self.vocab, chunks)
 
 
-def head_output(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int) -> Tensor:
-    """Logits [b, t, v] without targets, the sum of token losses (fp32 scalar) with them."""
+def head_output(
+    hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor | None, vocab: int, chunks: int, *, fp8: bool = False
+) -> Tensor:
+    """Logits [b, t, v] without targets, the sum of token losses (fp32 scalar) with them; gradients by `fp8` matmuls."""
     if targets_bt is None:
         return head_logits(hidden_btd, weight_vd, vocab)
-    return head_loss(hidden_btd, weight_vd, targets_bt, vocab, chunks)
+    return head_loss(hidden_btd, weight_vd, targets_bt, vocab, chunks, fp8=fp8)
 
 
 def capped_output(
@@ -96,16 +107,20 @@ def _without_padding(logits_btv: Tensor, vocab: int) -> Tensor:
     )
 
 
-def head_loss(hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, vocab: int, chunks: int = 0) -> Tensor:
+def head_loss(
+    hidden_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, vocab: int, chunks: int = 0, *, fp8: bool = False
+) -> Tensor:
     """Sum of the cross-entropy of all tokens whose target is not -100, in fp32.
 
-    `chunks` over tokens, 0 to choose by size. Matmuls run in the precision of the inputs, softmax
-    and sums in fp32. The gradient is computed with the loss, and only where gradients are on.
+    `chunks` over tokens, 0 to choose by size. Matmuls run in the precision of the inputs, with `fp8` those of gradients
+    in fp8 where sizes allow; softmax and sums in fp32. The gradient is computed with the loss, and only where gradients
+    are on.
     """
     hidden_nd, targets_n = _counted(hidden_btd.flatten(0, 1), targets_bt.flatten())
     chunk_count = chunks or default_chunks(hidden_nd.shape[0], weight_vd.shape[0], hidden_nd)
     if torch.is_grad_enabled() and (hidden_nd.requires_grad or weight_vd.requires_grad):
-        differentiable: Tensor = _ChunkedLoss.apply(hidden_nd, weight_vd, targets_n, vocab, chunk_count)  # type: ignore[no-untyped-call]
+        fp8 = fp8 and suits_fp8(hidden_nd, weight_vd)
+        differentiable: Tensor = _ChunkedLoss.apply(hidden_nd, weight_vd, targets_n, vocab, chunk_count, fp8)  # type: ignore[no-untyped-call]
         return differentiable
     loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
     for chunk_nd, chunk_n in zip(hidden_nd.chunk(chunk_count), targets_n.chunk(chunk_count), strict=True):
@@ -174,23 +189,36 @@ class _WeightSum:
         else:
             backend().add_matmul_(total_vd, left_vn, right_nd)
 
+    def add_fp8(self, left_vn: Side, right_dn: Side, dtype: torch.dtype) -> None:
+        """Add left · rightᵀ, a product in fp8 that is rounded to `dtype`."""
+        if self._only:
+            multiply_into(self.total_vd, left_vn, right_dn)
+        else:
+            part_vd = torch.empty_like(self.total_vd, dtype=dtype)
+            multiply_into(part_vd, left_vn, right_dn)
+            self.total_vd.add_(part_vd)
+
 
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and, in the same pass, its gradient by hidden states and head weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunk_count: int
+        ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunk_count: int, fp8: bool
     ) -> Tensor:
         by_hidden, by_weight = ctx.needs_input_grad[:2]
+        weight_dv = quantize_turned(weight_vd) if fp8 and by_hidden else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         hidden_grad_nd = torch.empty_like(hidden_nd) if by_hidden else None
         weight_sum = _WeightSum(weight_vd, chunk_count) if by_weight else None
         chunk_size = -(-hidden_nd.shape[0] // chunk_count)
+        if fp8:
+            chunk_size = -(-chunk_size // MULTIPLE) * MULTIPLE
         for start in range(0, hidden_nd.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
             grad_nd = None if hidden_grad_nd is None else hidden_grad_nd[chunk]
-            loss += _chunk_loss(hidden_nd[chunk], weight_vd, targets_n[chunk], vocab, grad_nd, weight_sum)
+            one = hidden_nd[chunk], weight_vd, targets_n[chunk], vocab, grad_nd, weight_sum
+            loss += _chunk_loss_fp8(*one, weight_dv) if fp8 else _chunk_loss(*one)
         ctx.grads = (hidden_grad_nd, weight_sum and weight_sum.total_vd, weight_vd.dtype)
         return loss
 
@@ -202,7 +230,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad is not None:
                 backend().scale_(grad, grad_outputs[0])
         by_weight = None if weight_grad_vd is None else weight_grad_vd.to(weight_dtype)
-        return hidden_grad_nd, by_weight, None, None, None
+        return hidden_grad_nd, by_weight, None, None, None, None
 
 
 class _EachLoss(torch.autograd.Function):
@@ -278,6 +306,28 @@ def _chunk_loss(
             hidden_grad_nd.mul_(weights_n1)
     if weight_sum is not None:
         weight_sum.add(grad_nv.t(), hidden_nd if weights_n1 is None else hidden_nd * weights_n1)
+    return loss_n.sum()
+
+
+def _chunk_loss_fp8(
+    hidden_nd: Tensor,
+    weight_vd: Tensor,
+    targets_n: Tensor,
+    vocab: int,
+    hidden_grad_nd: Tensor | None,
+    weight_sum: _WeightSum | None,
+    weight_dv: Side | None,
+) -> Tensor:
+    """The same with gradients by matmuls in fp8; the weight's second form is that of the matmul for hidden states."""
+    logits_nv = hidden_nd.new_empty((len(hidden_nd), len(weight_vd)))
+    matmul_into(logits_nv, hidden_nd, weight_vd.t())
+    loss_n, grad_nv = cross_entropy_fp8(logits_nv, targets_n, vocab)
+    # The transposed copy of the gradient takes their memory.
+    del logits_nv
+    if hidden_grad_nd is not None and weight_dv is not None:
+        multiply_into(hidden_grad_nd, grad_nv, weight_dv)
+    if weight_sum is not None:
+        weight_sum.add_fp8(turned(grad_nv), quantize_turned(hidden_nd), weight_vd.dtype)
     return loss_n.sum()
 
 

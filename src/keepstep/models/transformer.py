@@ -187,6 +187,15 @@ class Transformer(nn.Module):
             )
 
 
+def use_fp8_head(model: Transformer) -> None:
+    """Let the head compute its gradients by fp8 matmuls; one with soft-capped logits stays as it is."""
+    if model.config.final_logit_softcapping:
+        return
+    model.tied_output = functools.partial(head_output, fp8=True)
+    if model.head is not None:
+        model.head.output = model.tied_output
+
+
 def add_embedding_noise(model: Transformer, alpha: float, row_parts: int = 1) -> None:
     """NEFTune: add noise in ±alpha / √(tokens × hidden) to what the embedding returns; evaluation is left alone.
 

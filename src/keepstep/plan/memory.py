@@ -287,9 +287,10 @@ class _StageMemory:
         logits = -(-work.tokens_per_microbatch // chunks) * (work.model.padded_vocab // tensor)
         if tensor == 1 and not self.splits:
             # The kernel overwrites logits with their gradient; with one chunk the head's gradient needs no fp32 sum.
-            # The slope of soft-capped logits is computed from a quotient of the same size.
-            held = self.size * (3 if work.model.final_logit_softcapping else 1)
-            return held * logits + (self.size if chunks == 1 else FP32) * self.counts.table
+            # The slope of soft-capped logits is computed from a quotient of the same size. In fp8 the gradient
+            # and the weights are tensors of their own.
+            held = self.size * (3 if work.model.final_logit_softcapping else 1) + work.fp8_head
+            return held * logits + ((self.size if chunks == 1 else FP32) + work.fp8_head) * self.counts.table
         # fp32 logits, overwritten by their gradient, and a copy in compute precision; the head's gradient is summed.
         held = logits * (FP32 + (self.size if self.size < FP32 else 0))
         return held * (2 if chunks > 1 else 1) + (FP32 + (self.size if chunks == 1 else 0)) * self.counts.table

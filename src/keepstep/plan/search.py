@@ -54,8 +54,7 @@ def choose_recompute(work: Workload, cluster: Cluster, factors: Factors = UNCALI
         return none
     # Selective recomputation frees what it saved after one backward pass, and zero_bubble runs two; nor does it work
     # with divided experts.
-    split_backward = work.degrees.pipeline > 1 and work.schedule == "zero_bubble"
-    unselective = split_backward or work.degrees.expert > 1
+    unselective = work.splits_backward or work.degrees.expert > 1
     pairs = [pair for pair in _PAIRS if not (unselective and "selective" in pair)]
     mixtures = [mixed for pair in pairs if (mixed := _mixture(work, *pair, limit)) is not None]
     return min(mixtures, key=lambda mixed: plan_speed(mixed, cluster, factors).step.total_s, default=full)

@@ -149,7 +149,8 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     wide_routed = (learned - 2) * routed if work.precision == "fp8" else 0.0
     slowed = 1 + routed / block * (1 / _EXPERT_MATMULS - 1)
     block_s = (block_flops - wide_routed) * slowed / rate + wide_routed / _EXPERT_MATMULS / head_rate
-    matmul_s = tokens * (block_s * blocks + learned * head / head_rate) / degrees.tensor
+    head_s = 2 * head / head_rate + (learned - 2) * head / (rate if work.fp8_head else head_rate)
+    matmul_s = tokens * (block_s * blocks + head_s) / degrees.tensor
     passes = learned + (2 if work.recompute == "full" else 0)
     # `adapters` counts one tensor-parallel process already; they are never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate

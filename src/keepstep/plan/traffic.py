@@ -68,6 +68,8 @@ _OWN_HEAD_SIZE = 64
 """Head size of our own kernels: the query-key-value matmul with fused rope, and the backward of attention."""
 LOGIT_BYTES = 7
 """Per logit: read for maximum and sum, then overwritten by its gradient."""
+TRANSPOSED_LOGIT_BYTES = 2
+"""Per logit more where the head's gradients are computed in fp8."""
 UPDATE_BYTES = 40
 """Per parameter: norm, clipping and Adam read 28 and write 12."""
 UNSHARDED_UPDATE_BYTES = 28
@@ -163,7 +165,8 @@ def _moved(widths: _Widths, work: Workload) -> float:
 
 def head_traffic(work: Workload) -> float:
     """Bytes per token of head and loss on one process."""
-    return LOGIT_BYTES * work.model.padded_vocab / work.degrees.tensor
+    each = LOGIT_BYTES + (TRANSPOSED_LOGIT_BYTES if work.fp8_head else 0)
+    return each * work.model.padded_vocab / work.degrees.tensor
 
 
 def weight_traffic(work: Workload, counts: StageParameters) -> float:

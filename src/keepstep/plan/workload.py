@@ -109,9 +109,19 @@ class Workload:
     @property
     def saves_attention(self) -> bool:
         """Whether full recomputation saves the output of attention, as parallel/apply.py decides."""
-        split_backward = self.degrees.pipeline > 1 and self.schedule == "zero_bubble"
         whole = self.degrees.context == self.degrees.expert == 1
-        return self.full_saves_attention and whole and not split_backward
+        return self.full_saves_attention and whole and not self.splits_backward
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed later than those of inputs."""
+        return self.degrees.pipeline > 1 and self.schedule == "zero_bubble"
+
+    @property
+    def fp8_head(self) -> bool:
+        """Whether the head computes its gradients by fp8 matmuls, as models/ and parallel/ decide."""
+        plain = not (self.model.final_logit_softcapping or self.splits_backward)
+        return self.precision == "fp8" and self.degrees.tensor == 1 and plain
 
     @property
     def stays_gathered(self) -> bool:

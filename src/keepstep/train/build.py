@@ -14,7 +14,7 @@ from keepstep.interop.initial_weights import WeightsId, load_initial_weights
 from keepstep.models.block_plan import RecomputeMode
 from keepstep.models.lora import freeze_weights, prepare_adapters
 from keepstep.models.ops.fused_attention import has_kernel
-from keepstep.models.transformer import Transformer, add_embedding_noise
+from keepstep.models.transformer import Transformer, add_embedding_noise, use_fp8_head
 from keepstep.parallel.apply import apply_parallel
 from keepstep.parallel.mesh import ParallelMesh
 from keepstep.parallel.pipeline import Pipeline, PipelineShape
@@ -74,9 +74,11 @@ def spread_model(
     alone = one_process and dtype == torch.bfloat16 and not config.parallel.offload
     sharded = not alone and not config.whole_weights
     adapted = config.lora.rank and not frozen
-    linear = "fp8" if config.precision == "fp8" and not adapted else config.model.linear
+    fp8 = config.precision == "fp8" and not adapted
     with torch.device("meta"):
-        model = Transformer(replace(config.model, linear=linear))
+        model = Transformer(replace(config.model, linear="fp8") if fp8 else config.model)
+    if fp8:
+        use_fp8_head(model)
     if frozen:
         freeze_weights(model.requires_grad_(False), dtype)
     elif adapted:

@@ -50,6 +50,7 @@ PROOFS: dict[str, Callable[[torch.device], float]] = {
     "nf4": quantized_weight._nf4_difference,
     "fp8 base": prove_fp8_base,
     "cross_entropy": cross_entropy.prove,
+    "cross_entropy in fp8": cross_entropy.prove_fp8,
     "optimizer": optimizer.prove,
     "muon": muon.prove,
 }

@@ -44,6 +44,12 @@ def _prove(device: torch.device, module: str) -> float:
     return prove(device)
 
 
+def _prove_fp8(device: torch.device) -> float:
+    from keepstep.models.kernels.cross_entropy import prove_fp8
+
+    return prove_fp8(device)
+
+
 _PROOFS = {module: functools.partial(_prove, module=module) for module in ("cross_entropy", "optimizer", "muon")}
 
 
@@ -67,6 +73,16 @@ class KernelBackend:
         from keepstep.models.kernels.cross_entropy import cross_entropy_
 
         return cross_entropy_(logits_nv, targets_n, vocab, with_gradient)
+
+    def has_cross_entropy_fp8(self, tensor: Tensor) -> bool:
+        """Whether one kernel computes the loss of logits and their gradient in fp8."""
+        return proven("cross_entropy in fp8", tensor, _prove_fp8)
+
+    def cross_entropy_fp8(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, exponent: int) -> Pair:
+        """Losses of every row, and the gradient in e5m2, 2 to the power of `exponent` times as large."""
+        from keepstep.models.kernels.cross_entropy import cross_entropy_fp8
+
+        return cross_entropy_fp8(logits_nv, targets_n, vocab, exponent)
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
         """Multiply by a device scalar, in place."""

@@ -33,16 +33,25 @@ def scaled_gemm(
     a8_mk: Tensor, b8_nk: Tensor, a_inv_scale: Tensor, b_inv_scale: Tensor, dtype: torch.dtype, *, fast_sums: bool
 ) -> Tensor:
     """a · bᵀ with both scales undone; both sides are contiguous along the dimension that is summed."""
-    if not a8_mk.is_cuda:
-        return ((a8_mk.float() @ b8_nk.float().t()) * (a_inv_scale * b_inv_scale)).to(dtype)
-    operands = (a8_mk, b8_nk.t(), a_inv_scale, b_inv_scale)
     out_mn = a8_mk.new_empty((a8_mk.shape[0], b8_nk.shape[0]), dtype=dtype)
+    scaled_gemm_into(out_mn, a8_mk, b8_nk, a_inv_scale, b_inv_scale, fast_sums=fast_sums)
+    return out_mn
+
+
+def scaled_gemm_into(
+    out_mn: Tensor, a8_mk: Tensor, b8_nk: Tensor, a_inv_scale: Tensor, b_inv_scale: Tensor, *, fast_sums: bool
+) -> None:
+    """The same, written to a contiguous matrix."""
+    if not a8_mk.is_cuda:
+        out_mn.copy_((a8_mk.float() @ b8_nk.float().t()) * (a_inv_scale * b_inv_scale))
+        return
+    operands = (a8_mk, b8_nk.t(), a_inv_scale, b_inv_scale)
 
     def by_torch() -> None:
-        torch._scaled_mm(*operands, out_dtype=dtype, use_fast_accum=fast_sums, out=out_mn)
+        torch._scaled_mm(*operands, out_dtype=out_mn.dtype, use_fast_accum=fast_sums, out=out_mn)
 
     if 2 * out_mn.numel() * a8_mk.shape[1] >= _WORTH_AN_FP8_CHOICE and library() is not None:
-        key = (a8_mk.shape, b8_nk.shape, a8_mk.dtype, b8_nk.dtype, dtype, fast_sums, a8_mk.device.index)
+        key = (a8_mk.shape, b8_nk.shape, a8_mk.dtype, b8_nk.dtype, out_mn.dtype, fast_sums, a8_mk.device.index)
         if key not in _fp8_choices:
             _fp8_choices[key] = fastest_kernel(
                 key[:-1],
@@ -55,9 +64,8 @@ def scaled_gemm(
         if choice is not None:
             gemm, kernel = choice
             gemm.run_scaled(kernel, *operands, out_mn)
-            return out_mn
+            return
     by_torch()
-    return out_mn
 
 
 def matmul_into(out_mn: Tensor, a_mk: Tensor, b_kn: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class GpuOnFakeTensors(KernelBackend):
         """As on a GPU."""
         return True
 
-    has_cross_entropy = has_adamw = has_muon = has_grouped_matmul = has_kernels
+    has_cross_entropy = has_cross_entropy_fp8 = has_adamw = has_muon = has_grouped_matmul = has_kernels
 
     def row_counts(self, counts_sp: Tensor, rows: int) -> list[list[int]]:
         """As even as can be: tensors without data have no routes."""
@@ -181,6 +181,11 @@ class GpuOnFakeTensors(KernelBackend):
     def cross_entropy_(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, with_gradient: bool) -> Tensor:  # noqa: ARG002
         """Allocates the losses; the logits' memory becomes that of their gradient."""
         return torch.empty(logits_nv.shape[0], dtype=torch.float32, device=logits_nv.device)
+
+    def cross_entropy_fp8(self, logits_nv: Tensor, targets_n: Tensor, vocab: int, exponent: int) -> Pair:  # noqa: ARG002
+        """Allocates the losses and the gradient."""
+        losses_n = torch.empty(logits_nv.shape[0], dtype=torch.float32, device=logits_nv.device)
+        return losses_n, torch.empty_like(logits_nv, dtype=torch.float8_e5m2)
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
         """In place."""

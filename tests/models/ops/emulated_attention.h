@@ -36,7 +36,7 @@ static void take_rows(float (&rows)[2][16], u64 left, bool transposed) {
   const int row = running->thread % 128 / 32 * 16 + running->thread % 32 / 4;
   for (int h = 0; h < 2; ++h) line(rows[h], left, row + 8 * h, transposed, false);
 }
-inline void add_matmul(float (&sums)[32], const u32 (&left)[16], u32 right) {
+template <int N> inline void multiply_weights(float (&sums)[N], const u32 (&left)[16], u32 right) {
   float rows[2][16];
   for (int k = 0; k < 4; ++k) gather_rows(rows, left + 4 * k), add_columns(sums, rows, matrix(right + k * 2048, 8192), true);
 }
@@ -45,8 +45,9 @@ inline void multiply(float (&sums)[32], const u32 (&left)[16], u32 right) {
   for (float& sum : sums) sum = 0;
   for (int k = 0; k < 4; ++k) gather_rows(rows, left + 4 * k), add_columns(sums, rows, matrix(right + k * 32, 16), false);
 }
-inline void add_shared(float (&sums)[32], u32 left, u32 right) {
+inline void multiply_shared(float (&sums)[32], u32 left, u32 right, int add) {
   float rows[2][16];
+  for (float& sum : sums) sum = add ? sum : 0;
   for (int k = 0; k < 4; ++k)
     take_rows(rows, matrix(left + k * 32, 16), false), add_columns(sums, rows, matrix(right + k * 32, 16), false);
 }
@@ -81,7 +82,7 @@ inline void fetch_run(u32 to, const void* from, int bytes, u32 barrier) {
 inline void add_run(int* to, u32 from, int bytes) {
   for (int i = 0; i < bytes / 4; ++i) to[i] += (int)word(from + 4 * i);
 }
-template <int> inline void added_runs_are_read() {}
+inline void added_runs_are_read() {}
 inline void added_runs_are_done() {}
 
 // ---- threads that wait for one another under a name ----

@@ -10,19 +10,28 @@ __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[16
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
                    "l"(matrix(right + k * 32, 16)), "r"(k));
 }
-// The same added, left in shared memory.
-__device__ __forceinline__ void add_shared(float (&sums)[32], u32 left, u32 right) {
+// The same, left in shared memory; added to what the sums were, or not.
+__device__ __forceinline__ void multiply_shared(float (&sums)[32], u32 left, u32 right, int add) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, 1, 1, 1, 0, 0;\n"
-                 : @OPERANDS sums 32@ : "l"(matrix(left + k * 32, 16)), "l"(matrix(right + k * 32, 16)));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+                 : @OPERANDS sums 32@ : "l"(matrix(left + k * 32, 16)), "l"(matrix(right + k * 32, 16)), "r"(k | add));
 }
-// The first added, right as [k, n].
-__device__ __forceinline__ void add_matmul(float (&sums)[32], const u32 (&left)[16], u32 right) {
+// 64 × 64 or 64 × 128 sums over 64 numbers are added; left in registers, right as [k, n] in halves of 64 columns.
+__device__ __forceinline__ void multiply_weights(float (&sums)[32], const u32 (&left)[16], u32 right) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
                  : @OPERANDS sums 32@
+                 : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
+                   "l"(matrix(right + k * 2048, 8192)));
+}
+__device__ __forceinline__ void multiply_weights(float (&sums)[64], const u32 (&left)[16], u32 right) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {@NUMBERS 64@}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+                 : @OPERANDS sums 64@
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
                    "l"(matrix(right + k * 2048, 8192)));
 }
@@ -62,10 +71,8 @@ __device__ __forceinline__ void add_run(int* to, u32 from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;\n"
                "cp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// All but the last LEFT runs are read: their memory may be written again.
-template <int LEFT> __device__ __forceinline__ void added_runs_are_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
-}
+// Their memory may be written again.
+__device__ __forceinline__ void added_runs_are_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void added_runs_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Two warpgroups that alternate: one waits for its name, the other gives it.

@@ -51,10 +51,11 @@ inline void multiply_shared(float (&sums)[32], u32 left, u32 right, int add) {
   for (int k = 0; k < 4; ++k)
     take_rows(rows, matrix(left + k * 32, 16), false), add_columns(sums, rows, matrix(right + k * 32, 16), false);
 }
-template <int N> inline void multiply_transposed(float (&sums)[N], u32 left, u32 right, int add) {
+template <int N> inline void multiply_transposed(float (&sums)[N], u32 left, u32 right) {
   float rows[2][16];
-  for (float& sum : sums) sum = add ? sum : 0;
-  take_rows(rows, matrix(left, 8192), true), add_columns(sums, rows, matrix(right, 8192), true);
+  for (float& sum : sums) sum = 0;
+  for (int k = 0; k < 8; ++k)
+    take_rows(rows, matrix(left + k * 2048, 8192), true), add_columns(sums, rows, matrix(right + k * 2048, 8192), true);
 }
 template <int N> inline void settle(float (&)[N]) {}
 

@@ -186,8 +186,9 @@ struct KeyGroup {
   u32 base, own;  // its number
   u32 key[16], weights[16], d_scores[16];
   float scores[32], d_weights[32], d_query[WIDTH / 2], d_key[HEAD / 2], d_value[HEAD / 2];
-  u32 keys, values, use, step;  // addresses of its keys and values; pieces so far; their number in their head
-  int first;                    // its first key's number in the row
+  u32 keys, values, columns;  // addresses of its keys, its values, and its columns of all keys
+  u32 use, step;              // pieces so far; their number in their head
+  int first;                  // its first key's number in the row
 
   // Address of this lane's 16-byte row of four 8 × 8 matrices, among 128 rows of 128 bytes.
   __device__ __forceinline__ u32 in_rows(int k) const {
@@ -268,12 +269,6 @@ struct KeyGroup {
       lay(laid_scores() + in_rows(k), d_scores[4 * k], d_scores[4 * k + 1], d_scores[4 * k + 2], d_scores[4 * k + 3]);
     copies_see_stores();
   }
-  // Its columns of what the piece adds to the gradients of its queries: gradients of scores times keys.
-  __device__ __forceinline__ void multiply_keys() {
-    const u32 columns = keys - own * QUERIES_HALF + (HALVES == 1 ? own * WIDTH * 2 : own * KEYS_HALF);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) multiply_transposed(d_query, laid_scores() + k * 2048, columns + k * 2048, k);
-  }
   // As integers, with the scale of a thread's upper and its lower row; `attention_queries` knows the order.
   __device__ __forceinline__ void hand_over(float upper, float lower) {
     const u32 part = base + PART_AT + own * PART_BYTES;
@@ -307,7 +302,8 @@ struct KeyGroup {
       // Also: the other warpgroup is done with the piece before, whose gradients of scores the next ones replace.
       wait_for_turn(OTHERS_SCORES);
       sums_begin();
-      multiply_keys();
+      // Its columns of what the piece adds to the gradients of its queries.
+      multiply_transposed(d_query, laid_scores(), columns);
       sums_commit();
       multiply_weights(d_key, d_scores, query());
       sums_commit();
@@ -350,6 +346,7 @@ __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk
     const u32 slot = item % SLOTS;
     wait(base + ARRIVED + 8 * slot, item / SLOTS % 2);
     group.keys = base + KEY_AT + slot * KEYS_BYTES + own * QUERIES_HALF;
+    group.columns = base + KEY_AT + slot * KEYS_BYTES + (HALVES == 1 ? own * WIDTH * 2 : own * KEYS_HALF);
     group.values = base + VALUE_AT + slot * KEYS_BYTES + own * QUERIES_HALF;
     if constexpr (HALVES == 1) {
 #pragma unroll

@@ -1,5 +1,9 @@
 // Instructions that attention_backward.cu uses besides those of hopper.cu.
 
+// Which half of `matrix` depends on the place: the next 16 numbers of k are a small sum away.
+__device__ __forceinline__ u32 place(u32 at, u32 leading_bytes) { return (at >> 4) + (leading_bytes << 12); }
+__device__ __forceinline__ u64 matrix_at(u32 place) { return matrix(0, 0) | place; }
+
 // 64 × 64 sums = left · right, each over 64 numbers; left in registers, right as [n, k].
 __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[16], u32 right) {
 #pragma unroll
@@ -8,7 +12,7 @@ __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[16
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
                  : @OPERANDS sums 32@
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 32, 16)), "r"(k));
+                   "l"(matrix_at(place(right, 16) + k * 2)), "r"(k));
 }
 // The same, left in shared memory; added to what the sums were, or not.
 __device__ __forceinline__ void multiply_shared(float (&sums)[32], u32 left, u32 right, int add) {
@@ -16,7 +20,7 @@ __device__ __forceinline__ void multiply_shared(float (&sums)[32], u32 left, u32
   for (int k = 0; k < 4; ++k)
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-                 : @OPERANDS sums 32@ : "l"(matrix(left + k * 32, 16)), "l"(matrix(right + k * 32, 16)), "r"(k | add));
+                 : @OPERANDS sums 32@ : "l"(matrix_at(place(left, 16) + k * 2)), "l"(matrix_at(place(right, 16) + k * 2)), "r"(k | add));
 }
 // 64 × 64 or 64 × 128 sums over 64 numbers are added; left in registers, right as [k, n] in halves of 64 columns.
 __device__ __forceinline__ void multiply_weights(float (&sums)[32], const u32 (&left)[16], u32 right) {
@@ -25,7 +29,7 @@ __device__ __forceinline__ void multiply_weights(float (&sums)[32], const u32 (&
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
                  : @OPERANDS sums 32@
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 2048, 8192)));
+                   "l"(matrix_at(place(right, 8192) + k * 128)));
 }
 __device__ __forceinline__ void multiply_weights(float (&sums)[64], const u32 (&left)[16], u32 right) {
 #pragma unroll
@@ -33,18 +37,24 @@ __device__ __forceinline__ void multiply_weights(float (&sums)[64], const u32 (&
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {@NUMBERS 64@}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
                  : @OPERANDS sums 64@
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 2048, 8192)));
+                   "l"(matrix_at(place(right, 8192) + k * 128)));
 }
-// 64 × 64 or 64 × 32 sums over 16 numbers each, from [k, m] and [k, n].
-__device__ __forceinline__ void multiply_transposed(float (&sums)[32], u32 left, u32 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 1, 1;\n}\n"
-               : @OPERANDS sums 32@ : "l"(matrix(left, 8192)), "l"(matrix(right, 8192)), "r"(add));
+// 64 × 64 or 64 × 32 sums over 128 numbers each, from [k, m] and [k, n].
+__device__ __forceinline__ void multiply_transposed(float (&sums)[32], u32 left, u32 right) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+                 : @OPERANDS sums 32@
+                 : "l"(matrix_at(place(left, 8192) + k * 128)), "l"(matrix_at(place(right, 8192) + k * 128)), "r"(k));
 }
-__device__ __forceinline__ void multiply_transposed(float (&sums)[16], u32 left, u32 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {@NUMBERS 16@}, %16, %17, p, 1, 1, 1, 1;\n}\n"
-               : @OPERANDS sums 16@ : "l"(matrix(left, 8192)), "l"(matrix(right, 8192)), "r"(add));
+__device__ __forceinline__ void multiply_transposed(float (&sums)[16], u32 left, u32 right) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {@NUMBERS 16@}, %16, %17, p, 1, 1, 1, 1;\n}\n"
+                 : @OPERANDS sums 16@
+                 : "l"(matrix_at(place(left, 8192) + k * 128)), "l"(matrix_at(place(right, 8192) + k * 128)), "r"(k));
 }
 // Keeps the compiler from reading sums before they were waited for.
 template <int N> __device__ __forceinline__ void settle(float (&sums)[N]) {

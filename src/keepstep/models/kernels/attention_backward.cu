@@ -21,7 +21,6 @@
 // that hold a border of a document or a window.
 
 constexpr bool MASKED = @MASKED@;
-constexpr bool ORDERED = true;
 constexpr int HEAD = @HEAD@, HALVES = HEAD / 64;
 constexpr int KEYS = 128, QUERIES = 64, STAGES = HEAD == 64 ? 4 : 3, SCORES = 2, SLOTS = HEAD == 64 ? 2 : 1;
 constexpr int KEYS_BYTES = KEYS * HEAD * 2, QUERIES_BYTES = QUERIES * HEAD * 2;
@@ -32,6 +31,7 @@ constexpr int WIDTH = HEAD / 2;  // columns of queries' gradients that a warpgro
 constexpr int SCORES_BYTES = KEYS * QUERIES * 2, PART_BYTES = QUERIES * WIDTH * 4;
 constexpr float LOG2_E = 1.4426950408889634f, ROOT = @ROOT@f, SCALE = ROOT * LOG2_E;
 constexpr int KEY_REGISTERS = HEAD == 64 ? 232 : 240;  // a thread of the two warpgroups that compute
+constexpr bool AHEAD = HEAD == 64;  // the next piece's scores are computed with a piece: heads of 128 have no registers
 constexpr float HIDDEN = -1e30f;
 constexpr float LARGEST_SUM = 1073741824.0f;  // half of what an int holds: rounding cannot make a sum wrap around
 
@@ -43,7 +43,6 @@ constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + 
 constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES;
 constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, READY = EMPTY + 8 * STAGES, TAKEN = READY + 16;
 constexpr int ARRIVED = TAKEN + 16, LEFT = ARRIVED + 8 * SLOTS;
-enum { OTHERS_SCORES = 1, OTHERS_TURN = 2 };  // what the two warpgroups that compute wait for
 
 struct Shape { int tokens, heads, groups; };
 
@@ -202,30 +201,35 @@ struct KeyGroup {
     return base + STATS_AT + use % STAGES * STATS_BYTES + threadIdx.x % 4 * 8;
   }
 
-  // Scores, and the gradients of weights minus what the softmax subtracts from all of a query's.
-  __device__ __forceinline__ void begin_scores() {
+  __device__ __forceinline__ void await_queries(u32 use) const {
     wait(base + FULL + 8 * (use % STAGES), use / STAGES % 2);
-    // Before the matmuls: a register that is written after the first of them makes the compiler wait for all of them.
+  }
+  // What the softmax subtracts from all gradients of a query's weights. Before the piece's matmuls: a register that is
+  // written after the first of them makes the compiler wait for all of them.
+  __device__ __forceinline__ void prepare_weight_gradients() {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float2 off = take_pair(stats() + QUERIES * 4 + j * 32);
       d_weights[4 * j] = d_weights[4 * j + 2] = off.x, d_weights[4 * j + 1] = d_weights[4 * j + 3] = off.y;
     }
     settle(d_weights);
-    // The second warpgroup's scores follow the first one's, so that one computes weights while the other multiplies.
-    if (ORDERED && own == 1) wait_for_turn(OTHERS_TURN);
+  }
+  __device__ __forceinline__ void begin_scores(u32 use) {
+    const u32 query = base + QUERY_AT + use % STAGES * QUERIES_BYTES;
     sums_begin();
     if constexpr (HALVES == 1) {
-      multiply(scores, key, query());
+      multiply(scores, key, query);
     } else {
 #pragma unroll
-      for (int h = 0; h < HALVES; ++h) multiply_shared(scores, keys + h * KEYS_HALF, query() + h * QUERIES_HALF, h);
+      for (int h = 0; h < HALVES; ++h) multiply_shared(scores, keys + h * KEYS_HALF, query + h * QUERIES_HALF, h);
     }
     sums_commit();
+  }
+  __device__ __forceinline__ void begin_weight_gradients() {
+    sums_begin();
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) multiply_shared(d_weights, values + h * KEYS_HALF, gradient() + h * QUERIES_HALF, 1);
     sums_commit();
-    if (ORDERED && own == 0) give_turn(OTHERS_TURN);
   }
   // A query does not see the keys before its first one. The last query's is the largest of the piece.
   __device__ __forceinline__ void hide_before_first_keys() {
@@ -286,12 +290,23 @@ struct KeyGroup {
   // All queries of all heads that see these keys.
   __device__ __forceinline__ void take_item(const float* scale, int steps, int heads, int blocks) {
     scale += threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, step = 0;
+    if (AHEAD) {
+      await_queries(use);
+      begin_scores(use);
+      sums_wait<0>();
+      settle(scores);
+    }
 #pragma unroll 1
     for (int left = steps * heads; left > 0; --left, ++use) {
       const float upper = scale[0], lower = scale[8];
-      begin_scores();
-      sums_wait<1>();
-      settle(scores);
+      if (!AHEAD) await_queries(use);
+      prepare_weight_gradients();
+      if (!AHEAD) begin_scores(use);
+      begin_weight_gradients();
+      if (!AHEAD) {
+        sums_wait<1>();
+        settle(scores);
+      }
       make_weights();
       sums_begin();
       multiply_weights(d_value, weights, gradient());
@@ -300,18 +315,25 @@ struct KeyGroup {
       settle(d_weights);
       make_score_gradients();
       // Also: the other warpgroup is done with the piece before, whose gradients of scores the next ones replace.
-      wait_for_turn(OTHERS_SCORES);
+      groups_sync();
       sums_begin();
       // Its columns of what the piece adds to the gradients of its queries.
       multiply_transposed(d_query, laid_scores(), columns);
       sums_commit();
       multiply_weights(d_key, d_scores, query());
       sums_commit();
-      sums_wait<1>();
+      // No piece follows the last one: its own scores again.
+      if (AHEAD) {
+        const u32 next = left > 1 ? use + 1 : use;
+        await_queries(next);
+        begin_scores(next);
+      }
+      sums_wait<AHEAD ? 2 : 1>();
       settle(d_query), settle(d_value);
       hand_over(upper, lower);
       sums_wait<0>();
       settle(d_key);
+      if (AHEAD) settle(scores);
       if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
       scale += 2 * QUERIES;
       if (++step == steps) step = 0, scale += (blocks - steps) * 2 * QUERIES;

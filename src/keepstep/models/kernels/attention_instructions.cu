@@ -85,6 +85,5 @@ __device__ __forceinline__ void add_run(int* to, u32 from, int bytes) {
 __device__ __forceinline__ void added_runs_are_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void added_runs_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Two warpgroups that alternate: one waits for its name, the other gives it.
-__device__ __forceinline__ void wait_for_turn(u32 name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
-__device__ __forceinline__ void give_turn(u32 name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
+// The two warpgroups that compute wait for one another.
+__device__ __forceinline__ void groups_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }

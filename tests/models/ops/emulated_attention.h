@@ -36,7 +36,7 @@ static void take_rows(float (&rows)[2][16], u64 left, bool transposed) {
   const int row = running->thread % 128 / 32 * 16 + running->thread % 32 / 4;
   for (int h = 0; h < 2; ++h) line(rows[h], left, row + 8 * h, transposed, false);
 }
-inline void add_matmul(float (&sums)[32], const u32 (&left)[16], u32 right) {
+template <int N> inline void multiply_weights(float (&sums)[N], const u32 (&left)[16], u32 right) {
   float rows[2][16];
   for (int k = 0; k < 4; ++k) gather_rows(rows, left + 4 * k), add_columns(sums, rows, matrix(right + k * 2048, 8192), true);
 }
@@ -45,15 +45,17 @@ inline void multiply(float (&sums)[32], const u32 (&left)[16], u32 right) {
   for (float& sum : sums) sum = 0;
   for (int k = 0; k < 4; ++k) gather_rows(rows, left + 4 * k), add_columns(sums, rows, matrix(right + k * 32, 16), false);
 }
-inline void add_shared(float (&sums)[32], u32 left, u32 right) {
+inline void multiply_shared(float (&sums)[32], u32 left, u32 right, int add) {
   float rows[2][16];
+  for (float& sum : sums) sum = add ? sum : 0;
   for (int k = 0; k < 4; ++k)
     take_rows(rows, matrix(left + k * 32, 16), false), add_columns(sums, rows, matrix(right + k * 32, 16), false);
 }
-template <int N> inline void multiply_transposed(float (&sums)[N], u32 left, u32 right, int add) {
+template <int N> inline void multiply_transposed(float (&sums)[N], u32 left, u32 right) {
   float rows[2][16];
-  for (float& sum : sums) sum = add ? sum : 0;
-  take_rows(rows, matrix(left, 8192), true), add_columns(sums, rows, matrix(right, 8192), true);
+  for (float& sum : sums) sum = 0;
+  for (int k = 0; k < 8; ++k)
+    take_rows(rows, matrix(left + k * 2048, 8192), true), add_columns(sums, rows, matrix(right + k * 2048, 8192), true);
 }
 template <int N> inline void settle(float (&)[N]) {}
 
@@ -81,7 +83,7 @@ inline void fetch_run(u32 to, const void* from, int bytes, u32 barrier) {
 inline void add_run(int* to, u32 from, int bytes) {
   for (int i = 0; i < bytes / 4; ++i) to[i] += (int)word(from + 4 * i);
 }
-template <int> inline void added_runs_are_read() {}
+inline void added_runs_are_read() {}
 inline void added_runs_are_done() {}
 
 // ---- threads that wait for one another under a name ----
@@ -96,6 +98,5 @@ static void come_and_wait(u32 name, int count) {
   Turn& here = come(name, count);
   while (here.number == before) pause_();
 }
-inline void give_turn(u32 name) { come(name, 256); }
-inline void wait_for_turn(u32 name) { come_and_wait(name, 256); }
+inline void groups_sync() { come_and_wait(1, 256); }
 inline void __syncthreads() { come_and_wait(0, THREADS); }

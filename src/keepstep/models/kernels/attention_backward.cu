@@ -1,17 +1,20 @@
 // The backward pass of causal attention with heads of 64 or 128: gradients of queries, keys and values.
 //
-// An item is 128 keys and values of one key-value head. A thread block of three warpgroups goes through all queries that
-// see them, of all query heads that share them, in pieces of 64. Two warpgroups have 64 keys each. They compute scores
-// and the gradients of softmax weights as keys × queries: both are then in registers in the layout that the matmuls with
-// output gradients and queries need, and the gradients of keys and values stay in registers until the item ends. The
-// third warpgroup multiplies the gradients of scores with keys and adds the result to the gradients of queries in global
-// memory; one of its threads issues the copies.
+// An item is 128 keys and values of one key-value head. A thread block goes through all queries that see them, of all
+// query heads that share them, in pieces of 64. Two warpgroups compute; each has 64 keys. They compute scores and the
+// gradients of softmax weights as keys × queries: both are then in registers in the layout that the matmuls with output
+// gradients and queries need, and the gradients of keys and values stay in registers until the item ends. The gradients
+// of scores of all 128 keys meet in shared memory. Each warpgroup multiplies them with half of the columns of the keys:
+// that is what the piece adds to the gradients of its queries. A third warpgroup has few registers and three threads that
+// work: one issues the copies to shared memory, two add the warpgroups' results to those in global memory.
+//
+// While the tensor cores multiply, each warpgroup computes: weights during the gradients of weights, gradients of scores
+// during the gradients of values, the integers below during the gradients of keys.
 //
 // Many thread blocks add to the gradients of one query, in no fixed order. They add integers: fixed-point numbers whose
 // scale comes from a bound on the result, so that every order gives the same bits.
 //
-// Heads of 128 are two halves of 64 columns each. Their gradients fill the registers, so their scores are not computed
-// while the matmuls of the piece before run, keys are read from shared memory, and an item's keys are not prefetched.
+// In shared memory heads of 128 are two halves of 64 columns each. There is no room to prefetch their item's keys.
 //
 // MASKED is for packed documents and sliding windows: a query sees the keys from its first one on, which never decreases
 // along a row. Pieces behind the last query that sees an item's keys are left out, and scores are masked only in pieces
@@ -19,26 +22,27 @@
 
 constexpr bool MASKED = @MASKED@;
 constexpr int HEAD = @HEAD@, HALVES = HEAD / 64;
-constexpr int KEYS = 128, QUERIES = 64, STAGES = HEAD == 64 ? 4 : 3, SCORES = 2, PARTS = 2, SLOTS = HEAD == 64 ? 2 : 1;
+constexpr int KEYS = 128, QUERIES = 64, STAGES = HEAD == 64 ? 4 : 3, SCORES = 2, SLOTS = HEAD == 64 ? 2 : 1;
 constexpr int KEYS_BYTES = KEYS * HEAD * 2, QUERIES_BYTES = QUERIES * HEAD * 2;
 constexpr int NUMBERS_BYTES = 2 * QUERIES * 4, FIRST_KEYS_BYTES = MASKED ? QUERIES * 4 : 0;
 constexpr int STATS_BYTES = NUMBERS_BYTES + FIRST_KEYS_BYTES;  // of a piece: two numbers and a first key for each query
 constexpr int KEYS_HALF = KEYS * 128, QUERIES_HALF = QUERIES * 128;  // bytes of one half of the columns
-constexpr int WIDTH = HEAD == 64 ? 64 : 32;  // columns of queries' gradients that are computed at a time
+constexpr int WIDTH = HEAD / 2;  // columns of queries' gradients that a warpgroup computes
 constexpr int SCORES_BYTES = KEYS * QUERIES * 2, PART_BYTES = QUERIES * WIDTH * 4;
 constexpr float LOG2_E = 1.4426950408889634f, ROOT = @ROOT@f, SCALE = ROOT * LOG2_E;
-constexpr int KEY_REGISTERS = HEAD == 64 ? 216 : 224;  // a thread of the two warpgroups that hold keys
+constexpr int KEY_REGISTERS = HEAD == 64 ? 232 : 240;  // a thread of the two warpgroups that compute
+constexpr bool AHEAD = HEAD == 64;  // the next piece's scores are computed with a piece: heads of 128 have no registers
 constexpr float HIDDEN = -1e30f;
 constexpr float LARGEST_SUM = 1073741824.0f;  // half of what an int holds: rounding cannot make a sum wrap around
 
-// Offsets in shared memory. Barriers say that a stage is FULL or EMPTY, that gradients of scores are LAID or FREED, and
-// that keys and values have ARRIVED or were LEFT.
+// Offsets in shared memory. Barriers say that a stage is FULL or EMPTY, that a part of the gradients of queries is READY
+// or TAKEN, and that keys and values have ARRIVED or were LEFT.
 constexpr int KEY_AT = 0, VALUE_AT = KEY_AT + SLOTS * KEYS_BYTES, QUERY_AT = VALUE_AT + SLOTS * KEYS_BYTES;
 constexpr int GRADIENT_AT = QUERY_AT + STAGES * QUERIES_BYTES, SCORES_AT = GRADIENT_AT + STAGES * QUERIES_BYTES;
-constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + PARTS * PART_BYTES;
+constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + 2 * PART_BYTES;
 constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES;
-constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, LAID = EMPTY + 8 * STAGES, FREED = LAID + 8 * SCORES;
-constexpr int ARRIVED = FREED + 8 * SCORES, LEFT = ARRIVED + 8 * SLOTS;
+constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, READY = EMPTY + 8 * STAGES, TAKEN = READY + 16;
+constexpr int ARRIVED = TAKEN + 16, LEFT = ARRIVED + 8 * SLOTS;
 
 struct Shape { int tokens, heads, groups; };
 
@@ -90,24 +94,17 @@ struct Rope {
     a = p * c.x + x * s.x, x = x * c.x - p * s.x;
     b = q * c.y + y * s.y, y = y * c.y - q * s.y;
   }
-  __device__ __forceinline__ void undo(float (&sums)[HALVES][32]) const {
+  __device__ __forceinline__ void undo(float (&sums)[HEAD / 2]) const {
     if (!cosines) return;
-    if constexpr (HALVES == 1) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        rotate(sums[0][2 * i], sums[0][2 * i + 1], sums[0][2 * i + 16], sums[0][2 * i + 17], i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 16; ++i)
-        rotate(sums[0][2 * i], sums[0][2 * i + 1], sums[HALVES - 1][2 * i], sums[HALVES - 1][2 * i + 1], i);
-    }
+    for (int i = 0; i < HEAD / 8; ++i)
+      rotate(sums[2 * i], sums[2 * i + 1], sums[2 * i + HEAD / 4], sums[2 * i + HEAD / 4 + 1], i);
   }
 };
 
 // 64 × 64 sums, multiplied by a factor for a thread's upper and its lower row, to bf16 rows that are `stride` eights
 // apart; through 2 KiB of shared memory for each warp.
-__device__ __forceinline__ void write_rows(const float (&sums)[32], float upper, float lower, u32 room, uint4* to,
-                                           int stride) {
+__device__ __forceinline__ void write_rows(const float* sums, float upper, float lower, u32 room, uint4* to, int stride) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const u32 mine = room + warp * 2048;
 #pragma unroll
@@ -138,28 +135,14 @@ struct Task {
   int table_rows;
 };
 
-// One thread's: queries and gradients, STAGES - 1 pieces ahead of the work, and keys and values with an item's first.
-struct Supply {
-  u32 base, pieces, items;
-  Walk ahead;
-
-  __device__ __forceinline__ void fetch_next(const Task& task) {
-    if (ahead.over()) return;
-    const Shape shape = ahead.shape;
-    if (ahead.at_start()) {
-      const u32 slot = items % SLOTS, arrived = base + ARRIVED + 8 * slot;
-      const int x = ahead.group * HEAD, y = ahead.row * shape.tokens + ahead.keys * KEYS;
-      wait(base + LEFT + 8 * slot, items / SLOTS % 2 ^ 1);
-      expect(arrived, 2 * KEYS_BYTES);
-#pragma unroll
-      for (int h = 0; h < HALVES; ++h) {
-        fetch(base + KEY_AT + slot * KEYS_BYTES + h * KEYS_HALF, task.keys, x + h * 64, y, arrived);
-        fetch(base + VALUE_AT + slot * KEYS_BYTES + h * KEYS_HALF, task.values, x + h * 64, y, arrived);
-      }
-      ++items;
-    }
+// One thread's: queries and gradients as soon as there is room, and keys and values with an item's first.
+__device__ __forceinline__ void fetch_all(u32 base, const Task& task, Walk walk) {
+  u32 items = 0;
+#pragma unroll 1
+  for (u32 pieces = 0; !walk.over(); walk.next(), ++pieces) {
+    const int token = walk.row * walk.shape.tokens;
     const u32 stage = pieces % STAGES, full = base + FULL + 8 * stage;
-    const int x = ahead.head * HEAD, y = ahead.row * shape.tokens + ahead.query * QUERIES;
+    const int x = walk.head * HEAD, y = token + walk.query * QUERIES;
     wait(base + EMPTY + 8 * stage, pieces / STAGES % 2 ^ 1);
     expect(full, 2 * QUERIES_BYTES + STATS_BYTES);
 #pragma unroll
@@ -168,129 +151,89 @@ struct Supply {
       fetch(base + GRADIENT_AT + stage * QUERIES_BYTES + h * QUERIES_HALF, task.gradients, x + h * 64, y, full);
     }
     const u32 stats = base + STATS_AT + stage * STATS_BYTES;
-    fetch_run(stats, task.stats + ahead.piece() * 2 * QUERIES, NUMBERS_BYTES, full);
+    fetch_run(stats, task.stats + walk.piece() * 2 * QUERIES, NUMBERS_BYTES, full);
     if constexpr (MASKED) fetch_run(stats + NUMBERS_BYTES, task.first_keys + y, FIRST_KEYS_BYTES, full);
-    ++pieces;
-    ahead.next();
-  }
-};
-
-// What a piece adds to the gradients of its queries: gradients of scores times keys.
-//
-// With one slot for keys, the next item is fetched when this warpgroup is done with the item before: the thread that
-// fetches waits for the others to leave their keys, and must not hold up work of its own that needs them.
-__device__ __forceinline__ void add_to_queries(u32 base, const Task& task, Walk walk) {
-  Supply supply = {base, 0, 0, walk};
-  const bool fetches = threadIdx.x == 0;
-  u32 items = 0, parts = 0;
-  float sums[WIDTH / 2];
-  for (u32 use = 0; !walk.over(); walk.next(), ++use) {
-    const u32 slot = use % SCORES, scores = base + SCORES_AT + slot * SCORES_BYTES;
-    const float* scale = task.scales + walk.piece() * 2 * QUERIES + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const float upper = scale[0], lower = scale[8];
-    if (walk.at_start()) {
-      for (int i = 0; i < STAGES - 1 && fetches && (SLOTS == 1 || items == 0); ++i) supply.fetch_next(task);
-      __syncwarp();
-      wait(base + ARRIVED + 8 * (items % SLOTS), items / SLOTS % 2);
-      ++items;
+    if (!walk.at_start()) continue;
+    const u32 slot = items % SLOTS, arrived = base + ARRIVED + 8 * slot;
+    wait(base + LEFT + 8 * slot, items / SLOTS % 2 ^ 1);
+    expect(arrived, 2 * KEYS_BYTES);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const int column = walk.group * HEAD + h * 64, row = token + walk.keys * KEYS;
+      fetch(base + KEY_AT + slot * KEYS_BYTES + h * KEYS_HALF, task.keys, column, row, arrived);
+      fetch(base + VALUE_AT + slot * KEYS_BYTES + h * KEYS_HALF, task.values, column, row, arrived);
     }
-    const u32 keys = base + KEY_AT + (items - 1) % SLOTS * KEYS_BYTES;
-    wait(base + LAID + 8 * slot, use / SCORES % 2);
-#pragma unroll 1
-    for (int column = 0; column < HEAD; column += WIDTH, ++parts) {
-      const u32 right = keys + column / 64 * KEYS_HALF + column % 64 * 2;
-      sums_begin();
-      // The first 64 queries do not see the second 64 keys.
-#pragma unroll
-      for (int k = 0; k < 4; ++k) multiply_transposed(sums, scores + k * 2048, right + k * 2048, k);
-      if (walk.query != 2 * walk.keys) {
-#pragma unroll
-        for (int k = 4; k < 8; ++k) multiply_transposed(sums, scores + k * 2048, right + k * 2048, 1);
-      }
-      sums_commit();
-      sums_wait<0>();
-      settle(sums);
-      if (fetches) {
-        if (column == HEAD - WIDTH) {
-          arrive(base + FREED + 8 * slot);
-          if (SLOTS > 1 || supply.ahead.item == walk.item) supply.fetch_next(task);
-        }
-        added_runs_are_read<PARTS - 1>();
-      }
-      __syncwarp();
-      warpgroup_sync(1);
-      // In the order that threads have them: `attention_queries` knows it.
-      const u32 part = base + PART_AT + parts % PARTS * PART_BYTES;
-#pragma unroll
-      for (int j = 0; j < WIDTH / 8; ++j)
-        put_four(part + (j * 128 + threadIdx.x) * 16, __float2int_rn(sums[4 * j] * upper),
-                 __float2int_rn(sums[4 * j + 1] * upper), __float2int_rn(sums[4 * j + 2] * lower),
-                 __float2int_rn(sums[4 * j + 3] * lower));
-      copies_see_stores();
-      warpgroup_sync(1);
-      if (fetches) add_run(task.query_sums + (walk.piece() * HEAD + column) * QUERIES, part, PART_BYTES);
-      __syncwarp();
-    }
+    ++items;
   }
-  if (fetches) added_runs_are_done();
 }
 
-// One of the two warpgroups that hold 64 keys each.
+// One thread's: what a warpgroup adds to the gradients of queries, WIDTH columns of each piece.
+__device__ __forceinline__ void add_to_queries(u32 base, const Task& task, Walk walk, int own) {
+  const u32 part = base + PART_AT + own * PART_BYTES;
+#pragma unroll 1
+  for (u32 use = 0; !walk.over(); walk.next(), ++use) {
+    wait(base + READY + 8 * own, use % 2);
+    add_run(task.query_sums + (walk.piece() * HEAD + own * WIDTH) * QUERIES, part, PART_BYTES);
+    added_runs_are_read();
+    arrive(base + TAKEN + 8 * own);
+  }
+  added_runs_are_done();
+}
+
+// One of the two warpgroups that compute.
 struct KeyGroup {
   u32 base, own;  // its number
   u32 key[16], weights[16], d_scores[16];
-  float scores[32], d_weights[32], d_key[HALVES][32], d_value[HALVES][32];
-  u32 keys, values, use, step;  // addresses of its keys and values; pieces so far; their number in their head
-  int first;                    // its first key's number in the row
+  float scores[32], d_weights[32], d_query[WIDTH / 2], d_key[HEAD / 2], d_value[HEAD / 2];
+  u32 keys, values, columns;  // addresses of its keys, its values, and its columns of all keys
+  u32 use, step;              // pieces so far; their number in their head
+  int first;                  // its first key's number in the row
 
-  // The two alternate on the tensor cores, so that one's matmuls run during the other's exponentials.
-  __device__ __forceinline__ void my_turn() const { wait_for_turn(2 + own); }
-  __device__ __forceinline__ void your_turn() const { give_turn(3 - own); }
-  __device__ __forceinline__ void release(u32 use) const {
-    if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
-  }
   // Address of this lane's 16-byte row of four 8 × 8 matrices, among 128 rows of 128 bytes.
   __device__ __forceinline__ u32 in_rows(int k) const {
     const u32 lane = threadIdx.x % 32, row = own * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
     return row * 128 + ((2 * k + lane / 16 ^ lane % 8) << 4);
   }
-  __device__ __forceinline__ u32 stats(u32 use) const {
+  __device__ __forceinline__ u32 query() const { return base + QUERY_AT + use % STAGES * QUERIES_BYTES; }
+  __device__ __forceinline__ u32 gradient() const { return base + GRADIENT_AT + use % STAGES * QUERIES_BYTES; }
+  __device__ __forceinline__ u32 laid_scores() const { return base + SCORES_AT + use % SCORES * SCORES_BYTES; }
+  __device__ __forceinline__ u32 stats() const {
     return base + STATS_AT + use % STAGES * STATS_BYTES + threadIdx.x % 4 * 8;
   }
 
-  // What the sums of a piece begin with. Before the matmuls that run meanwhile: a register that is written after the first
-  // of them makes the compiler wait for all of them.
-  __device__ __forceinline__ void prepare_scores(u32 use) {
+  __device__ __forceinline__ void await_queries(u32 use) const {
     wait(base + FULL + 8 * (use % STAGES), use / STAGES % 2);
+  }
+  // What the softmax subtracts from all gradients of a query's weights. Before the piece's matmuls: a register that is
+  // written after the first of them makes the compiler wait for all of them.
+  __device__ __forceinline__ void prepare_weight_gradients() {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 off = take_pair(stats(use) + QUERIES * 4 + j * 32);
+      const float2 off = take_pair(stats() + QUERIES * 4 + j * 32);
       d_weights[4 * j] = d_weights[4 * j + 2] = off.x, d_weights[4 * j + 1] = d_weights[4 * j + 3] = off.y;
-    }
-    if constexpr (HALVES > 1) {
-      // Set, so that the last piece's scores need no registers until here.
-#pragma unroll
-      for (int i = 0; i < 32; ++i) scores[i] = 0;
-      settle(scores);
     }
     settle(d_weights);
   }
-  // Scores, and the gradients of weights minus what the softmax subtracts from all of a query's.
   __device__ __forceinline__ void begin_scores(u32 use) {
-    const u32 stage = use % STAGES;
-    const u32 query = base + QUERY_AT + stage * QUERIES_BYTES, gradient = base + GRADIENT_AT + stage * QUERIES_BYTES;
+    const u32 query = base + QUERY_AT + use % STAGES * QUERIES_BYTES;
+    sums_begin();
     if constexpr (HALVES == 1) {
       multiply(scores, key, query);
     } else {
 #pragma unroll
-      for (int h = 0; h < HALVES; ++h) add_shared(scores, keys + h * KEYS_HALF, query + h * QUERIES_HALF);
+      for (int h = 0; h < HALVES; ++h) multiply_shared(scores, keys + h * KEYS_HALF, query + h * QUERIES_HALF, h);
     }
+    sums_commit();
+  }
+  __device__ __forceinline__ void begin_weight_gradients() {
+    sums_begin();
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) add_shared(d_weights, values + h * KEYS_HALF, gradient + h * QUERIES_HALF);
+    for (int h = 0; h < HALVES; ++h) multiply_shared(d_weights, values + h * KEYS_HALF, gradient() + h * QUERIES_HALF, 1);
+    sums_commit();
   }
   // A query does not see the keys before its first one. The last query's is the largest of the piece.
   __device__ __forceinline__ void hide_before_first_keys() {
-    const u32 first_keys = stats(use) + NUMBERS_BYTES;
+    const u32 first_keys = stats() + NUMBERS_BYTES;
     if ((int)word(first_keys - threadIdx.x % 4 * 8 + (QUERIES - 1) * 4) <= first) return;
     const int key = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -300,131 +243,100 @@ struct KeyGroup {
       if (visible > key + 8) scores[upper + 2] = HIDDEN;
     }
   }
-  // Weights and the gradients of scores; the latter also go to the warpgroup that needs them transposed.
-  __device__ __forceinline__ void finish_scores() {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    if (step == own) {
-      // A query does not see the keys behind it.
-      const int first = warp * 16 + lane / 4 - lane % 4 * 2;
+  // In fp32 in place of the scores, and in bf16.
+  __device__ __forceinline__ void make_weights() {
+    if (step <= own) {
+      // A query does not see the keys behind it: the first 64 none of the second warpgroup's.
+      const int lane = threadIdx.x % 32, hidden = threadIdx.x / 32 % 4 * 16 + lane / 4 - lane % 4 * 2 + (own - step) * 64;
 #pragma unroll
       for (int i = 0; i < 32; ++i)
-        if (i / 4 * 8 + i % 2 < first + i / 2 % 2 * 8) scores[i] = HIDDEN;
+        if (i / 4 * 8 + i % 2 < hidden + i / 2 % 2 * 8) scores[i] = HIDDEN;
     }
     if constexpr (MASKED) hide_before_first_keys();
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 top = take_pair(stats(use) + j * 32);
+      const float2 top = take_pair(stats() + j * 32);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        const float a = power_of_two(fmaf(scores[i], SCALE, -top.x));
-        const float b = power_of_two(fmaf(scores[i + 1], SCALE, -top.y));
-        weights[i / 2] = pack(a, b);
-        d_scores[i / 2] = pack(a * d_weights[i], b * d_weights[i + 1]);
+        scores[i] = power_of_two(fmaf(scores[i], SCALE, -top.x));
+        scores[i + 1] = power_of_two(fmaf(scores[i + 1], SCALE, -top.y));
+        weights[i / 2] = pack(scores[i], scores[i + 1]);
       }
     }
-    const u32 slot = use % SCORES, to = base + SCORES_AT + slot * SCORES_BYTES;
-    wait(base + FREED + 8 * slot, use / SCORES % 2 ^ 1);
+  }
+  // For this warpgroup, and in shared memory for both.
+  __device__ __forceinline__ void make_score_gradients() {
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) d_scores[i / 2] = pack(scores[i] * d_weights[i], scores[i + 1] * d_weights[i + 1]);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      lay(to + in_rows(k), d_scores[4 * k], d_scores[4 * k + 1], d_scores[4 * k + 2], d_scores[4 * k + 3]);
+      lay(laid_scores() + in_rows(k), d_scores[4 * k], d_scores[4 * k + 1], d_scores[4 * k + 2], d_scores[4 * k + 3]);
+    copies_see_stores();
+  }
+  // As integers, with the scale of a thread's upper and its lower row; `attention_queries` knows the order.
+  __device__ __forceinline__ void hand_over(float upper, float lower) {
+    const u32 part = base + PART_AT + own * PART_BYTES;
+    wait(base + TAKEN + 8 * own, use % 2 ^ 1);
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; ++j)
+      put_four(part + (j * 128 + threadIdx.x % 128) * 16, __float2int_rn(d_query[4 * j] * upper),
+               __float2int_rn(d_query[4 * j + 1] * upper), __float2int_rn(d_query[4 * j + 2] * lower),
+               __float2int_rn(d_query[4 * j + 3] * lower));
     copies_see_stores();
     __syncwarp();
-    if (lane == 0) arrive(base + LAID + 8 * slot);
-  }
-  __device__ __forceinline__ void begin_matmuls(u32 use) {
-    const u32 stage = use % STAGES;
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-      add_matmul(d_value[h], weights, base + GRADIENT_AT + stage * QUERIES_BYTES + h * QUERIES_HALF);
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-      add_matmul(d_key[h], d_scores, base + QUERY_AT + stage * QUERIES_BYTES + h * QUERIES_HALF);
-  }
-  __device__ __forceinline__ void settle_matmuls() {
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h) settle(d_key[h]), settle(d_value[h]);
-  }
-  // The first queries of every head do not see the second keys: their warpgroup only says that it is done with them.
-  __device__ __forceinline__ bool is_hidden() const { return own == 1 && step == 0; }
-  __device__ __forceinline__ void pass_hidden() {
-    if (!is_hidden()) return;
-#pragma unroll
-    for (int turn = 0; turn < HALVES; ++turn) my_turn(), your_turn();
-    wait(base + FULL + 8 * (use % STAGES), use / STAGES % 2);
-    release(use);
-    wait(base + FREED + 8 * (use % SCORES), use / SCORES % 2 ^ 1);
-    if (threadIdx.x % 32 == 0) arrive(base + LAID + 8 * (use % SCORES));
-    ++step, ++use;
+    if (threadIdx.x % 32 == 0) arrive(base + READY + 8 * own);
   }
 
-  // All queries of all heads that see these keys. While one piece's matmuls run, so do the next one's scores.
-  __device__ __forceinline__ void take_item(int steps, int heads) {
-    step = 0;
-    pass_hidden();
-    prepare_scores(use);
-    my_turn();
-    sums_begin();
-    begin_scores(use);
-    sums_commit();
-    your_turn();
-    sums_wait<0>();
-    settle(scores), settle(d_weights);
-#pragma unroll 1
-    for (int left = (steps - own) * heads - 1; left > 0; --left) {
-      finish_scores();
-      const u32 before = use++;
-      if (++step == steps) step = 0;
-      prepare_scores(use + is_hidden());
-      my_turn();
-      sums_begin();
-      begin_matmuls(before);
-      begin_scores(use + is_hidden());
-      sums_commit();
-      your_turn();
-      pass_hidden();
-      sums_wait<0>();
-      settle(scores), settle(d_weights), settle_matmuls();
-      release(before);
-    }
-    finish_scores();
-    my_turn();
-    sums_begin();
-    begin_matmuls(use);
-    sums_commit();
-    your_turn();
-    sums_wait<0>();
-    settle_matmuls();
-    release(use);
-    ++use;
-  }
-  // The same, one piece after the other, alternating scores and matmuls: there are no registers for two.
-  __device__ __forceinline__ void take_item_in_order(int steps, int heads) {
-    step = 0;
-#pragma unroll 1
-    for (int left = steps * heads; left > 0; --left) {
-      if (is_hidden()) {
-        pass_hidden();
-        continue;
-      }
-      prepare_scores(use);
-      my_turn();
-      sums_begin();
+  // All queries of all heads that see these keys.
+  __device__ __forceinline__ void take_item(const float* scale, int steps, int heads, int blocks) {
+    scale += threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, step = 0;
+    if (AHEAD) {
+      await_queries(use);
       begin_scores(use);
-      sums_commit();
-      your_turn();
       sums_wait<0>();
-      settle(scores), settle(d_weights);
-      finish_scores();
-      my_turn();
+      settle(scores);
+    }
+#pragma unroll 1
+    for (int left = steps * heads; left > 0; --left, ++use) {
+      const float upper = scale[0], lower = scale[8];
+      if (!AHEAD) await_queries(use);
+      prepare_weight_gradients();
+      if (!AHEAD) begin_scores(use);
+      begin_weight_gradients();
+      if (!AHEAD) {
+        sums_wait<1>();
+        settle(scores);
+      }
+      make_weights();
       sums_begin();
-      begin_matmuls(use);
+      multiply_weights(d_value, weights, gradient());
       sums_commit();
-      your_turn();
+      sums_wait<1>();
+      settle(d_weights);
+      make_score_gradients();
+      // Also: the other warpgroup is done with the piece before, whose gradients of scores the next ones replace.
+      groups_sync();
+      sums_begin();
+      // Its columns of what the piece adds to the gradients of its queries.
+      multiply_transposed(d_query, laid_scores(), columns);
+      sums_commit();
+      multiply_weights(d_key, d_scores, query());
+      sums_commit();
+      // No piece follows the last one: its own scores again.
+      if (AHEAD) {
+        const u32 next = left > 1 ? use + 1 : use;
+        await_queries(next);
+        begin_scores(next);
+      }
+      sums_wait<AHEAD ? 2 : 1>();
+      settle(d_query), settle(d_value);
+      hand_over(upper, lower);
       sums_wait<0>();
-      settle_matmuls();
-      release(use);
-      ++use;
-      if (++step == steps) step = 0;
+      settle(d_key);
+      if (AHEAD) settle(scores);
+      if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
+      scale += 2 * QUERIES;
+      if (++step == steps) step = 0, scale += (blocks - steps) * 2 * QUERIES;
     }
   }
   // One row a token: the queries of a group, its key and its value, one group after another.
@@ -436,8 +348,8 @@ struct KeyGroup {
     // Through the memory of the values, which is not read any more.
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      write_rows(d_key[h], ROOT, ROOT, values, to + h * 8, row_size);
-      write_rows(d_value[h], 1, 1, values, to + HEAD / 8 + h * 8, row_size);
+      write_rows(d_key + 32 * h, ROOT, ROOT, values, to + h * 8, row_size);
+      write_rows(d_value + 32 * h, 1, 1, values, to + HEAD / 8 + h * 8, row_size);
     }
     copies_see_stores();
     __syncwarp();
@@ -447,7 +359,6 @@ struct KeyGroup {
 __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk& start, int own) {
   KeyGroup group;
   group.base = base, group.own = own, group.use = 0;
-  if (own == 1) group.your_turn();
 #pragma unroll 1
   for (int item = 0;; ++item) {
     // Read again from the list where it is needed: registers are what these warpgroups lack.
@@ -457,21 +368,17 @@ __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk
     const u32 slot = item % SLOTS;
     wait(base + ARRIVED + 8 * slot, item / SLOTS % 2);
     group.keys = base + KEY_AT + slot * KEYS_BYTES + own * QUERIES_HALF;
+    group.columns = base + KEY_AT + slot * KEYS_BYTES + (HALVES == 1 ? own * WIDTH * 2 : own * KEYS_HALF);
     group.values = base + VALUE_AT + slot * KEYS_BYTES + own * QUERIES_HALF;
     if constexpr (HALVES == 1) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) take_matrices(group.key + 4 * k, base + KEY_AT + slot * KEYS_BYTES + group.in_rows(k));
     }
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-      for (int i = 0; i < 32; ++i) group.d_key[h][i] = group.d_value[h][i] = 0;
-    const int steps = walk.end - 2 * walk.keys;
+    for (int i = 0; i < HEAD / 2; ++i) group.d_key[i] = group.d_value[i] = 0;
     group.first = walk.keys * KEYS + own * 64;
-    if constexpr (HALVES == 1)
-      group.take_item(steps, walk.queries());
-    else
-      group.take_item_in_order(steps, walk.queries());
+    group.take_item(task.scales + walk.piece() * 2 * QUERIES, walk.end - 2 * walk.keys, walk.queries(),
+                    walk.shape.tokens / QUERIES);
     walk = start;
     walk.item = item, walk.open();
     group.write(task, walk);
@@ -488,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) barrier_init(base + FULL + 8 * i, 1), barrier_init(base + EMPTY + 8 * i, 2);
-    for (int i = 0; i < SCORES; ++i) barrier_init(base + LAID + 8 * i, 8), barrier_init(base + FREED + 8 * i, 1);
+    for (int i = 0; i < 2; ++i) barrier_init(base + READY + 8 * i, 4), barrier_init(base + TAKEN + 8 * i, 1);
     for (int i = 0; i < SLOTS; ++i) barrier_init(base + ARRIVED + 8 * i, 1), barrier_init(base + LEFT + 8 * i, 8);
     barriers_are_ready();
   }
@@ -499,7 +406,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   // 168 registers a thread at the start: three warpgroups share 504.
   if (warpgroup == 0) {
     fewer_registers<504 - 2 * KEY_REGISTERS>();
-    add_to_queries(base, task, walk);
+    if (threadIdx.x == 0) fetch_all(base, task, walk);
+    if (threadIdx.x == 32 || threadIdx.x == 64) add_to_queries(base, task, walk, threadIdx.x / 32 - 1);
   } else {
     more_registers<KEY_REGISTERS>();
     keep_keys(base, task, walk, warpgroup - 1);

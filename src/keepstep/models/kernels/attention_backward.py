@@ -102,7 +102,7 @@ def _shared_bytes(head_size: int, masked: bool) -> int:
     """Keys, values, queries, gradients, scores, partial sums, statistics and barriers: as in attention_backward.cu."""
     slots, stages = (2, 4) if head_size == 64 else (1, 3)
     keys_bytes, queries_bytes = KEYS * head_size * 2, QUERIES * head_size * 2
-    scores_bytes, part_bytes = KEYS * QUERIES * 2, QUERIES * (64 if head_size == 64 else 32) * 4
+    scores_bytes, part_bytes = KEYS * QUERIES * 2, QUERIES * head_size // 2 * 4
     tiles = 2 * slots * keys_bytes + 2 * stages * queries_bytes + 2 * scores_bytes + 2 * part_bytes
     return tiles + stages * (3 if masked else 2) * QUERIES * 4 + 128
 

@@ -1,5 +1,9 @@
 // Instructions that attention_backward.cu uses besides those of hopper.cu.
 
+// Which half of `matrix` depends on the place: the next 16 numbers of k are a small sum away.
+__device__ __forceinline__ u32 place(u32 at, u32 leading_bytes) { return (at >> 4) + (leading_bytes << 12); }
+__device__ __forceinline__ u64 matrix_at(u32 place) { return matrix(0, 0) | place; }
+
 // 64 × 64 sums = left · right, each over 64 numbers; left in registers, right as [n, k].
 __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[16], u32 right) {
 #pragma unroll
@@ -8,34 +12,49 @@ __device__ __forceinline__ void multiply(float (&sums)[32], const u32 (&left)[16
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
                  : @OPERANDS sums 32@
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 32, 16)), "r"(k));
+                   "l"(matrix_at(place(right, 16) + k * 2)), "r"(k));
 }
-// The same added, left in shared memory.
-__device__ __forceinline__ void add_shared(float (&sums)[32], u32 left, u32 right) {
+// The same, left in shared memory; added to what the sums were, or not.
+__device__ __forceinline__ void multiply_shared(float (&sums)[32], u32 left, u32 right, int add) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, 1, 1, 1, 0, 0;\n"
-                 : @OPERANDS sums 32@ : "l"(matrix(left + k * 32, 16)), "l"(matrix(right + k * 32, 16)));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+                 : @OPERANDS sums 32@ : "l"(matrix_at(place(left, 16) + k * 2)), "l"(matrix_at(place(right, 16) + k * 2)), "r"(k | add));
 }
-// The first added, right as [k, n].
-__device__ __forceinline__ void add_matmul(float (&sums)[32], const u32 (&left)[16], u32 right) {
+// 64 × 64 or 64 × 128 sums over 64 numbers are added; left in registers, right as [k, n] in halves of 64 columns.
+__device__ __forceinline__ void multiply_weights(float (&sums)[32], const u32 (&left)[16], u32 right) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
                  : @OPERANDS sums 32@
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
-                   "l"(matrix(right + k * 2048, 8192)));
+                   "l"(matrix_at(place(right, 8192) + k * 128)));
 }
-// 64 × 64 or 64 × 32 sums over 16 numbers each, from [k, m] and [k, n].
-__device__ __forceinline__ void multiply_transposed(float (&sums)[32], u32 left, u32 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 1, 1;\n}\n"
-               : @OPERANDS sums 32@ : "l"(matrix(left, 8192)), "l"(matrix(right, 8192)), "r"(add));
+__device__ __forceinline__ void multiply_weights(float (&sums)[64], const u32 (&left)[16], u32 right) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {@NUMBERS 64@}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+                 : @OPERANDS sums 64@
+                 : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
+                   "l"(matrix_at(place(right, 8192) + k * 128)));
 }
-__device__ __forceinline__ void multiply_transposed(float (&sums)[16], u32 left, u32 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {@NUMBERS 16@}, %16, %17, p, 1, 1, 1, 1;\n}\n"
-               : @OPERANDS sums 16@ : "l"(matrix(left, 8192)), "l"(matrix(right, 8192)), "r"(add));
+// 64 × 64 or 64 × 32 sums over 128 numbers each, from [k, m] and [k, n].
+__device__ __forceinline__ void multiply_transposed(float (&sums)[32], u32 left, u32 right) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+                 : @OPERANDS sums 32@
+                 : "l"(matrix_at(place(left, 8192) + k * 128)), "l"(matrix_at(place(right, 8192) + k * 128)), "r"(k));
+}
+__device__ __forceinline__ void multiply_transposed(float (&sums)[16], u32 left, u32 right) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {@NUMBERS 16@}, %16, %17, p, 1, 1, 1, 1;\n}\n"
+                 : @OPERANDS sums 16@
+                 : "l"(matrix_at(place(left, 8192) + k * 128)), "l"(matrix_at(place(right, 8192) + k * 128)), "r"(k));
 }
 // Keeps the compiler from reading sums before they were waited for.
 template <int N> __device__ __forceinline__ void settle(float (&sums)[N]) {
@@ -62,12 +81,9 @@ __device__ __forceinline__ void add_run(int* to, u32 from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;\n"
                "cp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// All but the last LEFT runs are read: their memory may be written again.
-template <int LEFT> __device__ __forceinline__ void added_runs_are_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
-}
+// Their memory may be written again.
+__device__ __forceinline__ void added_runs_are_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void added_runs_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Two warpgroups that alternate: one waits for its name, the other gives it.
-__device__ __forceinline__ void wait_for_turn(u32 name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
-__device__ __forceinline__ void give_turn(u32 name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
+// The two warpgroups that compute wait for one another.
+__device__ __forceinline__ void groups_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }

@@ -77,17 +77,15 @@ extern "C" __global__ void __launch_bounds__(128)
     const int4* from = query_sums + piece * (QUERIES * HEAD / 4);
     const float* inverse = scales + piece * 2 * QUERIES + QUERIES + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     const float upper = inverse[0] * ROOT, lower = inverse[8] * ROOT;
-    float sums[HALVES][32];
+    float sums[HEAD / 2];
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int4 x = from[(h * 8 + j) * 128 + threadIdx.x];
-        sums[h][4 * j] = x.x, sums[h][4 * j + 1] = x.y, sums[h][4 * j + 2] = x.z, sums[h][4 * j + 3] = x.w;
-      }
+    for (int j = 0; j < HEAD / 8; ++j) {
+      const int4 x = from[j * 128 + threadIdx.x];
+      sums[4 * j] = x.x, sums[4 * j + 1] = x.y, sums[4 * j + 2] = x.z, sums[4 * j + 3] = x.w;
+    }
     rope.undo(sums);
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
-      write_rows(sums[h], upper, lower, (u32)__cvta_generic_to_shared(room), to + h * 8, slots);
+      write_rows(sums + 32 * h, upper, lower, (u32)__cvta_generic_to_shared(room), to + h * 8, slots);
   }
 }

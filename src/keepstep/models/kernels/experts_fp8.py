@@ -1,11 +1,11 @@
 """What the fp8 backward pass of experts does between its matmuls, each in one pass over memory.
 
-The tensor cores' fp8 matmuls want both sides contiguous along what is summed over, which for gradients of weights are the
-rows of an expert. So their operands are written transposed: the rows of each expert begin at a multiple of 128, and zeros
-follow them up to the next one.
+The tensor cores' fp8 matmuls need both sides contiguous along what is summed over. For gradients of weights these are
+the rows of an expert, so their operands are written transposed: the rows of each expert begin at a multiple of 128, and
+zeros follow them up to the next one.
 
-Shape legend: n tokens, m rows sorted by expert, r those rows with zeros after each expert's, d hidden, e experts, f width
-of an expert; a trailing 8 is a tensor in fp8.
+Shape legend: n tokens, m rows sorted by expert, r those rows with zeros after each expert's, d hidden, e experts, f
+width of an expert; a trailing 8 is a tensor in fp8.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ _WARPS = 8
 
 
 @triton.jit
-def _rows_of_run(first, ends, until, experts, expert_block: tl.constexpr, block: tl.constexpr):
-    """The sorted rows that belong at `first` and after it, and which of them there are; all are of one expert."""
+def _run_of(first, ends, until, experts, expert_block: tl.constexpr):
+    """How far from its place is the sorted row that belongs at `first`, and where the rows of its expert end."""
     lane = tl.arange(0, expert_block)
     passed = tl.load(until + lane, mask=lane < experts, other=2147483647) <= first
     expert = tl.minimum(tl.sum(passed.to(tl.int32), 0), experts - 1)
     before = tl.maximum(expert - 1, 0)
     moved = tl.where(expert > 0, tl.load(ends + before) - tl.load(until + before), 0)
-    row = first + moved + tl.arange(0, block)
-    return row, row < tl.load(ends + expert)
+    return moved, tl.load(ends + expert)
+
+
+@triton.jit
+def _token_bytes(source, order, row, end, column, inside, width, top_k: tl.constexpr):
+    token = tl.load(order + row, mask=row < end, other=0) // top_k
+    mask = (row < end)[:, None] & inside[None, :]
+    return tl.load(source + token[:, None] * width + column[None, :], mask=mask, other=0).to(tl.int16)
 
 
 @triton.jit
@@ -40,16 +46,17 @@ def _spread_transposed_kernel(
     source, order, ends, until, output, width, rows, experts, top_k: tl.constexpr, expert_block: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
+    # Rows in pairs: there are instructions that transpose two bytes, and none for one.
+    pairs: tl.constexpr = tile // 2
     first = tl.program_id(0) * tile
-    row, is_row = _rows_of_run(first, ends, until, experts, expert_block, tile)
-    token = tl.load(order + row, mask=is_row, other=0) // top_k
+    moved, end = _run_of(first, ends, until, experts, expert_block)
+    row = first + moved + 2 * tl.arange(0, pairs)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = column < width
-    numbers = tl.load(
-        source + token[:, None] * width + column[None, :], mask=is_row[:, None] & inside[None, :], other=0
-    )
-    places = column[:, None].to(tl.int64) * rows + (first + tl.arange(0, tile))[None, :]
-    tl.store(output + places, tl.trans(numbers), mask=inside[:, None])
+    even = _token_bytes(source, order, row, end, column, inside, width, top_k)
+    odd = _token_bytes(source, order, row + 1, end, column, inside, width, top_k)
+    places = column[:, None].to(tl.int64) * (rows // 2) + (first // 2 + tl.arange(0, pairs))[None, :]
+    tl.store(output + places, tl.trans((even & 0xFF) | (odd << 8)), mask=inside[:, None])
 
 
 @triton.jit
@@ -60,12 +67,14 @@ def _small(numbers, highest, element: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward_kernel(
-    gradient, gate_up, weight, by_row, by_left, by_right, ends, until, straight, transposed, activation, d_weight, width,
-    rows, experts, highest, transposes: tl.constexpr, expert_block: tl.constexpr, block: tl.constexpr,
+    gradient, gate_up, weight, by_row, by_left, by_right, ends, until, straight, transposed, activation, d_weight,
+    width, rows, experts, highest, transposes: tl.constexpr, expert_block: tl.constexpr, block: tl.constexpr,
     columns: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * block
-    row, is_row = _rows_of_run(first, ends, until, experts, expert_block, block)
+    moved, end = _run_of(first, ends, until, experts, expert_block)
+    row = first + moved + tl.arange(0, block)
+    is_row = row < end
     scale = tl.load(weight + row, mask=is_row, other=0.0)[:, None]
     straight_by = tl.load(by_row + row, mask=is_row, other=0.0)[:, None]
     left_by = tl.load(by_left + row, mask=is_row, other=0.0)[:, None]
@@ -94,10 +103,13 @@ def _swiglu_backward_kernel(
             places = column.to(tl.int64)[:, None] * rows + (first + tl.arange(0, block))[None, :]
             kept = inside[:, None]
             ups = transposed + width.to(tl.int64) * rows
-            tl.store(transposed + places, tl.trans(_small(d_gate * left_by, highest, element)), mask=kept)
-            tl.store(ups + places, tl.trans(_small(d_up * left_by, highest, element)), mask=kept)
-            product = silu * up * scale
-            tl.store(activation + places, tl.trans(_small(product * right_by, highest, element)), mask=kept)
+            # As two bytes, which there are instructions to transpose for.
+            d_gate = tl.trans((d_gate * left_by).to(tl.bfloat16)).to(tl.float32)
+            tl.store(transposed + places, _small(d_gate, highest, element), mask=kept)
+            d_up = tl.trans((d_up * left_by).to(tl.bfloat16)).to(tl.float32)
+            tl.store(ups + places, _small(d_up, highest, element), mask=kept)
+            product = tl.trans((silu * up * scale * right_by).to(tl.bfloat16)).to(tl.float32)
+            tl.store(activation + places, _small(product, highest, element), mask=kept)
     tl.store(d_weight + row, total, mask=is_row)
 
 
@@ -125,8 +137,8 @@ def spread_transposed(
     if output.numel():
         grid = (rows // _TILE, triton.cdiv(width, _TILE))
         _spread_transposed_kernel[grid](
-            source8_nd.view(torch.int8), order_m, ends_e, until_e, output.view(torch.int8), width, rows, experts, top_k,
-            triton.next_power_of_2(experts), _TILE, num_warps=_WARPS,
+            source8_nd.view(torch.int8), order_m, ends_e, until_e, output.view(torch.int16), width, rows, experts,
+            top_k, triton.next_power_of_2(experts), _TILE, num_warps=_WARPS,
         )  # fmt: skip
     return output
 

@@ -1,7 +1,7 @@
 """What the fp8 backward pass of experts does between its matmuls: our Triton kernels on GPUs, else torch's operators.
 
-Gradients of weights are sums over an expert's rows, which fp8 matmuls want to find next to each other. So some tensors are
-written transposed, as `Runs` says where.
+Gradients of weights are sums over an expert's rows, which fp8 matmuls need to find next to each other. So some tensors
+are written transposed, with each expert's rows where `Runs` says.
 
 Shape legend: n tokens, k experts of a token, m rows sorted by expert, r those rows with zeros after each expert's, d
 hidden, e experts, f width of an expert; a trailing 8 is a tensor in fp8.
@@ -63,7 +63,12 @@ def _(source8_nd: Tensor, order_m: Tensor, ends_e: Tensor, until_e: Tensor, top_
 
 @torch.library.custom_op("keepstep::swiglu_backward_fp8", mutates_args=())
 def swiglu_backward_fp8(
-    gradient_mf: Tensor, gate_up_mf: Tensor, row_factors: list[Tensor], ends_e: Tensor, until_e: Tensor, transposes: bool
+    gradient_mf: Tensor,
+    gate_up_mf: Tensor,
+    row_factors: list[Tensor],
+    ends_e: Tensor,
+    until_e: Tensor,
+    transposes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradient of the gates and ups in e5m2, [m, 2f] and [2f, r], the activation [f, r], and the gradient of weights.
 
@@ -83,13 +88,19 @@ def swiglu_backward_fp8(
     d_weight_m, dy_mf = (dy_mf * silu_mf * up_mf).sum(1), dy_mf * weight_m1
     d_gate_up_mf = torch.cat([dy_mf * up_mf * (sigmoid_mf + silu_mf * (1 - sigmoid_mf)), dy_mf * silu_mf], dim=1)
     columns = d_gate_up_mf * left_m1, silu_mf * up_mf * weight_m1 * right_m1
-    kept = [_transposed(_e5m2(part), runs, rows) if transposes else _e5m2(part[:0]).t().contiguous() for part in columns]
+    parts = [_e5m2(part.bfloat16()) for part in columns]
+    kept = [_transposed(part, runs, rows) if transposes else part[:0].t().contiguous() for part in parts]
     return _e5m2(d_gate_up_mf * straight_m1), kept[0], kept[1], d_weight_m
 
 
 @swiglu_backward_fp8.register_fake
 def _(
-    gradient_mf: Tensor, gate_up_mf: Tensor, row_factors: list[Tensor], ends_e: Tensor, until_e: Tensor, transposes: bool  # noqa: ARG001
+    gradient_mf: Tensor,
+    gate_up_mf: Tensor,
+    row_factors: list[Tensor],
+    ends_e: Tensor,
+    until_e: Tensor,  # noqa: ARG001
+    transposes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (m, f), kept = gradient_mf.shape, _padded(gradient_mf.shape[0], ends_e.shape[0]) * transposes
     shapes = (m, 2 * f), (2 * f, kept), (f, kept)
@@ -150,12 +161,13 @@ def _prove(device: torch.device) -> float:
             for part in (gradient, gate_up, source.to(torch.float8_e4m3fn), weights, undo_e, order_m, *runs, *factors)
         )
         if module is sys.modules[__name__]:
-            moved, backward = module.spread_transposed(s, order, ends, until, 2), (d, g, rows, ends, until, True)
+            moved = module.spread_transposed(s, order, ends, until, 2)
+            gradients = module.swiglu_backward_fp8(d, g, rows, ends, until, True)
         else:
             padded = _padded(330, 4)
             moved = module.spread_transposed(s, order, (ends, until), 2, padded)
-            backward = d, g, rows, (ends, until), padded, True
-        return [moved, *module.swiglu_backward_fp8(*backward), module.transposed_weights(w, u)]
+            gradients = module.swiglu_backward_fp8(d, g, rows, (ends, until), padded, transposes=True)
+        return [moved, *gradients, module.transposed_weights(w, u)]
 
     from keepstep.models.kernels import experts_fp8
 

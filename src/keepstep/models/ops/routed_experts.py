@@ -9,8 +9,9 @@ of the forward pass too, e5m2 for the gradient of gates and ups and the activati
 have a scale each, and so have the weights of each expert. Gradients pass the rounding as if nothing had been rounded
 (straight-through).
 
-Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, e experts, f width of an expert; a
-trailing 8 is a tensor in fp8, and `undo` what its numbers are to be multiplied by.
+Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, r those rows with zeros after each
+expert's, d hidden, e experts, f width of an expert; a trailing 8 is a tensor in fp8, and `undo` what its numbers are to
+be multiplied by.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from keepstep.models.ops.experts_fp8 import runs_of, spread_transposed, swiglu_b
 _TYPICAL = 2.0**34
 """Products of two sums of e4m3 numbers become numbers of e5m2 when they are divided by it.
 
-A sum over some thousand inputs is typically 2^19: numbers that fill their format are on average a quarter of its end, 448.
+A sum over some thousand inputs is typically 2^19: numbers that fill their format are about a quarter of its end, 448.
 So typical products are 2^4, with room for 4000 times as much in e5m2, and for a 2^18th with all its digits.
 """
 _LEAST = 1e-30
@@ -100,7 +101,8 @@ def _forward_fp8(
 
 def _spread_fp8(source8_nd: Tensor, routes: Routes, top_k: int) -> Tensor:
     # Each token is quantized once, and then copied: half the bytes, and a word holds two numbers.
-    return spread_rows(source8_nd.view(torch.int16), routes.place_m, top_k).view(source8_nd.dtype)
+    words_md: Tensor = spread_rows(source8_nd.view(torch.int16), routes.place_m, top_k)
+    return words_md.view(source8_nd.dtype)
 
 
 def _quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,11 +197,11 @@ def _backward_fp8(
 def _scales(
     weight_m: Tensor, x_undo_m: Tensor, d_out_undo_m: Tensor, gate_up_undo: Tensor, down_undo: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """Scales of e5m2 numbers, from those of what they are made of: the range is so wide that nothing is to be measured.
+    """Scales of e5m2 numbers from those of what they are made of: its range is so wide that nothing must be measured.
 
-    First what undoes that of each row of the gradient of gates and ups. Then what a row of it is multiplied by, straight
-    and transposed, and a row of the activation. The transposed ones take up the scales of the e4m3 numbers that they
-    meet, because those change along what is summed over. Last what undoes the scales of both sums.
+    First what undoes the scale of each row of the gradient of gates and ups. Then what each row is multiplied by: of
+    that gradient, straight and transposed, and of the activation. The transposed ones take up the scales of the e4m3
+    numbers that they meet, which change along what is summed over. Last what undoes the scales of both sums.
     """
     scale_m = weight_m.abs() * d_out_undo_m * x_undo_m * _TYPICAL
     dx_undo_m = (scale_m * (gate_up_undo * down_undo)).clamp(min=_LEAST)

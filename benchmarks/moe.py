@@ -7,7 +7,8 @@ Parts, of at most about two minutes each on an H200; a part keeps the results of
 - `layer`: forward and backward of one layer of three shapes next to the compiled reference of this file, which has the
   same weights. They take turns, and medians count, because a GPU gets slower as it heats up.
 - `steps`: whole training steps of an eight-layer Qwen3-MoE and of OLMoE-1B-7B with its whole training state.
-- `fp8`: steps of an eight-layer OLMoE in bf16 and in fp8, and the loss of both after real steps.
+- `fp8`: steps of an eight-layer OLMoE and of a three-layer Mixtral in bf16 and in fp8, and the loss of OLMoE in both
+  after real steps.
 
 `--tiny` runs everything in seconds on a CPU, to see that it runs.
 """
@@ -36,7 +37,7 @@ from keepstep.core.errors import KeepstepError
 from keepstep.core.files import write_json
 from keepstep.models.kernels import grouped_gemm
 from keepstep.models.moe import MoE
-from keepstep.models.ops import expert_matmuls, expert_rows
+from keepstep.models.ops import expert_matmuls, expert_rows, experts_fp8
 from keepstep.models.ops.routed_experts import sort_by_expert
 from keepstep.models.size import peak_flops
 from keepstep.train.bench import bench_step
@@ -46,7 +47,7 @@ RESULTS = Path(__file__).parent / "results" / "moe.json"
 PARTS = ("kernels", "layer", "steps", "fp8")
 KEYS = (
     "layer_ratio_olmoe", "layer_ratio_qwen3", "layer_ratio_mixtral", "qwen3_8layer_tokens_per_s", "olmoe_mfu",
-    "fp8_over_bf16", "fp8_loss_difference",
+    "fp8_over_bf16", "fp8_over_bf16_mixtral", "fp8_loss_difference",
 )  # fmt: skip
 TINY = (
     "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.head_dim=16", "model.vocab=512",
@@ -294,39 +295,41 @@ def matmuls(rows: Rows) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Te
 
 
 def fp8_matmuls(rows: Rows) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], int]]:
-    """Ours of e4m3 numbers next to ours in bf16, on random bytes' worth of numbers; empty where we have none."""
+    """Ours of fp8 numbers next to ours in bf16; empty where we have none."""
     r, (experts, n, d), f = rows, rows.gate_up_weights.shape, rows.down.shape[2]
     if not rows.x.is_cuda or not grouped_gemm.can_multiply_fp8(r.x, r.gate_up_weights.shape):
         return {}
-    scales = torch.ones(len(r.x), device=r.x.device), torch.full((experts,), 0.02, device=r.x.device)
-    x8, d_out8, gate_up8, activation8 = (
-        part.to(torch.float8_e4m3fn) for part in (r.x, r.d_out, r.gate_up, r.activation)
-    )
-    weights8, down8 = ((part * 50).to(torch.float8_e4m3fn) for part in (r.gate_up_weights, r.down))
+    one_m, e4m3, e5m2 = torch.ones(len(r.x), device=r.x.device), torch.float8_e4m3fn, torch.float8_e5m2
+    # Weights are multiplied by 64, so that they are no subnormal numbers.
+    one_e, down_e = torch.ones(experts, device=r.x.device), torch.full((experts,), 1 / 64, device=r.x.device)
+    x8, d_out8, activation8, d_gate_up8 = r.x.to(e4m3), r.d_out.to(e4m3), r.activation.to(e4m3), r.gate_up.to(e5m2)
+    weights8, down8 = ((part * 64).to(e4m3) for part in (r.gate_up_weights, r.down))
     weights8t, down8t = (part.transpose(1, 2).contiguous() for part in (weights8, down8))
+    runs, order = experts_fp8.runs_of(r.ends, len(r.x)), torch.arange(len(r.x), device=r.x.device)
+    transposed = [
+        experts_fp8.spread_transposed(part, order, *runs, 1) for part in (x8, d_out8, r.activation.to(e5m2), d_gate_up8)
+    ]
     bf16 = matmuls(rows)
-    return {
-        "fp8 gate_up + SwiGLU": (
-            lambda: grouped_gemm.expert_gate_up(x8, weights8, r.weight, r.ends, scales)[0],
-            bf16["gate_up + SwiGLU"][0],
+
+    def d_gate_up() -> Tensor:
+        dy = grouped_gemm.expert_matmul_fp8(d_out8, down8t, r.ends, (one_m, down_e))
+        return experts_fp8.swiglu_backward_fp8(dy, r.gate_up, [r.weight, one_m, one_m, one_m], *runs, True)[0]
+
+    ours: dict[str, tuple[Callable[[], Tensor], int]] = {
+        "gate_up + SwiGLU": (
+            lambda: grouped_gemm.expert_gate_up(x8, weights8, r.weight, r.ends, (one_m, down_e))[0],
             n * d,
         ),
-        "fp8 down": (
-            lambda: grouped_gemm.expert_matmul_fp8(activation8, down8, r.ends, scales),
-            bf16["down"][0],
-            d * f,
-        ),
-        "fp8 d_gate_up": (
-            lambda: grouped_gemm.expert_d_gate_up(d_out8, down8t, r.gate_up, r.weight, r.ends, scales)[0],
-            bf16["d_gate_up + SwiGLU"][0],
-            d * f,
-        ),
-        "fp8 dx": (
-            lambda: grouped_gemm.expert_matmul_fp8(gate_up8, weights8t, r.ends, scales),
-            bf16["dx"][0],
+        "down": (lambda: grouped_gemm.expert_matmul_fp8(activation8, down8, r.ends, (one_m, down_e)), d * f),
+        "d_gate_up + SwiGLU": (d_gate_up, d * f),
+        "dx": (lambda: grouped_gemm.expert_matmul_fp8(d_gate_up8, weights8t, r.ends, (one_m, down_e)), n * d),
+        "gate_up weights": (
+            lambda: grouped_gemm.expert_outer_fp8(transposed[3], transposed[0], one_e, *runs),
             n * d,
         ),
+        "down weights": (lambda: grouped_gemm.expert_outer_fp8(transposed[1], transposed[2], one_e, *runs), d * f),
     }
+    return {f"fp8 {name}": (call, bf16[name][0], per_row) for name, (call, per_row) in ours.items()}
 
 
 def is_fused(rows: Rows) -> bool:
@@ -419,13 +422,14 @@ def final_loss(args: argparse.Namespace, precision: str, folder: Path) -> float:
 
 def fp8_part(result: dict[str, Any], args: argparse.Namespace) -> None:
     rows = [2] if args.tiny else [8, 4]
-    steps = {
-        precision: fitting_step(args, rows, "model=olmoe-1b-7b", "model.layers=8", f"precision={precision}")
-        for precision in ("bf16", "fp8")
-    }
-    result["fp8_steps"] = steps
-    result["fp8_over_bf16"] = steps["fp8"]["tokens_per_s"] / steps["bf16"]["tokens_per_s"]
-    write_json(args.out, result)
+    for name, preset, layers in (("", "olmoe-1b-7b", 8), ("_mixtral", "mixtral-8x7b", 3)):
+        steps = {
+            precision: fitting_step(args, rows, f"model={preset}", f"model.layers={layers}", f"precision={precision}")
+            for precision in ("bf16", "fp8")
+        }
+        result[f"fp8_steps{name}"] = steps
+        result[f"fp8_over_bf16{name}"] = steps["fp8"]["tokens_per_s"] / steps["bf16"]["tokens_per_s"]
+        write_json(args.out, result)
     with tempfile.TemporaryDirectory() as folder:
         losses = {precision: final_loss(args, precision, Path(folder)) for precision in ("bf16", "fp8")}
     result["fp8_losses"] = losses

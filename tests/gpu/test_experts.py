@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from keepstep.models.kernels.grouped_gemm import can_multiply
+from keepstep.models.kernels.grouped_gemm import can_multiply, can_multiply_fp8
 from keepstep.models.ops.expert_rows import top_experts
 from keepstep.models.ops.routed_experts import routed_experts, sort_by_expert
 
@@ -16,8 +16,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def results(experts: int, top_k: int, hidden: int, width: int, chosen: Tensor, fused: bool) -> list[Tensor]:
-    """Output and gradients of one layer, in bf16 by our kernels or in fp32 one expert at a time."""
+def results(
+    experts: int, top_k: int, hidden: int, width: int, chosen: Tensor, fused: bool, fp8: bool = False
+) -> list[Tensor]:
+    """Output and gradients of one layer, in bf16 or fp8 by our kernels or in fp32 one expert at a time."""
     torch.manual_seed(3)
     tokens, dtype = len(chosen), torch.bfloat16 if fused else torch.float32
 
@@ -32,9 +34,9 @@ def results(experts: int, top_k: int, hidden: int, width: int, chosen: Tensor, f
     )
     gradient = draw(tokens, hidden).detach()
     if fused:
-        assert can_multiply(x, gate_up.shape)
+        assert (can_multiply_fp8 if fp8 else can_multiply)(x, gate_up.shape)
         routes = sort_by_expert(chosen, chosen.flatten().bincount(minlength=experts))
-        out = routed_experts(x, weights, gate_up, down, routes)
+        out = routed_experts(x, weights, gate_up, down, routes, fp8=fp8)
     else:
         out = torch.zeros_like(x)
         for expert in range(experts):
@@ -45,15 +47,16 @@ def results(experts: int, top_k: int, hidden: int, width: int, chosen: Tensor, f
     return [out, *torch.autograd.grad(out, (x, weights, gate_up, down), gradient)]
 
 
+@pytest.mark.parametrize(("fp8", "most"), [(False, 0.02), (True, 0.12)])
 @pytest.mark.parametrize(("experts", "hidden", "width"), [(5, 512, 768), (64, 2048, 1024)])
-def test_experts_in_their_matmuls(experts: int, hidden: int, width: int) -> None:
+def test_experts_in_their_matmuls(experts: int, hidden: int, width: int, fp8: bool, most: float) -> None:
     generator = torch.Generator("cuda").manual_seed(4)
     chosen = torch.rand(3000, experts, device="cuda", generator=generator).topk(4).indices
     chosen[chosen == 1] = 3  # An expert that gets no row.
-    ours, again = (results(experts, 4, hidden, width, chosen, True) for _ in range(2))
+    ours, again = (results(experts, 4, hidden, width, chosen, True, fp8) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     for one, other in zip(ours, results(experts, 4, hidden, width, chosen, False), strict=True):
-        assert (one.float() - other).norm() < 0.02 * other.norm()
+        assert (one.float() - other).norm() < most * other.norm()
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(5000, 128, 8), (33, 60, 4), (1, 8, 2), (0, 64, 8)])

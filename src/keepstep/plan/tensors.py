@@ -341,7 +341,7 @@ def _own_routing_bytes(model: ModelConfig, size: int, fp8: bool) -> int:
     # Where each copy of a token went and came from, in 64 bits, and its weights.
     each = 3 * 8 + 3 * FP32
     if fp8:
-        # Their backward is bf16, so they save their input in it; both count as one byte so far.
+        # They save their input and the gates and ups in bf16; the input counts as one byte so far.
         scores += model.hidden * model.expert_layers / model.layers
         return int(scores + copies * (each - model.expert_size))
     if not (experts.bias or experts.swiglu_limit):

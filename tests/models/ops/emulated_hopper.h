@@ -213,13 +213,19 @@ static float decode_e4m3(u8 bits) {
   const float value = (bits & 127) == 127 ? NAN : exponent ? ldexpf(8 + digits, exponent - 10) : ldexpf(digits, -9);
   return bits & 128 ? -value : value;
 }
-static float from_e4m3(u8 bits) {
+// The upper byte of a number of two bytes.
+static float decode_e5m2(u8 bits) {
+  const int exponent = bits >> 2 & 31, digits = bits & 3;
+  const float value = exponent == 31 ? (digits ? NAN : INFINITY) : exponent ? ldexpf(4 + digits, exponent - 17) : ldexpf(digits, -16);
+  return bits & 128 ? -value : value;
+}
+static float from_fp8(u8 bits, bool is_e5m2) {
   static const std::vector<float> all = [] {
     std::vector<float> numbers;
-    for (int i = 0; i < 256; ++i) numbers.push_back(decode_e4m3(i));
+    for (int i = 0; i < 512; ++i) numbers.push_back(i < 256 ? decode_e4m3(i) : decode_e5m2(i - 256));
     return numbers;
   }();
-  return all[bits];
+  return all[is_e5m2 * 256 + bits];
 }
 inline u32 pack(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 inline float low(u32 both) { return from_bits(both << 16); }
@@ -234,7 +240,7 @@ inline void sums_commit() {}
 template <int> inline void sums_wait() { warpgroup_sync(0); }
 inline u64 matrix(u32 address, u32 leading_bytes) { return (u64)leading_bytes << 32 | address; }
 // 32 bytes of row or column i: 16 numbers over k, or 32 of one byte.
-static void line(float* numbers, u64 matrix, int i, bool transposed, bool fp8) {
+static void line(float* numbers, u64 matrix, int i, bool transposed, bool fp8, bool is_e5m2 = false) {
   const u32 start = (u32)matrix, leading = matrix >> 32;
   for (int k = 0; k < (fp8 ? 32 : 16); ++k) {
     const u32 inside = transposed ? i / 64 * leading + k / 8 * 1024 + k % 8 * 128 + i % 64 * 2
@@ -242,15 +248,16 @@ static void line(float* numbers, u64 matrix, int i, bool transposed, bool fp8) {
     const char* here = at(swizzled(start + inside), running->block);
     u16 two;
     memcpy(&two, here, fp8 ? 1 : 2);
-    numbers[k] = fp8 ? from_e4m3(*here) : from_bits((u32)two << 16);
+    numbers[k] = fp8 ? from_fp8(*here, is_e5m2) : from_bits((u32)two << 16);
   }
 }
-static void add_product(float (&sums)[128], u64 left, u64 right, int add, bool left_t, bool right_t, bool fp8) {
+static void add_product(float (&sums)[128], u64 left, u64 right, int add, bool left_t, bool right_t, bool fp8,
+                        bool left_e5m2 = false, bool right_e5m2 = false) {
   const int warp = running->thread % 128 / 32, lane = running->thread % 32;
   float rows[2][32], column[32];
-  for (int h = 0; h < 2; ++h) line(rows[h], left, warp * 16 + lane / 4 + 8 * h, left_t, fp8);
+  for (int h = 0; h < 2; ++h) line(rows[h], left, warp * 16 + lane / 4 + 8 * h, left_t, fp8, left_e5m2);
   for (int i = 0; i < 64; ++i) {
-    line(column, right, i / 2 * 8 + lane % 4 * 2 + i % 2, right_t, fp8);
+    line(column, right, i / 2 * 8 + lane % 4 * 2 + i % 2, right_t, fp8, right_e5m2);
     for (int h = 0; h < 2; ++h) {
       float& sum = sums[i / 2 * 4 + h * 2 + i % 2];
       if (!add) sum = 0;
@@ -261,8 +268,9 @@ static void add_product(float (&sums)[128], u64 left, u64 right, int add, bool l
 template <int LEFT_TRANSPOSED, int TRANSPOSED> inline void multiply(float (&sums)[128], u64 left, u64 right, int add) {
   add_product(sums, left, right, add, LEFT_TRANSPOSED, TRANSPOSED, false);
 }
-inline void multiply_fp8(float (&sums)[128], u64 left, u64 right, int add) {
-  add_product(sums, left, right, add, false, false, true);
+enum Format { BF16, E4M3, E5M2_E4M3, E4M3_E5M2 };
+template <int FORMAT> inline void multiply_fp8(float (&sums)[128], u64 left, u64 right, int add) {
+  add_product(sums, left, right, add, false, false, true, FORMAT == E5M2_E4M3, FORMAT == E4M3_E5M2);
 }
 
 // ---- launches ----

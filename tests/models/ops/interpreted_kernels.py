@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 from keepstep.models import linear, norm, quantized_weight
 from keepstep.models.kernels import cross_entropy, muon, optimizer, quantized
 from keepstep.models.kernels.cuda import relative_difference
-from keepstep.models.ops import expert_rows, qk_norm, rope, swiglu
+from keepstep.models.ops import expert_rows, experts_fp8, qk_norm, rope, swiglu
 
 TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 BITS = {1: torch.uint8, 2: torch.int16}
@@ -47,6 +47,7 @@ PROOFS: dict[str, Callable[[torch.device], float]] = {
     "experts": expert_rows._prove,
     "top_experts": expert_rows._prove_choice,
     "quantize_rows": expert_rows._prove_quantization,
+    "experts_fp8": experts_fp8._prove,
     "nf4": quantized_weight._nf4_difference,
     "fp8 base": prove_fp8_base,
     "cross_entropy": cross_entropy.prove,

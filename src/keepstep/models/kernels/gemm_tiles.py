@@ -55,7 +55,9 @@ TILE_KERNELS = {
     "expert_outer": ("grouped_gemm", 1),
     "expert_gate_up_fp8": ("grouped_gemm", 2),
     "expert_matmul_fp8": ("grouped_gemm", 2),
-    "expert_d_gate_up_fp8": ("grouped_gemm", 1),
+    "expert_dx_fp8": ("grouped_gemm", 2),
+    "expert_outer_fp8_left_e5m2": ("grouped_gemm", 2),
+    "expert_outer_fp8_right_e5m2": ("grouped_gemm", 2),
 }
 """By name of the function: its file, and the strips that a piece is handed over in, as its `Finish` says."""
 

@@ -10,14 +10,14 @@
 // expert_dx         dx[m, d] = d_gate_up · gate_up weights
 // expert_outer      leftᵀ · right over the rows of each expert: the gradients of weights
 //
-// With _fp8, both sides are e4m3 numbers, two of them in place of each bf16 number, and right is always [n, k]. A row of left
-// has a scale, and so has each expert; sums are multiplied by both.
+// With _fp8, two numbers of one byte are in place of each bf16 number, and both sides are [.., k], so expert_outer_fp8 has
+// them transposed. A row of left has a scale, and so has each expert; sums are multiplied by both.
 
 constexpr int PAIR_ROWS = 2 * ROWS;
 
 // Left is [m, k], its rows sorted by group. Tiles are numbered group by group: call `pair` with rising numbers.
-template <int IS_FP8> struct GroupedRows {
-  static constexpr int LEFT_TRANSPOSED = 0, FP8 = IS_FP8;
+template <int NUMBERS> struct GroupedRows {
+  static constexpr int LEFT_TRANSPOSED = 0, FORMAT = NUMBERS;
   typedef Steps Depth;
   const int* ends;  // where the rows of each group end
   int groups, right_rows, column_tiles, steps;
@@ -69,7 +69,7 @@ struct GroupedSteps {
 
 // Left is [k, m] and right [k, n], and k are the rows of all groups: each group has sums of its own.
 struct GroupedDepth {
-  static constexpr int LEFT_TRANSPOSED = 1, FP8 = 0;
+  static constexpr int LEFT_TRANSPOSED = 1, FORMAT = BF16;
   typedef GroupedSteps Depth;
   const int* ends;
   int groups, row_pairs, column_tiles;
@@ -91,6 +91,48 @@ struct GroupedDepth {
   }
 };
 
+// The same in fp8: left is [m, k] and right [n, k]. The numbers of each group begin at a multiple of 128, and zeros follow
+// them up to the next one.
+template <int NUMBERS> struct GroupedRuns {
+  static constexpr int LEFT_TRANSPOSED = 0, FORMAT = NUMBERS, STEP = 2 * DEPTH;
+  typedef Steps Depth;
+  const int *ends, *untils;  // where the numbers of each group end, without zeros and with them
+  int groups, row_pairs, column_tiles;
+
+  __device__ __forceinline__ int tiles() const { return groups * row_pairs * column_tiles; }
+  // Of a group's numbers.
+  __device__ __forceinline__ int steps(int group) const {
+    return (ends[group] - (group ? ends[group - 1] : 0) + STEP - 1) / STEP;
+  }
+  template <int GROUP> __device__ __forceinline__ Tile pair(int number) const {
+    const int of_group = row_pairs * column_tiles, group = number / of_group;
+    if (group >= groups) return {};  // past the last tile
+    const Tile inside = pair_tile<GROUP>(number % of_group, row_pairs, column_tiles);
+    const int start = group ? untils[group - 1] / 2 : 0;
+    return {inside.row, inside.column, group, start, row_pairs * PAIR_ROWS, start + steps(group) * DEPTH};
+  }
+  // At least one for each piece that the tile before is handed over in.
+  __device__ __forceinline__ Steps depth(int number) const {
+    return {max(4, steps(number / (row_pairs * column_tiles)))};
+  }
+  __device__ __forceinline__ void fetch_left(u32 to, const TensorMap* map, int step, Tile tile, u32 barrier) const {
+    fetch(to, map, place(step, tile), tile.row, barrier);
+  }
+  // Past the last number of a group: past the last one of all, where there are zeros.
+  __device__ __forceinline__ static int place(int step, Tile tile) {
+    const int first = tile.right + step * DEPTH;
+    return first < tile.until ? first : 1 << 30;
+  }
+};
+
+// Right is [n, k], and k are the numbers of all groups.
+struct ByRuns : ByOutputs {
+  __device__ __forceinline__ void fetch_right(u32 to, int step, Tile tile, u32 rank, u32 barrier) const {
+    const int first = tile.column * COLUMNS + rank * (COLUMNS / 2);
+    fetch_for_both(to + rank * (RIGHT_BYTES / 2), right, GroupedRuns<E4M3>::place(step, tile), first, barrier);
+  }
+};
+
 // What sums of fp8 numbers are multiplied by. Both are read early and multiplied late: a warp waits for what it uses.
 struct Scale {
   float of_row[2], of_group;
@@ -101,6 +143,7 @@ struct Scales {
 
   // Of two rows of a group, eight apart.
   __device__ __forceinline__ Scale read(int row, int end, int group) const {
+    if (!of_rows) return {{1, 1}, of_groups[group]};
     return {{row < end ? of_rows[row] : 0, row + 8 < end ? of_rows[row + 8] : 0}, of_groups[group]};
   }
 };
@@ -109,17 +152,8 @@ __device__ __forceinline__ uint4 scaled(uint4 eight, float scale) {
   return {scaled(eight.x, scale), scaled(eight.y, scale), scaled(eight.z, scale), scaled(eight.w, scale)};
 }
 
-// Right is [n, k], and its columns are handed over as they come, 32 at a time.
-struct ByNarrowOutputs : ByOutputs {
-  static constexpr int PIECES = 8, STRIPS = 1;
-  __device__ __forceinline__ void lay_out(u32 at, const u32* words) const {
-    lay(at, words[0], words[1], words[2], words[3]);
-    lay(at ^ 32, words[4], words[5], words[6], words[7]);
-  }
-};
-
 // A tile is written as it is. Group i's first row is i · group_rows in `out`, or the tile's own where that is 0.
-template <class Columns, int FP8> struct Stored : Columns {
+template <class Columns, bool FP8> struct Stored : Columns {
   uint4* out;  // eight numbers each
   int row_eights, group_rows;
   Scales scales;
@@ -154,7 +188,7 @@ template <class Columns, int FP8> struct Stored : Columns {
   }
 };
 
-template <int FP8> struct ExpertForward : GatedColumns {
+template <bool FP8> struct ExpertForward : GatedColumns {
   const float* weight;
   uint4 *gate_up, *activation;
   Scales scales;
@@ -201,16 +235,15 @@ template <int FP8> struct ExpertForward : GatedColumns {
   }
 };
 
-template <class Columns, int FP8> struct ExpertBackward : Columns {
+struct ExpertBackward : ByInputs {
   const TensorMap* gate_up_map;
   const float* weight;
   const uint4* gate_up;
   uint4 *d_gate_up, *activation;
   float* d_weight;  // [f / 32, m]
   int rows, width;
-  Scales scales;
-  struct Spot { int row, end, column, group; };  // of this lane's first eight numbers; columns in eights
-  struct Inputs { uint4 gate[2], up[2]; float weight[2]; Scale scale; };
+  struct Spot { int row, end, column; };  // of this lane's first eight numbers; columns in eights
+  struct Inputs { uint4 gate[2], up[2]; float weight[2]; };
 
   __device__ __forceinline__ void warm_up(int step, int row, int column) const {
     // Four boxes of gates and four of ups.
@@ -218,7 +251,7 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
   }
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
-    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 8) + lane % 4, tile.group};
+    return {tile.row + lane / 4, tile.end, tile.column * (COLUMNS / 8) + lane % 4};
   }
   __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
     Inputs in = {};
@@ -229,7 +262,6 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
       const uint4* from = gate_up + row * 2 * (width / 8) + spot.column + piece * (STRIP / 8);
       in.gate[i] = from[0], in.up[i] = from[width / 8], in.weight[i] = weight[row];
     }
-    if (FP8) in.scale = scales.read(spot.row + warp * 16, spot.end, spot.group);
     return in;
   }
   __device__ __forceinline__ void work_out(Inputs in, const Handed& handed, Spot spot, int piece, int warp) const {
@@ -243,13 +275,13 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = spot.row + warp * 16 + i * 8;
-      const float weight = in.weight[i], scale = FP8 ? in.scale.at(i) : 1;
+      const float weight = in.weight[i];
       float total = 0;
       if (i) sigmoids(s, in.gate[i]);
-      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, s, weight, scale, total);
-      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, s + 2, weight, scale, total);
-      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, s + 4, weight, scale, total);
-      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, s + 6, weight, scale, total);
+      differentiate(dy[i].x, in.gate[i].x, in.up[i].x, s, weight, total);
+      differentiate(dy[i].y, in.gate[i].y, in.up[i].y, s + 2, weight, total);
+      differentiate(dy[i].z, in.gate[i].z, in.up[i].z, s + 4, weight, total);
+      differentiate(dy[i].w, in.gate[i].w, in.up[i].w, s + 6, weight, total);
       // Four lanes have a row's 32 columns.
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
@@ -271,11 +303,11 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
   }
   // Two gradients become activations, and gates and ups their gradients; what the weight's gradient gets is added to total.
   __device__ __forceinline__ static void differentiate(u32& dys, u32& gates, u32& ups, const float* sigmoids, float weight,
-                                                       float scale, float& total) {
+                                                       float& total) {
     float activations[2], d_gates[2], d_ups[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float dy = (i ? high(dys) : low(dys)) * scale, gate = i ? high(gates) : low(gates);
+      const float dy = i ? high(dys) : low(dys), gate = i ? high(gates) : low(gates);
       const float up = i ? high(ups) : low(ups), s = sigmoids[i], silu = gate * s, product = silu * up, d = dy * weight;
       total += dy * product;
       activations[i] = product * weight;
@@ -288,39 +320,47 @@ template <class Columns, int FP8> struct ExpertBackward : Columns {
   }
 };
 
-#define GATE_UP_KERNEL(NAME, FP8)                                                                                           \
+#define GATE_UP_KERNEL(NAME, FORMAT)                                                                                        \
   KERNEL NAME(MAP left, MAP right, const float* weight, uint4* gate_up, uint4* activation, const float* row_scale,         \
               const float* group_scale, const int* ends, int groups, int column_tiles, int steps, int width) {             \
-    const ExpertForward<FP8> finish = {{&right, width}, weight, gate_up, activation, {row_scale, group_scale}};            \
-    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, 0, column_tiles, steps));                                \
+    const ExpertForward<FORMAT != BF16> finish = {{&right, width}, weight, gate_up, activation, {row_scale, group_scale}}; \
+    run_tiles(&left, finish, GroupedRows<FORMAT>::make(ends, groups, 0, column_tiles, steps));                             \
   }
-GATE_UP_KERNEL(expert_gate_up, 0)
-GATE_UP_KERNEL(expert_gate_up_fp8, 1)
+GATE_UP_KERNEL(expert_gate_up, BF16)
+GATE_UP_KERNEL(expert_gate_up_fp8, E4M3)
 
 // `right_rows` of right are a group's.
-#define STORED_KERNEL(NAME, COLUMNS_AS, FP8)                                                                               \
+#define STORED_KERNEL(NAME, COLUMNS_AS, FORMAT)                                                                            \
   KERNEL NAME(MAP left, MAP right, uint4* out, const float* row_scale, const float* group_scale, const int* ends,          \
               int groups, int column_tiles, int steps, int right_rows) {                                                   \
-    const Stored<COLUMNS_AS, FP8> finish = {{&right}, out, column_tiles * (COLUMNS / 8), 0, {row_scale, group_scale}};     \
-    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, right_rows, column_tiles, steps));                       \
+    const Stored<COLUMNS_AS, FORMAT != BF16> finish = {                                                                    \
+        {&right}, out, column_tiles * (COLUMNS / 8), 0, {row_scale, group_scale}};                                         \
+    run_tiles(&left, finish, GroupedRows<FORMAT>::make(ends, groups, right_rows, column_tiles, steps));                    \
   }
-STORED_KERNEL(expert_down, ByOutputs, 0)
-STORED_KERNEL(expert_dx, ByInputs, 0)
-STORED_KERNEL(expert_matmul_fp8, ByOutputs, 1)
+STORED_KERNEL(expert_down, ByOutputs, BF16)
+STORED_KERNEL(expert_dx, ByInputs, BF16)
+STORED_KERNEL(expert_matmul_fp8, ByOutputs, E4M3)
+STORED_KERNEL(expert_dx_fp8, ByOutputs, E5M2_E4M3)
 
-#define D_GATE_UP_KERNEL(NAME, COLUMNS_AS, FP8)                                                                            \
-  KERNEL NAME(MAP left, MAP right, MAP gate_up_map, const float* weight, const uint4* gate_up, uint4* d_gate_up,           \
-              uint4* activation, float* d_weight, const float* row_scale, const float* group_scale, const int* ends,       \
-              int groups, int column_tiles, int steps, int right_rows, int rows) {                                         \
-    const ExpertBackward<COLUMNS_AS, FP8> finish = {                                                                       \
-        {&right}, &gate_up_map, weight, gate_up, d_gate_up, activation, d_weight, rows, column_tiles * COLUMNS,            \
-        {row_scale, group_scale}};                                                                                         \
-    run_tiles(&left, finish, GroupedRows<FP8>::make(ends, groups, right_rows, column_tiles, steps));                       \
-  }
-D_GATE_UP_KERNEL(expert_d_gate_up, ByInputs, 0)
-D_GATE_UP_KERNEL(expert_d_gate_up_fp8, ByNarrowOutputs, 1)
+KERNEL expert_d_gate_up(MAP left, MAP right, MAP gate_up_map, const float* weight, const uint4* gate_up, uint4* d_gate_up,
+                        uint4* activation, float* d_weight, const int* ends, int groups, int column_tiles, int steps,
+                        int right_rows, int rows) {
+  const ExpertBackward finish = {{&right},   &gate_up_map, weight, gate_up, d_gate_up,
+                                 activation, d_weight,     rows,   column_tiles * COLUMNS};
+  run_tiles(&left, finish, GroupedRows<BF16>::make(ends, groups, right_rows, column_tiles, steps));
+}
 
 KERNEL expert_outer(MAP left, MAP right, uint4* out, const int* ends, int groups, int row_pairs, int column_tiles) {
-  const Stored<ByInputs, 0> finish = {{&right}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS, {}};
+  const Stored<ByInputs, false> finish = {{&right}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS, {}};
   run_tiles(&left, finish, GroupedDepth{ends, groups, row_pairs, column_tiles});
 }
+
+#define OUTER_FP8_KERNEL(NAME, FORMAT)                                                                                     \
+  KERNEL NAME(MAP left, MAP right, uint4* out, const float* group_scale, const int* ends, const int* untils, int groups,   \
+              int row_pairs, int column_tiles) {                                                                           \
+    const Stored<ByRuns, true> finish = {                                                                                  \
+        {{&right}}, out, column_tiles * (COLUMNS / 8), row_pairs * PAIR_ROWS, {nullptr, group_scale}};                     \
+    run_tiles(&left, finish, GroupedRuns<FORMAT>{ends, untils, groups, row_pairs, column_tiles});                          \
+  }
+OUTER_FP8_KERNEL(expert_outer_fp8_left_e5m2, E5M2_E4M3)
+OUTER_FP8_KERNEL(expert_outer_fp8_right_e5m2, E4M3_E5M2)

@@ -19,28 +19,30 @@ _PIECE_COLUMNS = 32
 """Of the sums that the gradient of a row's weight is added up from."""
 _LEAST_SIZE = 512
 """A step for each piece of a tile."""
+_RUN = 128
+"""Bytes of a step: rows of an expert in fp8, transposed, begin at a multiple of it."""
 _MOST_NUMBERS = 8 << 31
 """31 bits count a tensor's eights."""
 
 Scales = tuple[Tensor, Tensor]
-"""What undoes the scales of e4m3 numbers, fp32: of each row of the left side, and of each expert's weights."""
+"""What undoes the scales of fp8 numbers, fp32: of each row of the left side, and of each expert's weights."""
 _NO_SCALES = None, None
 
 
 def can_multiply(rows: Tensor, gate_up_shape: Sequence[int]) -> bool:
     """Whether the kernels support experts with weights [e, 2f, d]: the same answer for all their matmuls."""
-    return _fit(rows, gate_up_shape, _LEAST_SIZE) and works("grouped_gemm", rows.device, _prove)
+    return _fit(rows, gate_up_shape) and works("grouped_gemm", rows.device, _prove)
 
 
 def can_multiply_fp8(rows: Tensor, gate_up_shape: Sequence[int]) -> bool:
-    """The same for e4m3 numbers, of which a step takes twice as many; `rows` is what becomes of them, bf16."""
-    return _fit(rows, gate_up_shape, 2 * _LEAST_SIZE) and works("grouped_gemm_fp8", rows.device, _prove_fp8)
+    """The same for fp8 numbers; `rows` is what becomes of them, bf16."""
+    return _fit(rows, gate_up_shape) and works("grouped_gemm_fp8", rows.device, _prove_fp8)
 
 
-def _fit(rows: Tensor, gate_up_shape: Sequence[int], least: int) -> bool:
+def _fit(rows: Tensor, gate_up_shape: Sequence[int]) -> bool:
     experts, fused, hidden = gate_up_shape
     m, f = rows.shape[0], fused // 2
-    whole = hidden % COLUMNS == 0 == f % COLUMNS and hidden >= least and f >= _LEAST_SIZE
+    whole = hidden % COLUMNS == 0 == f % COLUMNS and hidden >= _LEAST_SIZE and f >= _LEAST_SIZE
     counted = max(m * max(fused, hidden), experts * fused * hidden) < _MOST_NUMBERS
     return whole and counted and m > 0 and is_bf16_on_hopper(rows)
 
@@ -56,7 +58,8 @@ def expert_gate_up(
     sizes, strides = (words, 8, 2, f // 8, e), (words, f * words, 8 * words, n * words)
     weights = tensor_map(right, sizes, strides, (DEPTH, 8, 2, COLUMNS // 2 // 16, 1))
     others = weight_m, gate_up_mf, activation_mf, *(scales or _NO_SCALES), ends_e
-    _launch(_name("expert_gate_up", scales), _rows(left), weights, *others, e, n // COLUMNS, words // DEPTH, f)
+    name = "expert_gate_up_fp8" if scales else "expert_gate_up"
+    _launch(name, _rows(left), weights, *others, e, n // COLUMNS, words // DEPTH, f)
     return gate_up_mf, activation_mf
 
 
@@ -66,30 +69,21 @@ def expert_down(activation_mf: Tensor, down: Tensor, ends_e: Tensor) -> Tensor:
 
 
 def expert_matmul_fp8(left_mk: Tensor, right: Tensor, ends_e: Tensor, scales: Scales) -> Tensor:
-    """left · rightᵀ with right [e, n, k], both e4m3."""
-    return _matmul("expert_matmul_fp8", left_mk, right, ends_e, scales)
+    """left · rightᵀ with e4m3 right [e, n, k], and left in either fp8 format."""
+    name = "expert_dx_fp8" if left_mk.dtype == torch.float8_e5m2 else "expert_matmul_fp8"
+    return _matmul(name, left_mk, right, ends_e, scales)
 
 
 def expert_d_gate_up(
-    d_out_md: Tensor,
-    down: Tensor,
-    gate_up_mf: Tensor,
-    weight_m: Tensor,
-    ends_e: Tensor,
-    scales: Scales | None = None,
+    d_out_md: Tensor, down: Tensor, gate_up_mf: Tensor, weight_m: Tensor, ends_e: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of `gate_up_mf`, the activation again, and the fp32 gradient of the weights.
-
-    With scales, `d_out_md` and `down` are e4m3, and `down` is transposed, [e, f, d].
-    """
-    left, right = _words(d_out_md), _words(down).flatten(0, 1)
-    (m, words), e, f = left.shape, down.shape[0], gate_up_mf.shape[1] // 2
+    """Gradient of `gate_up_mf`, the activation again, and the fp32 gradient of the weights."""
+    (m, d), e, f = d_out_md.shape, down.shape[0], gate_up_mf.shape[1] // 2
     d_gate_up_mf, activation_mf = torch.empty_like(gate_up_mf), _new(gate_up_mf, m, f)
     sums_pm = weight_m.new_empty((f // _PIECE_COLUMNS, m))
-    maps = _rows(left), _box(right, COLUMNS // 2 if scales else DEPTH), _rows(gate_up_mf)
-    tensors = weight_m, gate_up_mf, d_gate_up_mf, activation_mf, sums_pm, *(scales or _NO_SCALES), ends_e
-    sizes = e, f // COLUMNS, words // DEPTH, down.shape[1], m
-    _launch(_name("expert_d_gate_up", scales), *maps, *tensors, *sizes)
+    maps = _rows(d_out_md), _box(down.flatten(0, 1), DEPTH), _rows(gate_up_mf)
+    tensors = weight_m, gate_up_mf, d_gate_up_mf, activation_mf, sums_pm, ends_e
+    _launch("expert_d_gate_up", *maps, *tensors, e, f // COLUMNS, d // DEPTH, down.shape[1], m)
     return d_gate_up_mf, activation_mf, sums_pm.sum(0)
 
 
@@ -111,6 +105,19 @@ def expert_outer(left_mn: Tensor, right_mk: Tensor, ends_e: Tensor) -> Tensor:
     return out
 
 
+def expert_outer_fp8(left_nr: Tensor, right_kr: Tensor, undo_e: Tensor, ends_e: Tensor, until_e: Tensor) -> Tensor:
+    """left · rightᵀ over the numbers of each expert, [e, n, k]: one side e4m3, the other e5m2.
+
+    Those of an expert end at `until_e`, zeros up to a multiple of 128 among them.
+    """
+    left, right, e = _words(left_nr), _words(right_kr), ends_e.shape[0]
+    out = _new(left_nr, e, left.shape[0], right.shape[0])
+    name = f"expert_outer_fp8_{'left' if left_nr.dtype == torch.float8_e5m2 else 'right'}_e5m2"
+    maps = _rows(left), _box(right, COLUMNS // 2)
+    _launch(name, *maps, out, undo_e, ends_e, until_e, e, out.shape[1] // (2 * ROWS), out.shape[2] // COLUMNS)
+    return out
+
+
 def _matmul(name: str, left_mk: Tensor, right: Tensor, ends_e: Tensor, scales: Scales | None) -> Tensor:
     e, n, _ = right.shape
     left = _words(left_mk)
@@ -127,10 +134,6 @@ def _words(tensor: Tensor) -> Tensor:
 
 def _new(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.bfloat16)
-
-
-def _name(name: str, scales: Scales | None) -> str:
-    return f"{name}_fp8" if scales else name
 
 
 def _box(matrix: Tensor, rows: int) -> TensorMap:
@@ -159,7 +162,8 @@ def _prove(device: torch.device) -> float:
 
 
 def _prove_fp8(device: torch.device) -> float:
-    return difference_in_fp8(device, _PROOF, 1280, 768)
+    # More columns than are added up at once, and so are the rows of one expert.
+    return difference_in_fp8(device, _PROOF, 2304, 768)
 
 
 def difference_from_torch(device: torch.device, sizes: Sequence[int], hidden: int, width: int) -> float:
@@ -186,33 +190,34 @@ def difference_from_torch(device: torch.device, sizes: Sequence[int], hidden: in
 
 
 def difference_in_fp8(device: torch.device, sizes: Sequence[int], hidden: int, width: int) -> float:
-    """The same for the kernels with e4m3 numbers, next to matmuls of the same numbers in fp32."""
+    """The same for the kernels with fp8 numbers, next to matmuls of the same numbers in fp32."""
     from keepstep.models.ops import expert_rows as reference
-    from keepstep.models.ops.grouped_matmul import loop_matmul
+    from keepstep.models.ops.grouped_matmul import grouped_outer, loop_matmul
 
-    x_md, d_out_md, gate_up, down, weight_m, ends_e = _draw(device, sizes, hidden, width)
+    x_md, d_out_md, gate_up, _, weight_m, ends_e = _draw(device, sizes, hidden, width)
     row_m = torch.linspace(0.5, 2, len(weight_m), device=device)
     group_e = torch.linspace(0.02, 0.05, len(ends_e), device=device)
-    scales = row_m, group_e
-    left8, d_out8 = (part.to(torch.float8_e4m3fn) for part in (x_md, d_out_md))
-    gate_up8, down8 = (
-        (weights * hidden**0.5).to(torch.float8_e4m3fn).contiguous() for weights in (gate_up, down.transpose(1, 2))
-    )
-    group_m = group_e.repeat_interleave(torch.diff(ends_e, prepend=ends_e.new_zeros(1)))
+    counts_e = torch.diff(ends_e, prepend=ends_e.new_zeros(1))
+    by_m1 = (row_m * group_e.repeat_interleave(counts_e))[:, None]
+    x8_md, d8_md = x_md.to(torch.float8_e4m3fn), d_out_md.to(torch.float8_e5m2)
+    gate_up8 = (gate_up * hidden**0.5).to(torch.float8_e4m3fn)
+    # Each expert's rows, then zeros up to a multiple of 128.
+    until_e = (-(-counts_e // _RUN) * _RUN).cumsum(0).to(torch.int32)
+    moved_e = until_e - ends_e - -counts_e % _RUN
+    place_m = torch.arange(len(row_m), device=device) + moved_e.repeat_interleave(counts_e)
 
-    def product(left: Tensor, right: Tensor) -> Tensor:
-        return loop_matmul(left.float(), right.float(), ends_e) * (row_m * group_m)[:, None]
+    def runs(rows8_md: Tensor) -> Tensor:
+        padded = rows8_md.new_zeros((int(until_e[-1]), hidden), dtype=torch.bfloat16)
+        return padded.index_copy_(0, place_m, rows8_md.bfloat16()).t().to(rows8_md.dtype).contiguous()
 
-    gate_up_mf, activation_mf = expert_gate_up(left8, gate_up8, weight_m, ends_e, scales)
-    back = expert_d_gate_up(d_out8, down8, gate_up_mf, weight_m, ends_e, scales)
-    ours = gate_up_mf, activation_mf, *back, expert_matmul_fp8(left8, gate_up8, ends_e, scales)
-    expected = [
-        product(left8, gate_up8),
-        reference.weighted_swiglu(gate_up_mf, weight_m),
-        *reference.weighted_swiglu_backward(product(d_out8, down8).bfloat16(), gate_up_mf, weight_m),
-        product(left8, gate_up8),
-    ]
-    return relative_difference(ours, expected)
+    gate_up_mf, activation_mf = expert_gate_up(x8_md, gate_up8, weight_m, ends_e, (row_m, group_e))
+    ours = [expert_matmul_fp8(left, gate_up8, ends_e, (row_m, group_e)) for left in (x8_md, d8_md)]
+    for left, right in ((x8_md, d8_md), (d8_md, x8_md)):
+        ours.append(expert_outer_fp8(runs(left), runs(right), group_e, ends_e, until_e))
+    products = [loop_matmul(left.float(), gate_up8.float(), ends_e) * by_m1 for left in (x8_md, d8_md)]
+    outer = grouped_outer(x8_md.float(), d8_md.float(), ends_e, has_kernel=False) * group_e[:, None, None]
+    expected = [products[0], reference.weighted_swiglu(gate_up_mf, weight_m), *products, outer, outer.transpose(1, 2)]
+    return relative_difference([gate_up_mf, activation_mf, *ours], expected)
 
 
 def _draw(device: torch.device, sizes: Sequence[int], hidden: int, width: int) -> tuple[Tensor, ...]:

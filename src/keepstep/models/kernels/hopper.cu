@@ -117,11 +117,16 @@ template <int LEFT_TRANSPOSED, int TRANSPOSED> __device__ __forceinline__ void m
                : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add), "n"(LEFT_TRANSPOSED), "n"(TRANSPOSED));
 }
 
-// The same with e4m3 numbers, each sum over 32 of them: as many bytes. Both sides must be [.., k].
-__device__ __forceinline__ void multiply_fp8(float (&sums)[128], u64 left, u64 right, int add) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {@NUMBERS 128@}, %128, %129, p, 1, 1;\n}\n"
-               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add));
+// The same with numbers of one byte, each sum over 32 of them: as many bytes. Both sides must be [.., k].
+enum Format { BF16, E4M3, E5M2_E4M3, E4M3_E5M2 };  // of left and right
+#define MULTIPLY_FP8(FORMATS)                                                                                            \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                            \
+               "wgmma.mma_async.sync.aligned.m64n256k32.f32." FORMATS " {@NUMBERS 128@}, %128, %129, p, 1, 1;\n}\n"      \
+               : @OPERANDS sums 128@ : "l"(left), "l"(right), "r"(add))
+template <int FORMAT> __device__ __forceinline__ void multiply_fp8(float (&sums)[128], u64 left, u64 right, int add) {
+  if constexpr (FORMAT == E4M3) MULTIPLY_FP8("e4m3.e4m3");
+  else if constexpr (FORMAT == E5M2_E4M3) MULTIPLY_FP8("e5m2.e4m3");
+  else MULTIPLY_FP8("e4m3.e5m2");
 }
 
 // ---- pairs of bf16 numbers ----

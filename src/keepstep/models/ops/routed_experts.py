@@ -4,10 +4,14 @@ A row is multiplied by the router's weight inside SwiGLU and not after the secon
 not be saved. The backward pass sorts rows and computes SwiGLU again, so what is saved for each of a token's experts
 is its gates and ups alone.
 
-In fp8 the two matmuls of the forward pass take e4m3 numbers, tokens and activations with a scale for each row, weights
-with one for each expert. The backward pass is the same as in bf16, as if nothing had been rounded (straight-through).
+In fp8 all six matmuls take numbers of one byte: e4m3 for tokens, weights and the gradient of the output, the activation
+of the forward pass too, e5m2 for the gradient of gates and ups and the activation of the backward pass. Tokens and rows
+have a scale each, and so have the weights of each expert. Gradients pass the rounding as if nothing had been rounded
+(straight-through).
 
-Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, d hidden, e experts, f width of an expert.
+Shape legend: n tokens, k experts of a token, m = n·k rows sorted by expert, r those rows with zeros after each
+expert's, d hidden, e experts, f width of an expert; a trailing 8 is a tensor in fp8, and `undo` what its numbers are to
+be multiplied by.
 """
 
 from __future__ import annotations
@@ -20,13 +24,24 @@ from torch import Tensor
 from keepstep.models.ops.expert_matmuls import (
     expert_d_gate_up,
     expert_down,
-    expert_down_fp8,
     expert_dx,
     expert_gate_up,
     expert_gate_up_fp8,
+    expert_matmul_fp8,
     expert_outer,
+    expert_outer_fp8,
 )
 from keepstep.models.ops.expert_rows import quantize_rows, spread_rows, sum_rows
+from keepstep.models.ops.experts_fp8 import runs_of, spread_transposed, swiglu_backward_fp8, transposed_weights
+
+_TYPICAL = 2.0**34
+"""Products of two sums of e4m3 numbers become numbers of e5m2 when they are divided by it.
+
+A sum over some thousand inputs is typically 2^19: numbers that fill their format are about a quarter of its end, 448.
+So typical products are 2^4, with room for 4000 times as much in e5m2, and for a 2^18th with all its digits.
+"""
+_LEAST = 1e-30
+"""Of a scale: a row of zeros has one too."""
 
 
 class Routes(NamedTuple):
@@ -65,23 +80,29 @@ def routed_experts(
 
 def _forward(
     x_nd: Tensor, weight_m: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """Gates and ups, and the outputs of experts, both sorted by expert."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Gates and ups, and the outputs of experts, both sorted by expert, and what else the backward pass needs."""
     x_md = spread_rows(x_nd, routes.place_m, top_k)
     gate_up_mf, activation_mf = expert_gate_up(x_md, gate_up, weight_m, routes.ends_e)
-    return gate_up_mf, expert_down(activation_mf, down, routes.ends_e)
+    return gate_up_mf, expert_down(activation_mf, down, routes.ends_e), ()
 
 
 def _forward_fp8(
     x_nd: Tensor, weight_m: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, top_k: int
-) -> tuple[Tensor, Tensor]:
-    # Each token once, and then its copies: half the bytes, and a word holds two numbers.
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     x8_nd, undo_n = quantize_rows(x_nd)
-    x8_md = spread_rows(x8_nd.view(torch.int16), routes.place_m, top_k).view(x8_nd.dtype)
     gate_up8, down8 = _quantize_weights(gate_up), _quantize_weights(down)
     undo_m = undo_n[routes.order_m // top_k]
+    x8_md = _spread_fp8(x8_nd, routes, top_k)
     gate_up_mf, activation_mf = expert_gate_up_fp8(x8_md, undo_m, *gate_up8, weight_m, routes.ends_e)
-    return gate_up_mf, expert_down_fp8(*quantize_rows(activation_mf), *down8, routes.ends_e)
+    out_md = expert_matmul_fp8(*quantize_rows(activation_mf), *down8, routes.ends_e)
+    return gate_up_mf, out_md, (gate_up8[1], down8[1])
+
+
+def _spread_fp8(source8_nd: Tensor, routes: Routes, top_k: int) -> Tensor:
+    # Each token is quantized once, and then copied: half the bytes, and a word holds two numbers.
+    words_md: Tensor = spread_rows(source8_nd.view(torch.int16), routes.place_m, top_k)
+    return words_md.view(source8_nd.dtype)
 
 
 def _quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,26 +120,98 @@ class _RoutedExperts(torch.autograd.Function):
         weight_m = weights_nk.flatten()[places.order_m]
         gate_up, down = gate_up.contiguous(), down.contiguous()
         forward = _forward_fp8 if fp8 else _forward
-        gate_up_mf, out_md = forward(x_nd, weight_m, gate_up, down, places, top_k)
-        ctx.save_for_backward(x_nd, weight_m, gate_up, down, gate_up_mf, *routes)
+        gate_up_mf, out_md, others = forward(x_nd, weight_m, gate_up, down, places, top_k)
+        ctx.save_for_backward(x_nd, weight_m, gate_up, down, gate_up_mf, *routes, *others)
         out_nd: Tensor = sum_rows(out_md, places.place_m, top_k)
         return out_nd
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        x_nd, weight_m, gate_up, down, gate_up_mf, _, place_m, ends_e = ctx.saved_tensors
-        d_out_md = spread_rows(gradients[0].contiguous(), place_m, ctx.top_k)
-        d_gate_up_mf, activation_mf, d_weight_m = expert_d_gate_up(d_out_md, down, gate_up_mf, weight_m, ends_e)
-        # Frozen experts need no gradients.
-        d_gate_up = d_down = None
-        if ctx.needs_input_grad[3]:
-            d_down = expert_outer(d_out_md, activation_mf, ends_e)
-        del d_out_md, activation_mf
-        if ctx.needs_input_grad[2]:
-            d_gate_up = expert_outer(d_gate_up_mf, spread_rows(x_nd, place_m, ctx.top_k), ends_e)
-        dx_md = expert_dx(d_gate_up_mf, gate_up, ends_e)
+        x_nd, weight_m, gate_up, down, gate_up_mf, order_m, place_m, ends_e, *undo = ctx.saved_tensors
+        saved, routes = Saved(x_nd, weight_m, gate_up, down, gate_up_mf), Routes(order_m, place_m, ends_e)
+        learned, d_out_nd = ctx.needs_input_grad[2:4], gradients[0].contiguous()
+        backward = _backward_fp8 if undo else _backward
+        dx_md, d_weight_m, *d_experts = backward(saved, routes, ctx.top_k, d_out_nd, learned, *undo)
         d_weights_nk = d_weight_m[place_m].unflatten(0, (-1, ctx.top_k))
-        return sum_rows(dx_md, place_m, ctx.top_k), d_weights_nk, d_gate_up, d_down, None, None, None, None
+        return sum_rows(dx_md, place_m, ctx.top_k), d_weights_nk, *d_experts, None, None, None, None
+
+
+class Saved(NamedTuple):
+    """What both backward passes need."""
+
+    x_nd: Tensor
+    weight_m: Tensor
+    gate_up: Tensor
+    down: Tensor
+    gate_up_mf: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of sorted rows, of their weights, and of the experts' weights, which need none where they are frozen."""
+
+
+def _backward(saved: Saved, routes: Routes, top_k: int, d_out_nd: Tensor, learned: tuple[bool, ...]) -> Gradients:
+    x_nd, weight_m, gate_up, down, gate_up_mf = saved
+    ends_e, d_gate_up, d_down = routes.ends_e, None, None
+    d_out_md = spread_rows(d_out_nd, routes.place_m, top_k)
+    d_gate_up_mf, activation_mf, d_weight_m = expert_d_gate_up(d_out_md, down, gate_up_mf, weight_m, ends_e)
+    if learned[1]:
+        d_down = expert_outer(d_out_md, activation_mf, ends_e)
+    del d_out_md, activation_mf
+    if learned[0]:
+        d_gate_up = expert_outer(d_gate_up_mf, spread_rows(x_nd, routes.place_m, top_k), ends_e)
+    return expert_dx(d_gate_up_mf, gate_up, ends_e), d_weight_m, d_gate_up, d_down
+
+
+def _backward_fp8(
+    saved: Saved, routes: Routes, top_k: int, d_out_nd: Tensor, learned: tuple[bool, ...], *undo: Tensor
+) -> Gradients:
+    x_nd, weight_m, gate_up, down, gate_up_mf = saved
+    d_gate_up, d_down, token_m = None, None, routes.order_m // top_k
+    (x8_nd, x_undo_n), (d_out8_nd, d_out_undo_n) = quantize_rows(x_nd), quantize_rows(d_out_nd)
+    undo_m = x_undo_n[token_m], d_out_undo_n[token_m]
+    d_out8_md, down8 = _spread_fp8(d_out8_nd, routes, top_k), transposed_weights(down, undo[1])
+    dy_mf = expert_matmul_fp8(d_out8_md, undo_m[1], down8, undo[1], routes.ends_e)
+    del d_out8_md, down8
+    dx_undo_m, factors, outer_undo = _scales(weight_m, *undo_m, *(each.amax() for each in undo))
+    runs = runs_of(routes.ends_e, len(weight_m))
+    d_gate_up8_mf, d_gate_up8_fr, activation8_fr, d_weight_m = swiglu_backward_fp8(
+        dy_mf, gate_up_mf, [weight_m, *factors], *runs, any(learned)
+    )
+    del dy_mf
+    if learned[1]:
+        d_out8_dr = spread_transposed(d_out8_nd, routes.order_m, *runs, top_k)
+        d_down = expert_outer_fp8(d_out8_dr, activation8_fr, outer_undo[1], *runs)
+        del d_out8_dr
+    del activation8_fr
+    if learned[0]:
+        x8_dr = spread_transposed(x8_nd, routes.order_m, *runs, top_k)
+        d_gate_up = expert_outer_fp8(d_gate_up8_fr, x8_dr, outer_undo[0], *runs)
+        del x8_dr
+    del d_gate_up8_fr
+    gate_up8 = transposed_weights(gate_up, undo[0])
+    dx_md = expert_matmul_fp8(d_gate_up8_mf, dx_undo_m, gate_up8, undo[0], routes.ends_e)
+    return dx_md, d_weight_m, d_gate_up, d_down
+
+
+def _scales(
+    weight_m: Tensor, x_undo_m: Tensor, d_out_undo_m: Tensor, gate_up_undo: Tensor, down_undo: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Scales of e5m2 numbers from those of what they are made of: its range is so wide that nothing must be measured.
+
+    First what undoes the scale of each row of the gradient of gates and ups. Then what each row is multiplied by: of
+    that gradient, straight and transposed, and of the activation. The transposed ones take up the scales of the e4m3
+    numbers that they meet, which change along what is summed over. Last what undoes the scales of both sums.
+    """
+    scale_m = weight_m.abs() * d_out_undo_m * x_undo_m * _TYPICAL
+    dx_undo_m = (scale_m * (gate_up_undo * down_undo)).clamp(min=_LEAST)
+    largest = [_largest(dx_undo_m * x_undo_m), _largest(scale_m * x_undo_m) * gate_up_undo.square()]
+    left_undo, right_undo = (each.clamp(min=_LEAST) for each in largest)
+    return dx_undo_m, (1 / dx_undo_m, x_undo_m / left_undo, d_out_undo_m / right_undo), (left_undo, right_undo)
+
+
+def _largest(scale_m: Tensor) -> Tensor:
+    return scale_m.amax() if len(scale_m) else scale_m.new_zeros(())
 
 
 @torch.library.custom_op("keepstep::fp32_matmul", mutates_args=())

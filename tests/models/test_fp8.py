@@ -10,12 +10,19 @@ from torch.nn import functional as F
 
 from keepstep.config.schema import ExpertsConfig, ModelConfig
 from keepstep.core.errors import ConfigError
-from keepstep.models.linear import FORWARD, Fp8Linear, fp8_swiglu_mlp, to_fp8
+from keepstep.models.attention_context import Context
+from keepstep.models.block_plan import BlockPlan
+from keepstep.models.linear import Fp8Linear, fp8_swiglu_mlp
 from keepstep.models.mlp import GatedMLP
 from keepstep.models.moe import MoE, count_tokens
+from keepstep.models.norm import fp8_add_norm, fused_add_norm
+from keepstep.models.ops.backend import KernelBackend, use_backend
 from keepstep.models.ops.expert_rows import quantize_rows
+from keepstep.models.ops.fp8 import BACKWARD, FORWARD, HEADROOM, SAMPLED_ROWS, Fp8Rows, fp8_swiglu, to_fp8
 from keepstep.models.ops.routed_experts import routed_experts, sort_by_expert
 from keepstep.models.ops.swiglu import swiglu
+from keepstep.models.positions import rope_tables
+from keepstep.models.transformer import Block
 
 
 def near(ours: torch.Tensor, reference: torch.Tensor, limit: float) -> None:
@@ -34,6 +41,84 @@ def test_an_all_zero_tensor_stays_zero() -> None:
     small, _, undo = to_fp8(torch.zeros(16, 16), FORWARD)
     assert small.float().abs().max() == 0
     assert torch.isfinite(undo)
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
+def test_many_rows_are_scaled_by_a_sample_with_headroom(dtype: torch.dtype) -> None:
+    x = torch.randn(4 * SAMPLED_ROWS, 16, generator=torch.Generator().manual_seed(1))
+    small, _, undo = to_fp8(x, dtype)
+    sampled = x[::4].abs().max().item()
+    assert undo.item() == pytest.approx(HEADROOM * sampled / torch.finfo(dtype).max)
+    exact = to_fp8(x, dtype, x.abs().max())[0].float()
+    assert small.float().abs().max() < torch.finfo(dtype).max
+    # Coarser by what is lost at the bottom of the range, which is next to nothing.
+    near(small.float() * undo, x, 1.1 * ((exact * x.abs().max() / torch.finfo(dtype).max - x).norm() / x.norm()).item())
+
+
+def test_numbers_past_the_headroom_scale_the_tensor_themselves() -> None:
+    x = torch.randn(4 * SAMPLED_ROWS, 16, generator=torch.Generator().manual_seed(1))
+    x[7, 3] = 1000.0
+    small, _, undo = to_fp8(x, FORWARD)
+    assert undo.item() == pytest.approx(1000 / 448)
+    assert small[7, 3].float().item() == 448
+
+
+@pytest.mark.parametrize("with_added", [False, True])
+def test_norm_in_fp8_has_the_numbers_and_gradients_of_the_norm(with_added: bool) -> None:
+    torch.manual_seed(2)
+    x, added, target = torch.randn(3, 2, 16, 64)
+    weight = torch.rand(64) + 0.5
+    layer = Fp8Linear(64, 32, False)
+    results = []
+    for in_fp8 in (False, True):
+        leaves = [part.clone().requires_grad_() for part in (x, added, weight)]
+        sides = leaves[0], leaves[1] if with_added else None, leaves[2]
+        form = fp8_add_norm if in_fp8 else fused_add_norm
+        stream, normed = form(*sides, 1e-5)  # type: ignore[operator]
+        assert isinstance(normed, Fp8Rows) == in_fp8
+        output = layer(normed)
+        ((output**2).sum() + (stream * target).sum()).backward()
+        results.append([stream, output, *(leaf.grad for leaf in leaves[: 2 + with_added : 2] if leaf.grad is not None)])
+        results[-1].append(leaves[2].grad)
+    for plain, ours in zip(*results, strict=True):
+        near(ours, plain, 1e-2)
+
+
+class OnAGpu(KernelBackend):
+    def fuses_matmuls(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+def test_a_block_computes_the_same_with_norms_in_fp8() -> None:
+    shape = {"hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "activation": "swiglu", "norm": "rmsnorm"}
+    config = ModelConfig(**shape, positions="rotary", bias=False, linear="fp8", vocab=64, seq_len=16)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    block = Block(config, 0)
+    assert block.attention.takes_fp8()
+    block.use(BlockPlan(deferred_add=True))
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    context = Context(None, True, rope_tables(config, torch.arange(16)[None]), None)
+    gradients = []
+    for backend in (KernelBackend(), OnAGpu()):
+        with use_backend(backend):
+            stream, added = block(x, context)
+        assert added is not None
+        gradients.append(torch.autograd.grad((stream + added).square().sum(), [x, *block.parameters()]))
+    assert len(gradients[0]) == 7
+    for plain, ours in zip(*gradients, strict=True):
+        near(ours, plain, 0.05)
+
+
+def test_nothing_between_gated_matmuls_is_kept_in_full_precision() -> None:
+    gate_up, down = Fp8Linear(32, 128, False).bfloat16(), Fp8Linear(64, 32, False).bfloat16()
+    kept: list[torch.Tensor] = []
+    x = torch.randn(4, 8, 32).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        fp8_swiglu_mlp(x, gate_up, down, 16)
+    wide = [tuple(tensor.shape) for tensor in kept if tensor.dtype == torch.bfloat16]
+    assert wide == [(32, 128)]
+    straight, transposed, undo = fp8_swiglu(torch.randn(32, 128), 16)
+    assert (straight.dtype, transposed.shape, undo.shape) == (FORWARD, (64, 32), ())
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -18,9 +18,10 @@ from keepstep.config.schema import ModelConfig
 from keepstep.models.attention_context import Context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.kernels.attention_backward import supports
-from keepstep.models.linear import is_plain, make_linear
+from keepstep.models.linear import Fp8Linear, is_plain, make_linear
 from keepstep.models.norm import RMSNorm, make_rms_norm
 from keepstep.models.ops.backend import backend
+from keepstep.models.ops.fp8 import Fp8Rows
 from keepstep.models.ops.fused_attention import (
     ScoreRule,
     fused_attention,
@@ -59,7 +60,7 @@ class Attention(nn.Module):
         self.query_norm = _qk_norm(config, config.heads)
         self.key_norm = _qk_norm(config, config.key_value_heads)
 
-    def forward(self, x_btd: Tensor, context: Context, residual_btd: Tensor | None = None) -> Tensor:
+    def forward(self, x_btd: Tensor | Fp8Rows, context: Context, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
         if self.is_sliding and context.sliding is not None:
             context = context.sliding
@@ -73,7 +74,7 @@ class Attention(nn.Module):
         output_btd: Tensor = self.out(attn_out_btd)
         return output_btd
 
-    def _attend(self, x_btd: Tensor, context: Context) -> Tensor:
+    def _attend(self, x_btd: Tensor | Fp8Rows, context: Context) -> Tensor:
         query_btne, key_btge, value_btge = self._project(x_btd, self._rotary(context))
         if context.cache is not None:
             key_btge, value_btge = context.cache.update(self.layer, key_btge, value_btge)
@@ -83,23 +84,23 @@ class Attention(nn.Module):
     def _rotary(self, context: Context) -> tuple[Tensor, Tensor] | None:
         return context.rotary if self.has_rope else None
 
-    def _fused_rule(self, x_btd: Tensor, context: Context) -> ScoreRule | None:
+    def _fused_rule(self, x_btd: Tensor | Fp8Rows, context: Context) -> ScoreRule | None:
         """What our own operator must know to compute attention; None where its kernels do not support these rows."""
         if not (self.plan.fused_attention and supports(x_btd.shape[1], self.head_size, x_btd.dtype)):
             return None
         return context.fused_rule()
 
-    def _attend_fused(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
+    def _attend_fused(self, x_btd: Tensor | Fp8Rows, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
         if self._fuses_norms(rotary):
             return self._attend_normed(x_btd, rotary, rule)
         if not self.plain_rope:
             return heads_attention(*self._project(x_btd, rotary), rule)
-        if rotary is not None and self._fuses_projection():
+        if isinstance(x_btd, Tensor) and rotary is not None and self._fuses_projection():
             weight_md = self.qkv.weight.to(x_btd.dtype)
             return qkv_fused_attention(x_btd, weight_md, rotary, self.queries_per_group, self.head_size, rule)
         return fused_attention(self._qkv(x_btd), rotary, self.queries_per_group, self.head_size, rule)
 
-    def _attend_normed(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
+    def _attend_normed(self, x_btd: Tensor | Fp8Rows, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
         assert self.query_norm is not None
         assert self.key_norm is not None
         weights = self.query_norm.weight.to(x_btd.dtype), self.key_norm.weight.to(x_btd.dtype)
@@ -112,12 +113,13 @@ class Attention(nn.Module):
         # A subclass reads its weight in another way.
         return whole and type(self.query_norm) is RMSNorm and type(self.key_norm) is RMSNorm
 
-    def _qkv(self, x_btd: Tensor) -> Tensor:
+    def _qkv(self, x_btd: Tensor | Fp8Rows) -> Tensor:
         qkv_btm: Tensor = self.qkv(x_btd)
         return qkv_btm.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else qkv_btm
 
-    def _project(self, x_btd: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        if rotary is not None and self._fuses_projection() and backend().fuses_matmuls(x_btd):
+    def _project(self, x_btd: Tensor | Fp8Rows, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        can_fuse = self._fuses_projection()
+        if isinstance(x_btd, Tensor) and rotary is not None and can_fuse and backend().fuses_matmuls(x_btd):
             weight_md = self.qkv.weight.to(x_btd.dtype)
             return qkv_rope(x_btd, weight_md, *rotary, self.queries_per_group, self.head_size)
         qkv_btm = self._qkv(x_btd)
@@ -139,6 +141,10 @@ class Attention(nn.Module):
         """Queries or keys, normalised by head or over all heads."""
         normed: Tensor = norm(x_bthe if self.head_qk_norm else x_bthe.flatten(2))
         return normed.view(x_bthe.shape)
+
+    def takes_fp8(self) -> bool:
+        """Whether the input may be in fp8: one matmul is all that it enters."""
+        return isinstance(self.qkv, Fp8Linear) and not self.plan.tensor_parallel
 
     def can_fuse_attention(self) -> bool:
         """Whether attention is the plain one."""

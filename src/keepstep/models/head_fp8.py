@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from keepstep.core.tokens import IGNORE_INDEX
-from keepstep.models.linear import BACKWARD, FORWARD, to_fp8
 from keepstep.models.ops.backend import backend
+from keepstep.models.ops.fp8 import BACKWARD, FORWARD, to_fp8
 from keepstep.models.ops.matmul import scaled_gemm_into
 
 MULTIPLE = 16

@@ -4,9 +4,11 @@ A kind keeps its parameters as `weight` [out, in] and `bias` [out] or None: init
 checkpoints and import from Hugging Face then work with it unchanged.
 
 The three matmuls of an fp8 layer (output, input gradient, weight gradient) run in fp8. Scaling is per tensor and
-dynamic: each operand is scaled so that its largest magnitude becomes the largest number of the format, at the moment it
-is used. Activations and weights take e4m3 (three bits of precision), gradients e5m2 (more range). Results are bf16;
-weights, optimizer and everything outside the matmuls stay as they are.
+dynamic: each operand gets its scale from its largest magnitude, at the moment it is used (`ops/fp8.py`). Results are
+bf16; weights, optimizer and everything outside the matmuls stay as they are.
+
+No pass over memory only quantises, where one operator can write what the next multiplies: RMS norms, SwiGLU and its
+gradient write fp8, and nobody reads them in bf16.
 
 The tensor cores' fast accumulation keeps about 14 bits and cuts off the rest. Outputs, sums over a layer's inputs,
 tolerate that (0.1 to 0.9%, next to 3.6% of the format itself). Gradients are sums over outputs or all tokens: there
@@ -27,14 +29,23 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.plugins import load_plugin
-from keepstep.models.kernels.cuda import difference
-from keepstep.models.ops.backend import proven
+from keepstep.models.ops.fp8 import (
+    BACKWARD,
+    FORWARD,
+    Fp8Rows,
+    Quantized,
+    as_fp8_rows,
+    fake_quantized,
+    fp8_swiglu,
+    placeholder,
+    swiglu_gradient_to_fp8,
+    to_fp8,
+)
 from keepstep.models.ops.matmul import scaled_gemm
-from keepstep.models.ops.swiglu import activate, activate_backward, swiglu
+from keepstep.models.ops.swiglu import swiglu
 
 PLUGINS = {"sparse": "keepstep.models.sparse:sparse_linear"}
 """Plug-ins that we ship, by their short names."""
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16
 """The tensor cores' fp8 matmuls need sizes that are multiples of this."""
 
@@ -117,11 +128,11 @@ class Fp8Linear(nn.Linear):
             )
         super().__init__(in_features, out_features, bias)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
+    def forward(self, input: Tensor | Fp8Rows) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
         """The matmul, plus the bias in the output's precision."""
-        return self.with_bias(fp8_matmul(input.flatten(0, -2), self.weight.to(input.dtype), None)[0], input)
+        return self.with_bias(_multiply(as_fp8_rows(input), self.weight.to(input.dtype)), input)
 
-    def with_bias(self, out_mn: Tensor, like: Tensor) -> Tensor:
+    def with_bias(self, out_mn: Tensor, like: Tensor | Fp8Rows) -> Tensor:
         """The matmul's output in the shape of its input, plus the bias."""
         output: Tensor = out_mn.unflatten(0, like.shape[:-1])
         bias: Tensor | None = self.bias
@@ -130,30 +141,72 @@ class Fp8Linear(nn.Linear):
         return output
 
 
-def fp8_swiglu_mlp(x: Tensor, gate_up: Fp8Linear, down: Fp8Linear, width: int) -> Tensor:
-    """SwiGLU between two fp8 matmuls; the kernels between them also compute the scales. No biases inside."""
+def fp8_swiglu_mlp(x: Tensor | Fp8Rows, gate_up: Fp8Linear, down: Fp8Linear, width: int) -> Tensor:
+    """SwiGLU between two fp8 matmuls, in kernels that read and write what these multiply. No biases inside."""
     bias: Tensor | None = gate_up.bias
     if bias is not None:
         output: Tensor = down(swiglu(gate_up(x), width))
         return output
-    h_mf, largest, *_ = fp8_swiglu_forward(x.flatten(0, -2), gate_up.weight.to(x.dtype), width)
-    return down.with_bias(fp8_matmul(h_mf, down.weight.to(x.dtype), largest)[0], x)
+    rows = as_fp8_rows(x)
+    weight_nk = gate_up.weight.to(x.dtype)
+    fused_mn, w8_kn, w_inv_scale = fp8_matmul(rows.straight_mk, rows.undo, weight_nk.detach())
+    kept = fused_mn, rows.transposed_km, rows.undo, w8_kn, w_inv_scale
+    placeholder_mf: Tensor = _GatedGradients.apply(rows.origin.flatten(0, -2), weight_nk, width, *kept)  # type: ignore[no-untyped-call]
+    h = Fp8Rows(placeholder_mf, *fp8_swiglu(fused_mn, width))
+    return down.with_bias(_multiply(h, down.weight.to(x.dtype)), x)
 
 
-Kept = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Both operands of a matmul transposed in fp8, each with the factor that undoes its scale."""
+def _multiply(rows: Fp8Rows, weight_nk: Tensor) -> Tensor:
+    """The matmul's output [m, n]."""
+    out_mn: Tensor = _Fp8Matmul.apply(rows.origin.flatten(0, -2), weight_nk, *rows[1:])  # type: ignore[no-untyped-call]
+    return out_mn
+
+
+class _Fp8Matmul(torch.autograd.Function):
+    """x · wᵀ of operands in fp8; gradients go to both as they were before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _origin_mk: Tensor, weight_nk: Tensor, x8_mk: Tensor, x8_km: Tensor, x_inv_scale: Tensor
+    ) -> Tensor:
+        product: tuple[Tensor, Tensor, Tensor] = fp8_matmul(x8_mk, x_inv_scale, weight_nk)
+        out_mn, w8_kn, w_inv_scale = product
+        ctx.save_for_backward(x8_km, x_inv_scale, w8_kn, w_inv_scale)
+        return out_mn
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (dy_mn,) = gradients
+        return *fp8_matmul_backward(dy_mn.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+class _GatedGradients(torch.autograd.Function):
+    """Computes the gradients of SwiGLU and the matmul before it. Its output stands for SwiGLU's and holds no data."""
+
+    @staticmethod
+    def forward(ctx: Any, origin_mk: Tensor, _weight_nk: Tensor, width: int, *kept: Tensor) -> Tensor:
+        ctx.width = width
+        ctx.save_for_backward(*kept)
+        return placeholder(origin_mk, kept[0].shape[1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        fused_mn, *kept = ctx.saved_tensors
+        (dh_mf,) = gradients
+        return *fp8_swiglu_backward(dh_mf.contiguous(), fused_mn, ctx.width, *kept), *[None] * 6
 
 
 @torch.library.custom_op("keepstep::fp8_matmul", mutates_args=())
-def fp8_matmul(x_mk: Tensor, w_nk: Tensor, x_amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x · wᵀ, then what the backward pass needs. `x_amax` is the largest magnitude of x if it is known."""
-    out_mn, kept = _forward(x_mk, w_nk, x_amax)
-    return out_mn, *kept
+def fp8_matmul(x8_mk: Tensor, x_inv_scale: Tensor, w_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x · wᵀ, then the weight as the backward pass needs it."""
+    w8_nk, w8_kn, w_inv_scale = to_fp8(w_nk, FORWARD)
+    out_mn = scaled_gemm(x8_mk, w8_nk, x_inv_scale, w_inv_scale, w_nk.dtype, fast_sums=True)
+    return out_mn, w8_kn, w_inv_scale
 
 
 @fp8_matmul.register_fake
-def _(x_mk: Tensor, w_nk: Tensor, x_amax: Tensor | None) -> tuple[Tensor, ...]:  # noqa: ARG001
-    return x_mk.new_empty((x_mk.shape[0], w_nk.shape[0])), *_fake_kept(x_mk, w_nk)
+def _(x8_mk: Tensor, x_inv_scale: Tensor, w_nk: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
+    return w_nk.new_empty((x8_mk.shape[0], w_nk.shape[0])), *fake_quantized(w_nk, *w_nk.shape)[1:]
 
 
 @torch.library.custom_op("keepstep::fp8_matmul_backward", mutates_args=())
@@ -161,7 +214,7 @@ def fp8_matmul_backward(
     dy_mn: Tensor, x8_km: Tensor, x_inv_scale: Tensor, w8_kn: Tensor, w_inv_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of both sides: dy · w and dyᵀ · x."""
-    return _gradients(dy_mn, None, (x8_km, x_inv_scale, w8_kn, w_inv_scale))
+    return _gradients(to_fp8(dy_mn, BACKWARD), (x8_km, x_inv_scale, w8_kn, w_inv_scale), dy_mn.dtype)
 
 
 @fp8_matmul_backward.register_fake
@@ -169,30 +222,13 @@ def _(dy_mn: Tensor, x8_km: Tensor, *_others: Tensor) -> tuple[Tensor, Tensor]:
     return _fake_gradients(dy_mn, x8_km, dy_mn.shape[1])
 
 
-@torch.library.custom_op("keepstep::fp8_swiglu_forward", mutates_args=())
-def fp8_swiglu_forward(
-    x_mk: Tensor, w_nk: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """silu(gate) × up of x · wᵀ with its largest magnitude, then what the backward pass needs."""
-    fused_mn, kept = _forward(x_mk, w_nk, None)
-    h_mf, largest = activate(fused_mn, width, with_amax=True)
-    return h_mf, largest, fused_mn, *kept
-
-
-@fp8_swiglu_forward.register_fake
-def _(x_mk: Tensor, w_nk: Tensor, width: int) -> tuple[Tensor, ...]:  # noqa: ARG001
-    (m, _), n = x_mk.shape, w_nk.shape[0]
-    largest = x_mk.new_empty((), dtype=torch.float32)
-    return x_mk.new_empty((m, n // 2)), largest, x_mk.new_empty((m, n)), *_fake_kept(x_mk, w_nk)
-
-
 @torch.library.custom_op("keepstep::fp8_swiglu_backward", mutates_args=())
 def fp8_swiglu_backward(
     dh_mf: Tensor, fused_mn: Tensor, width: int, x8_km: Tensor, x_inv_scale: Tensor, w8_kn: Tensor, w_inv_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and w through SwiGLU and the matmul."""
-    dy_mn, largest = activate_backward(dh_mf, fused_mn, width, with_amax=True)
-    return _gradients(dy_mn, largest, (x8_km, x_inv_scale, w8_kn, w_inv_scale))
+    dy = swiglu_gradient_to_fp8(dh_mf, fused_mn, width)
+    return _gradients(dy, (x8_km, x_inv_scale, w8_kn, w_inv_scale), dh_mf.dtype)
 
 
 @fp8_swiglu_backward.register_fake
@@ -200,82 +236,13 @@ def _(dh_mf: Tensor, fused_mn: Tensor, width: int, x8_km: Tensor, *_others: Tens
     return _fake_gradients(dh_mf, x8_km, fused_mn.shape[1])
 
 
-def _forward(x_mk: Tensor, w_nk: Tensor, x_amax: Tensor | None) -> tuple[Tensor, Kept]:
-    x8_mk, x8_km, x_inv_scale = to_fp8(x_mk, FORWARD, x_amax)
-    w8_nk, w8_kn, w_inv_scale = to_fp8(w_nk, FORWARD)
-    out_mn = scaled_gemm(x8_mk, w8_nk, x_inv_scale, w_inv_scale, x_mk.dtype, fast_sums=True)
-    return out_mn, (x8_km, x_inv_scale, w8_kn, w_inv_scale)
-
-
-def _gradients(dy_mn: Tensor, largest: Tensor | None, kept: Kept) -> tuple[Tensor, Tensor]:
+def _gradients(dy: Quantized, kept: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x8_km, x_inv_scale, w8_kn, w_inv_scale = kept
-    dy8_mn, dy8_nm, dy_inv_scale = to_fp8(dy_mn, BACKWARD, largest)
-    dx_mk = scaled_gemm(dy8_mn, w8_kn, dy_inv_scale, w_inv_scale, dy_mn.dtype, fast_sums=False)
-    return dx_mk, scaled_gemm(dy8_nm, x8_km, dy_inv_scale, x_inv_scale, dy_mn.dtype, fast_sums=False)
-
-
-def _fake_kept(x_mk: Tensor, w_nk: Tensor) -> Kept:
-    (m, k), n = x_mk.shape, w_nk.shape[0]
-    x_inv_scale, w_inv_scale = (x_mk.new_empty((), dtype=torch.float32) for _ in range(2))
-    return x_mk.new_empty((k, m), dtype=FORWARD), x_inv_scale, x_mk.new_empty((k, n), dtype=FORWARD), w_inv_scale
+    dy8_mn, dy8_nm, dy_inv_scale = dy
+    dx_mk = scaled_gemm(dy8_mn, w8_kn, dy_inv_scale, w_inv_scale, dtype, fast_sums=False)
+    return dx_mk, scaled_gemm(dy8_nm, x8_km, dy_inv_scale, x_inv_scale, dtype, fast_sums=False)
 
 
 def _fake_gradients(gradient: Tensor, x8_km: Tensor, n: int) -> tuple[Tensor, Tensor]:
     k, m = x8_km.shape
     return gradient.new_empty((m, k)), gradient.new_empty((n, k))
-
-
-def _keep_product(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001 - the names torch calls it with
-    ctx.save_for_backward(*output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _product_backward(ctx: Any, dy_mn: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
-    return *fp8_matmul_backward(dy_mn.contiguous(), *ctx.saved_tensors), None
-
-
-def _keep_gated(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.width = inputs[2]
-    ctx.save_for_backward(*output[2:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _gated_backward(ctx: Any, dh_mf: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
-    fused_mn, *kept = ctx.saved_tensors
-    return *fp8_swiglu_backward(dh_mf.contiguous(), fused_mn, ctx.width, *kept), None
-
-
-fp8_matmul.register_autograd(_product_backward, setup_context=_keep_product)
-fp8_swiglu_forward.register_autograd(_gated_backward, setup_context=_keep_gated)
-
-
-def to_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`x` in fp8, its largest magnitude filling the format; the same transposed; and what undoes the scale."""
-    if largest is None:
-        largest = torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32)
-    if proven("fp8", x, _prove):
-        from keepstep.models.kernels.block import quantize_with_transpose
-
-        return quantize_with_transpose(x.contiguous(), largest, dtype)
-    return _to_fp8_by_torch(x, largest, dtype)
-
-
-def _to_fp8_by_torch(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    limit = torch.finfo(dtype).max
-    undo = largest.clamp(min=1e-12) / limit
-    small = (x.float() / undo).clamp(-limit, limit).to(dtype)
-    return small, small.t().contiguous(), undo
-
-
-def _prove(device: torch.device) -> float:
-    from keepstep.models.kernels.block import quantize_with_transpose
-
-    source = torch.randn(144, 272, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-    def results(form: Any, where: torch.device) -> list[Tensor]:
-        x = source.to(where)
-        # Half of the largest magnitude: what is above it must saturate.
-        limits = (FORWARD, x.abs().amax().float()), (BACKWARD, x.abs().amax().float() / 2)
-        return [part for dtype, largest in limits for part in form(x, largest, dtype)]
-
-    return difference(results, quantize_with_transpose, _to_fp8_by_torch, device)

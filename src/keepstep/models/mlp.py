@@ -10,6 +10,7 @@ tensor-parallel degree that attention allows and the width can be divided by.
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from keepstep.models.block_plan import BlockPlan
 from keepstep.models.linear import Fp8Linear, fp8_swiglu_mlp, is_dense, is_plain, make_linear
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.chunked_mlp import chunked_mlp
+from keepstep.models.ops.fp8 import Fp8Rows
 from keepstep.models.ops.fused_mlp import gelu_mlp, swiglu_mlp
 from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.ops.swiglu import swiglu
@@ -33,15 +35,15 @@ def gate_blocks(config: ModelConfig) -> int:
 class _MLP(nn.Module):
     plan: BlockPlan
 
-    def forward(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+    def forward(self, x_btd: Tensor | Fp8Rows, residual_btd: Tensor | None = None) -> Tensor:
         """The sub-block's output [b, t, d], before dropout and residual; added to the residual where that is given."""
         chunks = self.plan.mlp_chunks
-        if chunks is None or x_btd.shape[:-1].numel() <= chunks.tokens:
+        if isinstance(x_btd, Fp8Rows) or chunks is None or x_btd.shape[:-1].numel() <= chunks.tokens:
             return self.compute(x_btd, residual_btd)
         output_btd = chunked_mlp(self, x_btd, chunks)
         return output_btd if residual_btd is None else residual_btd + output_btd
 
-    def compute(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+    def compute(self, x_btd: Any, residual_btd: Tensor | None = None) -> Tensor:
         """The same without chunks."""
         raise NotImplementedError
 
@@ -57,14 +59,15 @@ class GatedMLP(_MLP):
         self.down = make_linear(config, "down", config.ffn_size, config.hidden, config.bias)
         self.plan = BlockPlan()
 
-    def compute(self, x_btd: Tensor, residual_btd: Tensor | None = None) -> Tensor:
+    def compute(self, x_btd: Tensor | Fp8Rows, residual_btd: Tensor | None = None) -> Tensor:
         """The same without chunks."""
+        fp8 = self._fp8_linears()
+        if fp8 is not None:
+            return fp8_swiglu_mlp(x_btd, *fp8, self.block_width)
+        assert isinstance(x_btd, Tensor)
         if residual_btd is not None or (self.fuses_residual() and backend().fuses_matmuls(x_btd)):
             weights = self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype)
             return swiglu_mlp(x_btd, *weights, self.block_width, residual_btd)
-        one_operator = self.is_swiglu and not self.plan.tensor_parallel
-        if one_operator and isinstance(self.gate_up, Fp8Linear) and isinstance(self.down, Fp8Linear):
-            return fp8_swiglu_mlp(x_btd, self.gate_up, self.down, self.block_width)
         gate_up = self.gate_up(x_btd)
         # Torch's own operators are as fast on a CPU, and can be differentiated twice.
         has_kernel = self.is_swiglu and backend().has_kernels(gate_up)
@@ -75,6 +78,17 @@ class GatedMLP(_MLP):
     def fuses_residual(self) -> bool:
         """Whether both matmuls may be fused: SwiGLU inside, the residual in the last one's epilogue."""
         return self.is_swiglu and self.plan.spans_matmuls and is_plain(self.gate_up) and is_plain(self.down)
+
+    def takes_fp8(self) -> bool:
+        """Whether the input may be in fp8: one matmul is all that it enters."""
+        return self._fp8_linears() is not None and self.plan.mlp_chunks is None
+
+    def _fp8_linears(self) -> tuple[Fp8Linear, Fp8Linear] | None:
+        """Both matmuls, if they pass fp8 numbers on to each other."""
+        if not self.is_swiglu or self.plan.tensor_parallel:
+            return None
+        gate_up, down = self.gate_up, self.down
+        return (gate_up, down) if isinstance(gate_up, Fp8Linear) and isinstance(down, Fp8Linear) else None
 
     def _plain_glu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.unflatten(-1, (-1, 2, self.block_width)).unbind(-2)

@@ -8,7 +8,7 @@ Shape legend: b rows, t tokens, d hidden, m = b·t.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.models.kernels.cuda import difference
 from keepstep.models.ops.backend import backend, proven
+from keepstep.models.ops.fp8 import Fp8Rows, fp8_normed, placeholder
 
 
 class LayerNorm(nn.Module):
@@ -69,11 +70,16 @@ def make_rms_norm(config: ModelConfig, size: int) -> RMSNorm:
 
 def add_norm(x_btd: Tensor, added_btd: Tensor | None, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
     """The stream plus `added_btd`, and its norm; without one the stream twice."""
-    # Tensor parallelism replaces the norm by a subclass that reads its weight in another way; 1 + weight is one too.
-    if type(norm) is RMSNorm and backend().fuses_matmuls(x_btd):
+    if is_fused(norm, x_btd):
         return fused_add_norm(x_btd, added_btd, norm.weight, norm.eps)
     stream_btd = x_btd if added_btd is None else x_btd + added_btd
     return stream_btd, stream_btd if norm is None else norm(stream_btd)
+
+
+def is_fused(norm: nn.Module | None, x: Tensor) -> TypeGuard[RMSNorm]:
+    """Whether one operator adds and normalises."""
+    # Tensor parallelism replaces the norm by a subclass that reads its weight in another way; 1 + weight is one too.
+    return type(norm) is RMSNorm and backend().fuses_matmuls(x)
 
 
 def fused_add_norm(x_btd: Tensor, added_btd: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -102,6 +108,78 @@ class _AddAndNorm(torch.autograd.Function):
         d_stream_md, d_normed_md = gradients
         dx_md, d_weight = rms_norm_gradient(d_normed_md, d_stream_md, *ctx.saved_tensors)
         return dx_md, dx_md if ctx.with_added else None, d_weight, None
+
+
+def fp8_add_norm(x_btd: Tensor, added_btd: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
+    """The stream, and its RMS norm as the operand of an fp8 matmul: it is never written in bf16."""
+    added_md, weight_d = None if added_btd is None else added_btd.flatten(0, -2), weight_d.to(x_btd.dtype)
+    parts: tuple[Tensor, ...] = _AddAndFp8Norm.apply(x_btd.flatten(0, -2), added_md, weight_d, eps)  # type: ignore[no-untyped-call]
+    stream_md, placeholder_md, inverses_m, largest = parts
+    rows = fp8_normed(stream_md.detach(), inverses_m, weight_d.detach(), largest)
+    return stream_md.view_as(x_btd), Fp8Rows(placeholder_md.view(x_btd.shape), *rows)
+
+
+class _AddAndFp8Norm(torch.autograd.Function):
+    """`_AddAndNorm` without the norm: its second output stands for it and holds no data. Then what quantising needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if added_md is None:
+            stream_md = x_md
+            inverses_m, largest = norm_statistics(x_md, weight_d, eps)
+        else:
+            stream_md, inverses_m, largest = add_norm_statistics(x_md, added_md, weight_d, eps)
+        ctx.save_for_backward(stream_md, inverses_m, weight_d)
+        ctx.with_added = added_md is not None
+        ctx.mark_non_differentiable(inverses_m, largest)
+        return stream_md, placeholder(x_md, x_md.shape[1]), inverses_m, largest
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        d_stream_md, d_normed_md, *_ = gradients
+        dx_md, d_weight = rms_norm_gradient(d_normed_md, d_stream_md, *ctx.saved_tensors)
+        return dx_md, dx_md if ctx.with_added else None, d_weight, None
+
+
+@torch.library.custom_op("keepstep::norm_statistics", mutates_args=())
+def norm_statistics(x_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The inverse root of each row's mean square, and the largest magnitude of the RMS norm."""
+    return _statistics(x_md, None, weight_d, eps)[1:]
+
+
+@norm_statistics.register_fake
+def _(x_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - the operator's signature
+    return x_md.new_empty(x_md.shape[0], dtype=torch.float32), x_md.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("keepstep::add_norm_statistics", mutates_args=())
+def add_norm_statistics(x_md: Tensor, added_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, then the same of the sum."""
+    return _statistics(x_md, added_md, weight_d, eps)
+
+
+@add_norm_statistics.register_fake
+def _(x_md: Tensor, added_md: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    inverses_m, largest = x_md.new_empty(x_md.shape[0], dtype=torch.float32), x_md.new_empty((), dtype=torch.float32)
+    return torch.empty_like(x_md), inverses_m, largest
+
+
+def _statistics(x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if proven("norm", x_md, _prove):
+        from keepstep.models.kernels.block import rms_norm_statistics
+
+        added_md = None if added_md is None else added_md.contiguous()
+        return rms_norm_statistics(x_md.contiguous(), added_md, weight_d, eps)
+    return _statistics_by_torch(x_md, added_md, weight_d, eps)
+
+
+def _statistics_by_torch(
+    x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    stream_md, _, inverses_m = _forward_by_torch(x_md, added_md, weight_d, eps)
+    return stream_md, inverses_m, (stream_md.float() * inverses_m[:, None] * weight_d.float()).abs().amax()
 
 
 @torch.library.custom_op("keepstep::rms_norm", mutates_args=())
@@ -171,7 +249,7 @@ def _forward_by_torch(
 
 
 def _prove(device: torch.device) -> float:
-    from keepstep.models.kernels.block import rms_norm_backward, rms_norm_forward
+    from keepstep.models.kernels.block import rms_norm_backward, rms_norm_forward, rms_norm_statistics
 
     generator = torch.Generator().manual_seed(1)
     # More rows than programs of the backward kernel.
@@ -179,10 +257,12 @@ def _prove(device: torch.device) -> float:
     parts = [torch.randn(size, generator=generator).bfloat16() for size in (*[(rows, 200)] * 4, (200,))]
 
     def results(form: Any, where: torch.device) -> list[Tensor]:
-        forward, backward = form
+        forward, statistics, backward = form
         x_md, added_md, d_normed_md, d_stream_md, weight_d = (part.to(where) for part in parts)
         stream_md, normed_md, inverses_m = forward(x_md, added_md, weight_d, 1e-5)
         gradients = backward(d_normed_md, d_stream_md, stream_md, inverses_m, weight_d)
-        return [stream_md, normed_md, inverses_m, *forward(x_md, None, weight_d, 1e-5)[1:], *gradients]
+        found = [*statistics(x_md, added_md, weight_d, 1e-5), *statistics(x_md, None, weight_d, 1e-5)[1:]]
+        return [stream_md, normed_md, inverses_m, *forward(x_md, None, weight_d, 1e-5)[1:], *gradients, *found]
 
-    return difference(results, (rms_norm_forward, rms_norm_backward), (_forward_by_torch, _backward_by_torch), device)
+    kernels = rms_norm_forward, rms_norm_statistics, rms_norm_backward
+    return difference(results, kernels, (_forward_by_torch, _statistics_by_torch, _backward_by_torch), device)

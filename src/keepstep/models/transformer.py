@@ -23,8 +23,9 @@ from keepstep.models.attention_context import Context, KeyValueCache, make_conte
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.head import Head, capped_output, head_output, token_losses
 from keepstep.models.latent_attention import LatentAttention
+from keepstep.models.mlp import GatedMLP
 from keepstep.models.moe import MoE, make_feed_forward
-from keepstep.models.norm import add_norm, make_norm
+from keepstep.models.norm import add_norm, fp8_add_norm, is_fused, make_norm
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.varlen_attention import VarlenSpans
 from keepstep.models.positions import document_positions
@@ -54,14 +55,23 @@ class Block(nn.Module):
 
     def forward(self, x_btd: Tensor, context: Context, added_btd: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it: accepted and returned alike."""
-        x_btd, normed_btd = add_norm(x_btd, added_btd, self.attention_norm)
+        x_btd, normed_btd = self._add_norm(x_btd, added_btd, self.attention_norm, self.attention)
         if self._fuses_residual() and backend().fuses_matmuls(x_btd):
             x_btd, normed_btd = add_norm(self.attention(normed_btd, context, x_btd), None, self.mlp_norm)
             return self.mlp(normed_btd, x_btd), None
         attended_btd = self._to_add(self.attention(normed_btd, context), self.attention_post_norm)
-        x_btd, normed_btd = add_norm(x_btd, attended_btd, self.mlp_norm)
+        x_btd, normed_btd = self._add_norm(x_btd, attended_btd, self.mlp_norm, self.mlp)
         added_btd = self._to_add(self.mlp(normed_btd), self.mlp_post_norm)
         return (x_btd, added_btd) if self.plan.deferred_add else (x_btd + added_btd, None)
+
+    def _add_norm(
+        self, x_btd: Tensor, added_btd: Tensor | None, norm: nn.Module | None, sub_block: nn.Module
+    ) -> tuple[Tensor, Any]:
+        """The residual stream and its norm: in fp8, `Fp8Rows`, for a sub-block that only multiplies it so."""
+        takes_fp8 = isinstance(sub_block, Attention | GatedMLP) and sub_block.takes_fp8()
+        if takes_fp8 and is_fused(norm, x_btd):
+            return fp8_add_norm(x_btd, added_btd, norm.weight, norm.eps)
+        return add_norm(x_btd, added_btd, norm)
 
     def _to_add(self, output_btd: Tensor, norm: nn.Module | None) -> Tensor:
         """What a sub-block adds to the residual stream."""

@@ -20,10 +20,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from keepstep.models import linear, norm, quantized_weight
+from keepstep.models import norm, quantized_weight
 from keepstep.models.kernels import cross_entropy, muon, optimizer, quantized
 from keepstep.models.kernels.cuda import relative_difference
-from keepstep.models.ops import expert_rows, experts_fp8, qk_norm, rope, swiglu
+from keepstep.models.ops import expert_rows, experts_fp8, fp8, qk_norm, rope, swiglu
 
 TYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 BITS = {1: torch.uint8, 2: torch.int16}
@@ -42,7 +42,7 @@ PROOFS: dict[str, Callable[[torch.device], float]] = {
     "norm": norm._prove,
     "swiglu": swiglu._prove,
     "rope": rope._prove,
-    "fp8": linear._prove,
+    "fp8": fp8._prove,
     "qk_norm": qk_norm._prove,
     "experts": expert_rows._prove,
     "top_experts": expert_rows._prove_choice,

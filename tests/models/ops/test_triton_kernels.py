@@ -20,10 +20,11 @@ TRITON = Path(sys.prefix) / "triton"
 CHOOSES = {"top_experts"}
 """Multiplies nothing, so nothing is spoilt."""
 WRITE_E4M3 = {
-    "block._both_kernel",
     "experts._quantize_kernel",
     "experts._quantize_rows_kernel",
     "experts_fp8._transposed_weights_kernel",
+    "fp8._quantize_kernel",
+    "fp8._swiglu_kernel",
     "quantized._rows_kernel",
 }
 

@@ -1,13 +1,14 @@
-"""What a block computes between its matmuls, each in one pass: RMS norm, SwiGLU, rope, and numbers to fp8.
+"""What a block computes between its matmuls, each in one pass: RMS norm, SwiGLU and rope.
 
 Inductor needs up to twice the time for the same bytes:
 - The RMS norm adds the residual before it. Its backward kernel also adds the gradient that reaches the stream past the
   norm, and sums the weight's gradient over the rows that a program walks.
 - SwiGLU works on the blocked layout of `gate_up`. Inductor writes the backward of the split as a stack and reads every
-  operand twice. The kernels can also find the largest magnitude of what they write, which spares fp8 a pass.
+  operand twice.
 - Rope is applied while the fused projection is split, one program a token; and the inverse for the gradients. A token's
   row is a list of heads: a group's query heads, its key head, its value head.
-- Fp8 is written together with its transpose: Hopper's fp8 matmuls need both operands contiguous along k.
+
+`kernels/fp8.py` has what fp8 matmuls need in their place.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keepstep.models.kernels.fp8 import raise_to
+
 _PROGRAMS_PER_PROCESSOR = 8
 """Enough rows in flight to fill the memory's pipes, few enough partial sums."""
 _BLOCK = 1024
 _GROUPS = 4
 """Runs of one width that a program works on."""
-_TILE = 128
 
 
 @triton.jit
 def _norm_forward_kernel(
-    x, added, weight, stream, normed, inverses, width, eps, with_added: tl.constexpr, block: tl.constexpr
+    x, added, weight, stream, normed, inverses, largest, width, eps,
+    with_added: tl.constexpr, with_normed: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, block)
@@ -43,7 +46,11 @@ def _norm_forward_kernel(
     inverse = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(inverses + row, inverse)
     scale = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + places, (value * inverse * scale).to(normed.dtype.element_ty), mask=inside)
+    output = value * inverse * scale
+    if with_normed:
+        tl.store(normed + places, output.to(normed.dtype.element_ty), mask=inside)
+    else:
+        raise_to(largest, tl.max(tl.abs(output)))
 
 
 @triton.jit
@@ -74,16 +81,36 @@ def rms_norm_forward(
     x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The stream (x itself where nothing is added), its norm, and the fp32 inverse root of each row's mean square."""
+    normed_md = torch.empty_like(x_md)
+    stream_md, inverses_m = _norm_forward(x_md, added_md, weight_d, eps, normed_md, None)
+    return stream_md, normed_md, inverses_m
+
+
+def rms_norm_statistics(
+    x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the largest magnitude of the norm in place of the norm."""
+    largest = torch.zeros((), dtype=torch.float32, device=x_md.device)
+    return *_norm_forward(x_md, added_md, weight_d, eps, None, largest), largest
+
+
+def _norm_forward(
+    x_md: Tensor,
+    added_md: Tensor | None,
+    weight_d: Tensor,
+    eps: float,
+    normed_md: Tensor | None,
+    largest: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     rows, width = x_md.shape
     stream_md = x_md if added_md is None else torch.empty_like(x_md)
-    normed_md = torch.empty_like(x_md)
     inverses_m = torch.empty(rows, dtype=torch.float32, device=x_md.device)
     block = triton.next_power_of_2(width)
     _norm_forward_kernel[(rows,)](
-        x_md, added_md, weight_d, stream_md, normed_md, inverses_m, width, eps, added_md is not None, block,
-        num_warps=_warps(block, 16),
+        x_md, added_md, weight_d, stream_md, normed_md, inverses_m, largest, width, eps,
+        added_md is not None, normed_md is not None, block, num_warps=_warps(block, 16),
     )  # fmt: skip
-    return stream_md, normed_md, inverses_m
+    return stream_md, inverses_m
 
 
 def rms_norm_backward(
@@ -118,29 +145,16 @@ def _places(count, width, groups: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _raise_to(largest, value):
-    """Keep the larger. Looking first spares nearly all programs the atomic operation, for which they would queue."""
-    if value > tl.load(largest, volatile=True):
-        tl.atomic_max(largest, value)
-
-
-@triton.jit
-def _swiglu_forward_kernel(
-    fused, output, largest, count, width, with_amax: tl.constexpr, groups: tl.constexpr, block: tl.constexpr
-):
+def _swiglu_forward_kernel(fused, output, count, width, groups: tl.constexpr, block: tl.constexpr):
     index, gate_place, up_place, inside = _places(count, width, groups, block)
     gate = tl.load(fused + gate_place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(fused + up_place, mask=inside, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * up
     tl.store(output + index, product.to(output.dtype.element_ty), mask=inside)
-    if with_amax:
-        _raise_to(largest, tl.max(tl.abs(product)))
 
 
 @triton.jit
-def _swiglu_backward_kernel(
-    gradient, fused, output, largest, count, width, with_amax: tl.constexpr, groups: tl.constexpr, block: tl.constexpr
-):
+def _swiglu_backward_kernel(gradient, fused, output, count, width, groups: tl.constexpr, block: tl.constexpr):
     index, gate_place, up_place, inside = _places(count, width, groups, block)
     dy = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(fused + gate_place, mask=inside, other=0.0).to(tl.float32)
@@ -150,30 +164,22 @@ def _swiglu_backward_kernel(
     d_up = dy * gate * sigmoid
     tl.store(output + gate_place, d_gate.to(output.dtype.element_ty), mask=inside)
     tl.store(output + up_place, d_up.to(output.dtype.element_ty), mask=inside)
-    if with_amax:
-        _raise_to(largest, tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up))))
 
 
-def swiglu_forward(fused_mf: Tensor, width: int, with_amax: bool) -> tuple[Tensor, Tensor]:
-    """silu(gate) × up of [..., 2f] in blocks of `width`, and the largest magnitude (0 where it was not asked for)."""
+def swiglu_forward(fused_mf: Tensor, width: int) -> Tensor:
+    """silu(gate) × up of [..., 2f] in blocks of `width`."""
     output = fused_mf.new_empty(*fused_mf.shape[:-1], fused_mf.shape[-1] // 2)
-    largest = torch.zeros((), dtype=torch.float32, device=fused_mf.device)
     count = output.numel() // width
-    _swiglu_forward_kernel[_grid(count, width)](
-        fused_mf, output, largest, count, width, with_amax, _GROUPS, _BLOCK, num_warps=8
-    )
-    return output, largest
+    _swiglu_forward_kernel[_grid(count, width)](fused_mf, output, count, width, _GROUPS, _BLOCK, num_warps=8)
+    return output
 
 
-def swiglu_backward(dy_mf: Tensor, fused_mf: Tensor, width: int, with_amax: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of the fused input, and its largest magnitude."""
+def swiglu_backward(dy_mf: Tensor, fused_mf: Tensor, width: int) -> Tensor:
+    """The gradient of the fused input."""
     output = torch.empty_like(fused_mf)
-    largest = torch.zeros((), dtype=torch.float32, device=fused_mf.device)
     count = dy_mf.numel() // width
-    _swiglu_backward_kernel[_grid(count, width)](
-        dy_mf, fused_mf, output, largest, count, width, with_amax, _GROUPS, _BLOCK, num_warps=8
-    )
-    return output, largest
+    _swiglu_backward_kernel[_grid(count, width)](dy_mf, fused_mf, output, count, width, _GROUPS, _BLOCK, num_warps=8)
+    return output
 
 
 def _grid(count: int, width: int) -> tuple[int, int]:
@@ -258,36 +264,3 @@ def _launch_split_rope(
     _split_rope_kernel[(b * t,)](
         qkv, *parts, *tables, t, table_stride, slots, *strides, queries, half, block, lanes, backward, num_warps=4
     )
-
-
-@triton.jit
-def _both_kernel(source, straight, transposed, largest, undo, rows, columns, highest, tile: tl.constexpr):
-    row = tl.program_id(0) * tile + tl.arange(0, tile)
-    column = tl.program_id(1) * tile + tl.arange(0, tile)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    places = row[:, None].to(tl.int64) * columns + column[None, :]
-    top = tl.maximum(tl.load(largest), 1e-12)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(undo, top / highest)
-    x = tl.load(source + places, mask=inside, other=0.0).to(tl.float32) * (highest / top)
-    # Saturate: a value past the largest number would become infinite, or no number at all.
-    small = tl.minimum(tl.maximum(x, -highest), highest).to(straight.dtype.element_ty)
-    tl.store(straight + places, small, mask=inside)
-    transposed_places = column[:, None].to(tl.int64) * rows + row[None, :]
-    transposed_inside = (column[:, None] < columns) & (row[None, :] < rows)
-    tl.store(transposed + transposed_places, tl.trans(small), mask=transposed_inside)
-
-
-def quantize_with_transpose(source: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`source` [rows, columns] as fp8 with `largest` at the end of its range, the same transposed, and what undoes it.
-
-    The scale is found inside: on its own it would be three launches of a microsecond's work, for every operand.
-    """
-    rows, columns = source.shape
-    straight = torch.empty(rows, columns, dtype=dtype, device=source.device)
-    transposed = torch.empty(columns, rows, dtype=dtype, device=source.device)
-    undo = torch.empty((), dtype=torch.float32, device=source.device)
-    grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
-    highest = torch.finfo(dtype).max
-    _both_kernel[grid](source, straight, transposed, largest, undo, rows, columns, highest, _TILE, num_warps=8)
-    return straight, transposed, undo

@@ -95,7 +95,7 @@ def swiglu_mlp_forward(x_mk: Tensor, gate_up_nk: Tensor, width: int) -> tuple[Te
     if x_mk.is_cuda and can_fuse_swiglu(x_mk, gate_up_nk.shape[0] // 2, width):
         return swiglu_gemm_forward(x_mk.contiguous(), gate_up_nk.contiguous(), width)
     gate_up_mn = torch.mm(x_mk, gate_up_nk.t())
-    return activate(gate_up_mn, width)[0], gate_up_mn
+    return activate(gate_up_mn, width), gate_up_mn
 
 
 @swiglu_mlp_forward.register_fake
@@ -109,7 +109,7 @@ def swiglu_mlp_backward(d_out_mk: Tensor, down_kf: Tensor, saved_mn: Tensor, wid
     """The gradient of x · gate_upᵀ, from that of the whole feed-forward and what `swiglu_mlp_forward` saved."""
     if d_out_mk.is_cuda and can_fuse_swiglu(d_out_mk, down_kf.shape[1], width):
         return swiglu_gemm_backward(d_out_mk.contiguous(), down_kf.contiguous(), saved_mn, width)
-    return activate_backward(torch.mm(d_out_mk, down_kf), saved_mn, width)[0]
+    return activate_backward(torch.mm(d_out_mk, down_kf), saved_mn, width)
 
 
 @swiglu_mlp_backward.register_fake

@@ -15,43 +15,52 @@ from keepstep.models.kernels.cuda import difference
 from keepstep.models.ops.backend import proven
 
 
-def activate(fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor, Tensor]:
-    """silu(gate) × up, and the largest magnitude where it is wanted."""
+def activate(fused: Tensor, width: int) -> Tensor:
+    """silu(gate) × up."""
     if proven("swiglu", fused, _prove):
         from keepstep.models.kernels.block import swiglu_forward
 
-        return swiglu_forward(fused.contiguous(), width, with_amax)
+        return swiglu_forward(fused.contiguous(), width)
     return _by_torch(fused, width)
 
 
-def _by_torch(fused: Tensor, width: int, _with_amax: bool = True) -> tuple[Tensor, Tensor]:
+def _by_torch(fused: Tensor, width: int) -> Tensor:
+    return swiglu_by_torch(fused, width).to(fused.dtype)
+
+
+def swiglu_by_torch(fused: Tensor, width: int) -> Tensor:
+    """silu(gate) × up in fp32."""
     gate, up = fused.float().unflatten(-1, (-1, 2, width)).unbind(-2)
-    product = (F.silu(gate) * up).flatten(-2)
-    return product.to(fused.dtype), product.abs().amax()
+    product: Tensor = (F.silu(gate) * up).flatten(-2)
+    return product
 
 
-def activate_backward(gradient: Tensor, fused: Tensor, width: int, with_amax: bool = False) -> tuple[Tensor, Tensor]:
-    """The gradient of the fused input, and its largest magnitude where it is wanted."""
+def activate_backward(gradient: Tensor, fused: Tensor, width: int) -> Tensor:
+    """The gradient of the fused input."""
     if proven("swiglu", fused, _prove):
         from keepstep.models.kernels.block import swiglu_backward
 
-        return swiglu_backward(gradient.contiguous(), fused, width, with_amax)
+        return swiglu_backward(gradient.contiguous(), fused, width)
     return _backward_by_torch(gradient, fused, width)
 
 
-def _backward_by_torch(gradient: Tensor, fused: Tensor, width: int, _with_amax: bool = True) -> tuple[Tensor, Tensor]:
+def _backward_by_torch(gradient: Tensor, fused: Tensor, width: int) -> Tensor:
+    return swiglu_backward_by_torch(gradient, fused, width).to(fused.dtype)
+
+
+def swiglu_backward_by_torch(gradient: Tensor, fused: Tensor, width: int) -> Tensor:
+    """The gradient of the fused input in fp32."""
     gate, up = fused.float().unflatten(-1, (-1, 2, width)).unbind(-2)
     dy = gradient.float().unflatten(-1, (-1, width))
     sigmoid = torch.sigmoid(gate)
     d_gate, d_up = dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * gate * sigmoid
-    both = torch.stack([d_gate, d_up], dim=-2).flatten(-3)
-    return both.to(fused.dtype), both.abs().amax()
+    return torch.stack([d_gate, d_up], dim=-2).flatten(-3)
 
 
 @torch.library.custom_op("keepstep::swiglu", mutates_args=())
 def swiglu(fused_mf: Tensor, width: int) -> Tensor:
     """silu(gate) × up."""
-    return activate(fused_mf, width)[0]
+    return activate(fused_mf, width)
 
 
 @swiglu.register_fake
@@ -62,7 +71,7 @@ def _(fused_mf: Tensor, width: int) -> Tensor:  # noqa: ARG001 - the operator's 
 @torch.library.custom_op("keepstep::swiglu_backward", mutates_args=())
 def swiglu_gradient(gradient_mf: Tensor, fused_mf: Tensor, width: int) -> Tensor:
     """The gradient of the fused input."""
-    return activate_backward(gradient_mf, fused_mf, width)[0]
+    return activate_backward(gradient_mf, fused_mf, width)
 
 
 @swiglu_gradient.register_fake
@@ -92,8 +101,7 @@ def _prove(device: torch.device) -> float:
     def results(form: Any, where: torch.device) -> list[Tensor]:
         forward, backward = form
         sides = [(*pair.to(where), pair.shape[-1] // 4) for pair in pairs]
-        outputs = [forward(fused, width, True) for fused, _, width in sides]
-        gradients = [backward(dy[:, : 2 * width].contiguous(), fused, width, True) for fused, dy, width in sides]
-        return [part for both in outputs + gradients for part in both]
+        outputs = [forward(fused, width) for fused, _, width in sides]
+        return outputs + [backward(dy[:, : 2 * width].contiguous(), fused, width) for fused, dy, width in sides]
 
     return difference(results, (swiglu_forward, swiglu_backward), (_by_torch, _backward_by_torch), device)

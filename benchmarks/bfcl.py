@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
     parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
     parser.add_argument("--together", action="store_true", help="all seeds at the same time")
-    parser.add_argument("--stages", default="before,sft,grpo,verdicts")
+    parser.add_argument("--stages", default="before,sft,prompts,grpo,verdicts")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     stages, seeds = Stages(args), args.seeds
@@ -253,15 +253,17 @@ def main() -> None:
         sft = ("global_batch=64", "microbatch=16", "optimizer.lr=5e-4", "schedule.warmup=20ba", "max_duration=100ba")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
-    if "grpo" in wanted:
-        # Functions that fine-tuning did not show. `arguments` tells wrong answers apart. Every token counts alike
-        # (dr_grpo): with the mean over an answer, a wrong value in one of four calls would count a quarter.
+    if "prompts" in wanted or "grpo" in wanted:
+        # Of functions that fine-tuning did not show.
         stages.rows("grpo", args.prompts, 900, "test")
+        stages.choose_prompts()
+    if "grpo" in wanted:
+        # `arguments` tells wrong answers apart. Every token counts alike (dr_grpo): with the mean over an answer, a
+        # wrong value in one of four calls would count a quarter.
         grpo = ("rl.method=dr_grpo", "rl.num_generations=8", "rl.max_new_tokens=256", "global_batch=256",
                 "microbatch=32", "rl.rewards={tool_calls: 1.0, arguments: 0.5}", "optimizer.lr=8e-5",
                 "schedule.warmup=4ba", "max_duration=80ba", "model.seq_len=1280", "evaluate.at_end=false",
                 "checkpoint.interval=40ba", "observe.log_interval=1")  # fmt: skip
-        stages.choose_prompts()
         stages.train("grpo", "sft-{seed}", "prompts", (*grpo, *args.grpo.split()), args.grpo_seconds)
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
     result = json.loads(args.out.read_text()) if args.out.exists() else {}

@@ -125,9 +125,10 @@ def test_groups_without_a_signal_need_no_forward_pass(tmp_path: Path) -> None:
         if all_answers:
             objective._answers_with_signal = lambda rewards_b: list(range(len(rewards_b)))  # type: ignore[method-assign]
 
-        def call(answered: Batch, **words: bool) -> torch.Tensor:
-            forwards.append(len(answered.inputs))
-            return call_on(policy)(answered, **words)
+        def call(batch: Batch, *, model: Transformer | None = None, each_loss: bool = False) -> torch.Tensor:
+            forwards.append(len(batch.inputs))
+            losses: torch.Tensor = call_on(policy)(batch, model=model, each_loss=each_loss)
+            return losses
 
         return objective.sums(call, batch)
 

@@ -218,11 +218,9 @@ class PolicyObjective(Objective):
         return torch.cat([losses_b.sum()[None], torch.tensor([float(number) for number in told], device=device)])
 
     def _answers_with_signal(self, rewards_b: Tensor) -> list[int]:
-        """The answers that the forward pass of training needs: those of groups with different rewards.
+        """Answers of groups with different rewards: without a KL penalty, the gradient of the others is 0.
 
-        The others have the advantage 0, so without a KL penalty their gradient is 0. One group is always learnt from,
-        because sharded processes call the model equally often. In elastic mode all are, so that a forward pass has the
-        same shape at any number of processes.
+        All in elastic mode, whose forward passes have one shape; and one group at least, for sharded processes.
         """
         group = self._config.num_generations
         if self._exact or self._policy.reference is not None:

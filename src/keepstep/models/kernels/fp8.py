@@ -33,7 +33,10 @@ Launch = Callable[[str, int], None]
 
 @triton.jit
 def raise_to(largest, value):
-    """Keep the larger. Looking first spares nearly all programs the atomic operation, for which they would queue."""
+    """Keep the larger. Looking first spares nearly all programs the atomic operation, for which they would queue.
+
+    The last thing that a kernel does: threads may see different numbers here, and part. Barriers need them together.
+    """
     if value > tl.load(largest, volatile=True):
         tl.atomic_max(largest, value)
 
@@ -54,12 +57,12 @@ def _end_of_range(guess, largest, undo, headroom, highest, phase: tl.constexpr):
 
 
 @triton.jit
-def _note(value, guess, largest, phase: tl.constexpr):
-    """Raise what the phase finds."""
+def _note(found, guess, largest, phase: tl.constexpr):
+    """Raise what the phase finds, after all else."""
     if phase == "sample":
-        raise_to(guess, tl.max(tl.abs(value)))
+        raise_to(guess, found)
     if phase == "write":
-        raise_to(largest, tl.max(tl.abs(value)))
+        raise_to(largest, found)
 
 
 @triton.jit
@@ -87,9 +90,10 @@ def _quantize_tile(
     if normed:
         value *= tl.load(inverses + row, mask=inside_row, other=0.0)[:, None]
         value *= tl.load(weight + column, mask=inside_column, other=0.0).to(tl.float32)[None, :]
-    _note(value, guess, largest, phase)
+    found = tl.max(tl.abs(value))
     if phase != "sample":
         _store_both(value, straight, transposed, row, column, inside_row, inside_column, rows, columns, top, highest)
+    _note(found, guess, largest, phase)
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def _swiglu_tile(
         dy = tl.load(gradient + of_output, mask=inside, other=0.0).to(tl.float32)
         d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
         d_up = dy * gate * sigmoid
-        _note(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), guess, largest, phase)
+        found = tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
         if phase != "sample":
             up_column, both = gate_column + width, 2 * columns
             _store_both(
@@ -143,11 +147,12 @@ def _swiglu_tile(
             _store_both(d_up, straight, transposed, row, up_column, inside_row, inside_lane, rows, both, top, highest)
     else:
         product = gate * sigmoid * up
-        _note(product, guess, largest, phase)
+        found = tl.max(tl.abs(product))
         if phase != "sample":
             _store_both(
                 product, straight, transposed, row, output, inside_row, inside_lane, rows, columns, top, highest
             )
+    _note(found, guess, largest, phase)
 
 
 @triton.jit

@@ -4,8 +4,9 @@
 
 Every stage is a keepstep command whose result is kept in runs/bfcl: an interrupted benchmark continues where it
 stopped. The training rows are generated, held against the benchmark, and freed of whatever matches; the report says
-how many matched at first and that none does in what was trained on. With --together all seeds run at the same time, as
-fits one large GPU. The stage `verdicts` compares our checker with the official one. The other parts of the result are
+how many matched at first and that none does in what was trained on. GRPO asks what the fine-tuned model answers rightly
+at times: prompts that several answers differ about. With --together all seeds run at the same time, as fits one large
+GPU. The stage `verdicts` compares our checker with the official one. The other parts of the result are
 those of `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`, as far as their files are in the same folder.
 """
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,12 @@ OTHERS = {
     "generation.json": ("generate_ratio_hf",),
     "gguf.json": ("gguf_f16_same_calls", "gguf_q8_same_calls"),
 }
+STOPPED = 75
+"""The exit code of a run that saved and stopped when it was asked to."""
+ATTEMPTS = 4
+"""Answers to each prompt that might be one for GRPO."""
+REFUSALS = 0.25
+"""Prompts to be refused, per prompt with mixed answers."""
 SHORT, LONG = "non_live,live", "multi_turn"
 """Questions in two parts: prompts of several thousand tokens need smaller batches."""
 
@@ -43,17 +51,34 @@ def start(*words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-W", "ignore", "-m", "keepstep", *words], cwd=ROOT)
 
 
-def run_all(commands: Sequence[Sequence[str]], together: bool, accepted: Sequence[int] = (0,)) -> None:
-    """Run commands one after the other, or together; exit if one fails."""
+def run_all(
+    commands: Sequence[Sequence[str]], together: bool, accepted: Sequence[int] = (0,), limit_s: float | None = None
+) -> None:
+    """Run commands one after the other, or together; exit if one fails. After `limit_s` those of a group are asked to
+    stop."""
     started = time.monotonic()
     waiting = list(commands)
     while waiting:
         size = len(waiting) if together else 1
         running, waiting = [start(*words) for words in waiting[:size]], waiting[size:]
-        if any(process.wait() not in accepted for process in running):
+        if any(code not in accepted for code in _ended(running, limit_s)):
             sys.exit("error: a stage failed\n hint: its message is above; the same command continues from it")
     if commands:
         print(f"   {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _ended(running: Sequence[subprocess.Popen[bytes]], limit_s: float | None) -> list[int]:
+    """Their exit codes."""
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    for process in running:
+        try:
+            process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print(f"   stops after {limit_s:.0f} s", flush=True)
+            for each in running:
+                each.terminate()
+            break
+    return [process.wait() for process in running]
 
 
 class Stages:
@@ -88,19 +113,33 @@ class Stages:
         run_all(cleaned, together=True, accepted=(0, 4))
         run_all(checked, together=True)
 
-    def hard_prompts(self) -> None:
-        """Of each seed's prompts those that its fine-tuned model answers wrongly; others teach little."""
+    def choose_prompts(self) -> None:
+        """Of each seed's prompts those that its fine-tuned model answers rightly at times, and some to be refused.
+
+        Where all answers are right, or all wrong, rewards teach nothing. Refusals are nearly always right at first;
+        they are asked so that they stay so.
+        """
         commands = []
         for seed in self.args.seeds:
-            hard = self.folder / f"hard-{seed}.jsonl"
-            if not hard.exists():
+            mixed = self.folder / f"mixed-{seed}.jsonl"
+            if not mixed.exists():
                 commands.append(("eval", "tools", str(self.folder / f"sft-{seed}"), "--dtype", self.args.dtype,
                                  "--data", str(self.folder / f"grpo-{seed}.jsonl"), "--rows", str(self.args.prompts),
-                                 "--batch", str(self.args.batch), "--wrong", str(hard)))  # fmt: skip
+                                 "--attempts", str(ATTEMPTS), "--batch", str(2 * self.args.batch),
+                                 "--mixed", str(mixed), "--out", str(mixed.with_suffix(".json"))))  # fmt: skip
         run_all(commands, self.args.together)
+        for seed in self.args.seeds:
+            mixed, chosen = self.folder / f"mixed-{seed}.jsonl", self.folder / f"prompts-{seed}.jsonl"
+            if chosen.exists():
+                continue
+            lines = mixed.read_text().splitlines()
+            all_lines = (self.folder / f"grpo-{seed}.jsonl").read_text().splitlines()
+            lines += islice(filter(_is_refusal, all_lines), int(len(lines) * REFUSALS))
+            chosen.write_text("".join(line + "\n" for line in lines))
+            print(f"── {len(lines)} prompts for GRPO, seed {seed}", flush=True)
 
-    def train(self, name: str, begin: str, use: str, settings: Sequence[str]) -> None:
-        """Fine-tune each seed; a finished run is left alone."""
+    def train(self, name: str, begin: str, use: str, settings: Sequence[str], limit_s: float | None = None) -> None:
+        """Fine-tune each seed; a finished run is left alone, and one that is stopped by the limit is finished."""
         common = (f"runs_dir={self.folder}", f"chat.template={self.template}", "model.seq_len=2048",
                   "evaluate.interval=1000ba")  # fmt: skip
         commands = []
@@ -111,7 +150,7 @@ class Stages:
             rows = self.folder / f"{use}-{seed}.jsonl"
             commands.append(("finetune", "--from", str(source), "--data", str(rows), "--name", f"{name}-{seed}",
                              f"seed={seed + 1}", *common, *settings))  # fmt: skip
-        run_all(commands, self.args.together)
+        run_all(commands, self.args.together, (0,) if limit_s is None else (0, STOPPED), limit_s)
         for seed in self.args.seeds:
             (self.folder / f"{name}-{seed}" / "done").touch()
 
@@ -151,7 +190,15 @@ class Stages:
         return {
             **{key: round(statistics.fmean(each), 2) if each else None for key, each in known.items()},
             "seeds": seeds,
+            "steps": [item["step"] for item in found],
+            "categories": [item["categories"] for item in found],
         }
+
+
+def _is_refusal(line: str) -> bool:
+    """Whether the assistant's first message of a row calls nothing."""
+    answer = next(message for message in json.loads(line)["messages"] if message["role"] == "assistant")
+    return not answer.get("tool_calls")
 
 
 def verdicts() -> dict[str, int]:
@@ -181,15 +228,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--rows", type=int, default=36_000, help="conversations to fine-tune on")
-    parser.add_argument("--prompts", type=int, default=8_000, help="prompts; GRPO takes the hard ones")
+    parser.add_argument("--prompts", type=int, default=4_000, help="prompts; GRPO takes what is right at times")
     parser.add_argument("--sft", default="", help="further settings of fine-tuning")
     parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
+    parser.add_argument("--grpo-seconds", type=float, help="stop GRPO after this time (default: after its steps)")
     parser.add_argument("--batch", type=int, default=128, help="questions answered together")
     parser.add_argument("--dtype", default="bf16", help="of the questions' answers")
     parser.add_argument("--limit", type=int, default=0, help="questions of each category (default: all)")
     parser.add_argument("--single-turn", action="store_true", help="leave out the questions of several turns")
     parser.add_argument("--together", action="store_true", help="all seeds at the same time")
-    parser.add_argument("--stages", default="before,sft,grpo,verdicts")
+    parser.add_argument("--stages", default="before,sft,prompts,grpo,verdicts")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     stages, seeds = Stages(args), args.seeds
@@ -205,19 +253,22 @@ def main() -> None:
         sft = ("global_batch=64", "microbatch=16", "optimizer.lr=5e-4", "schedule.warmup=20ba", "max_duration=100ba")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
+    if "prompts" in wanted or "grpo" in wanted:
+        # Of functions that fine-tuning did not show.
+        stages.rows("grpo", args.prompts, 900, "test")
+        stages.choose_prompts()
     if "grpo" in wanted:
-        # Functions that fine-tuning did not show, no simple requests, and none that are answered rightly: where all
-        # answers are right, or all wrong, rewards teach nothing. `arguments` distinguishes wrong answers.
-        stages.rows("grpo", args.prompts, 900, "test", "--categories", "multiple,parallel,irrelevance")
-        grpo = ("rl.method=grpo", "rl.num_generations=8", "rl.max_new_tokens=256", "global_batch=256", "microbatch=16",
-                "rl.rewards={tool_calls: 1.0, arguments: 1.0}", "optimizer.lr=5e-5", "schedule.warmup=2ba",
-                "max_duration=60ba", "model.seq_len=1280")  # fmt: skip
-        stages.hard_prompts()
-        stages.train("grpo", "sft-{seed}", "hard", (*grpo, *args.grpo.split()))
+        # `arguments` tells wrong answers apart. Every token counts alike (dr_grpo): with the mean over an answer, a
+        # wrong value in one of four calls would count a quarter.
+        grpo = ("rl.method=dr_grpo", "rl.num_generations=8", "rl.max_new_tokens=256", "global_batch=256",
+                "microbatch=32", "rl.rewards={tool_calls: 1.0, arguments: 0.5}", "optimizer.lr=8e-5",
+                "schedule.warmup=4ba", "max_duration=80ba", "model.seq_len=1280", "evaluate.at_end=false",
+                "checkpoint.interval=40ba", "observe.log_interval=1")  # fmt: skip
+        stages.train("grpo", "sft-{seed}", "prompts", (*grpo, *args.grpo.split()), args.grpo_seconds)
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
     names = {"before": ["base"], "sft": [f"sft-{seed}" for seed in seeds], "grpo": [f"grpo-{seed}" for seed in seeds]}
-    result |= {stage: stages.scores(each) for stage, each in names.items() if stage in wanted}
+    result |= {stage: scores for stage, each in names.items() if stage in wanted and (scores := stages.scores(each))}
     if reports := [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.check.json"))]:
         found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.found.json"))]
         result |= {

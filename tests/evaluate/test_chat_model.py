@@ -254,6 +254,40 @@ def test_wrong_answers_are_written_as_conversations(tmp_path: Path, monkeypatch:
     assert kept.conversation == load_questions(str(path), 10)[0].conversation
 
 
+def test_conversations_with_mixed_answers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+    calls = [{"function": {"name": "add", "arguments": {"a": number}}} for number in range(3)]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"add {number}"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ],
+            "tools": tools,
+        }
+        for number, call in enumerate(calls)
+    ]
+    path, mixed, wrong = (tmp_path / name for name in ("rows.jsonl", "mixed.jsonl", "wrong.jsonl"))
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    class Drawing:
+        """Right always, at times and never."""
+
+        def answers(self, prompts: Sequence[Prompt], sampling: Sampling, *_: object) -> list[str]:
+            assert sampling.temperature == 1.0
+            said = [prompt.messages[-1]["content"].removeprefix("add ") for prompt in prompts]
+            assert said == ["0"] * 3 + ["1"] * 3 + ["2"] * 3
+            numbers = [0, 0, 0, 7, 1, 7, 7, 7, 7]
+            return [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>' for number in numbers]
+
+    monkeypatch.setattr("keepstep.cli.model._open_model", lambda _args: Drawing())
+    words = ["eval", "tools", "x", "--data", str(path), "--attempts", "3", "--mixed", str(mixed), "--wrong", str(wrong)]
+    assert main(words) == 0
+    assert [item.prompt.messages[-1]["content"] for item in load_questions(str(mixed), 10)] == ["add 1"]
+    assert [item.prompt.messages[-1]["content"] for item in load_questions(str(wrong), 10)] == ["add 1", "add 2"]
+    assert main(["eval", "tools", "x", "--mixed", str(mixed)]) == 2
+
+
 def test_ask_refuses_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file" / "answers.jsonl"):

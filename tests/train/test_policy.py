@@ -15,6 +15,7 @@ import torch
 from keepstep.config.load import load_config
 from keepstep.config.schema import RLConfig, RunConfig
 from keepstep.core.errors import ConfigError, DataError
+from keepstep.data.batch import Batch
 from keepstep.data.chat.prompts import Prompted
 from keepstep.data.chat.rows import canonical
 from keepstep.evaluate.continuous_batching import Request
@@ -107,6 +108,36 @@ def test_losses_equal_the_papers_formulas(method: str, beta: float, tmp_path: Pa
     found, wanted = (torch.autograd.grad(loss, weights) for loss in (sums[0], expected))
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs.float(), atol=2e-3, rtol=5e-3)
+
+
+def test_groups_without_a_signal_need_no_forward_pass(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "grpo", "rl.beta=0")
+    policy, _ = moved_models(config)
+    loaders = open_run_data(config)
+    batch, tasks = loaders.train.rows(0, 8), PromptTasks.of(loaders, "")
+    forwards = []
+
+    def sums_of(*, all_answers: bool) -> torch.Tensor:
+        objective = PolicyObjective(config.rl, Policy(policy, None), tasks, 0)
+        # The first group has equal rewards, the second has not.
+        rewards = iter([1.0] * 4 + [0.0, 0.0, 1.0, 0.0])
+        objective._rewards = [lambda _: next(rewards), lambda _: 0.0]
+        if all_answers:
+            objective._answers_with_signal = lambda rewards_b: list(range(len(rewards_b)))  # type: ignore[method-assign]
+
+        def call(batch: Batch, *, model: Transformer | None = None, each_loss: bool = False) -> torch.Tensor:
+            forwards.append(len(batch.inputs))
+            losses: torch.Tensor = call_on(policy)(batch, model=model, each_loss=each_loss)
+            return losses
+
+        return objective.sums(call, batch)
+
+    fewer, all_of_them = sums_of(all_answers=False), sums_of(all_answers=True)
+    assert forwards == [4, 8]
+    torch.testing.assert_close(fewer[0], all_of_them[0], atol=1e-5, rtol=1e-4)
+    weights = list(policy.parameters())
+    for mine, theirs in zip(*(torch.autograd.grad(sums[0], weights) for sums in (fewer, all_of_them)), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
 
 
 def test_draws_follow_the_distribution() -> None:

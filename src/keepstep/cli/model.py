@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tools.add_argument("--answers", type=writable, metavar="FILE", help="write every answer as a JSON line")
     wrong = "write the conversations that were answered wrongly, to train on"
     tools.add_argument("--wrong", type=writable, metavar="FILE", help=wrong)
+    several = "answers to each question, drawn at temperature 1 (default: the likeliest one)"
+    tools.add_argument("--attempts", type=positive, default=1, metavar="N", help=several)
+    mixed = "write the conversations that only some of the --attempts answered rightly, for reinforcement learning"
+    tools.add_argument("--mixed", type=writable, metavar="FILE", help=mixed)
     _add_dtype(tools)
     tools.add_argument("--reward", metavar="NAME", help="also score answers with this plug-in (keepstep.rewards)")
     bfcl = add_action(actions, "bfcl", _bfcl, "the Berkeley Function Calling Leaderboard (questions: pip's bfcl-eval)")
@@ -116,21 +120,28 @@ def _tools(args: argparse.Namespace) -> int:
     from keepstep.data.chat.generated import SMALL
     from keepstep.evaluate.ast_check import table
     from keepstep.evaluate.chat_model import Sampling
-    from keepstep.evaluate.tool_calls import ask, load_questions, write_lines
+    from keepstep.evaluate.tool_calls import answered_partly, ask, load_questions, write_lines
 
+    if args.mixed and args.attempts < 2:
+        raise UsageError("--mixed compares several answers to a question", "add --attempts 4")
     reward = load_plugin("rewards", args.reward, {}, "--reward") if args.reward else None
     model = _open_model(args)
-    questions = load_questions(args.data or SMALL, args.rows)
+    questions = [question for question in load_questions(args.data or SMALL, args.rows) for _ in range(args.attempts)]
+    sampling = Sampling(temperature=1.0 if args.attempts > 1 else 0.0, max_new_tokens=args.max_new_tokens)
 
     def show_count(done: int) -> None:
         progress(f"answered {done} of {len(questions)}")
 
-    answered = ask(model, questions, Sampling(max_new_tokens=args.max_new_tokens), args.batch, show_count, reward)
+    answered = ask(model, questions, sampling, args.batch, show_count, reward)
     if args.answers:
         write_lines(answered.lines, args.answers)
+    right = [line["error"] is None for line in answered.lines]
     if args.wrong:
-        pairs = zip(questions, answered.lines, strict=True)
-        write_lines((question.conversation.row() for question, line in pairs if line["error"]), args.wrong)
+        wrong = {id(question): question for question, is_right in zip(questions, right, strict=True) if not is_right}
+        write_lines((question.conversation.row() for question in wrong.values()), args.wrong)
+    if args.mixed:
+        partly = answered_partly(questions, right, args.attempts)
+        write_lines((question.conversation.row() for question in partly), args.mixed)
     facts = {"model": str(args.model), "step": getattr(model, "step", None), **answered.report.as_json()}
     text = table(answered.report)
     if answered.mean_reward is not None:

@@ -102,7 +102,10 @@ class ChatModel:
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[str]:
         """One answer for each prompt, at most `batch` of them at a time."""
-        encoded = [self.encode(prompt) for prompt in prompts]
+        # A prompt that is answered several times is encoded once.
+        different = {id(prompt): prompt for prompt in prompts}
+        ids_of = {key: self.encode(prompt) for key, prompt in different.items()}
+        encoded = [ids_of[id(prompt)] for prompt in prompts]
         # Checked first: the longest prompts come last, and must not cost hours of answers.
         for number, ids in enumerate(encoded, start=1):
             if len(ids) >= self.context_length:

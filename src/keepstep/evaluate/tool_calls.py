@@ -157,6 +157,12 @@ def ask(
     return Answered(summarise(verdicts), lines)
 
 
+def answered_partly(asked: Sequence[Question], right: Sequence[bool], attempts: int) -> list[Question]:
+    """The questions that some of their attempts, which follow each other, answered rightly and others did not."""
+    shares = [sum(right[first : first + attempts]) for first in range(0, len(asked), attempts)]
+    return [asked[place * attempts] for place, count in enumerate(shares) if 0 < count < attempts]
+
+
 def score(reward: Reward, messages: Sequence[Message], answer: str, expected: list[dict[str, Any]]) -> float:
     """What a reward plug-in returns for one answer, as a finite number."""
     try:

@@ -178,13 +178,15 @@ class PolicyObjective(Objective):
         first_sample: int,
     ) -> Tensor:
         config = self._config
-        batch = answer_batch(prompts, rollouts, first_sample)
+        rewards_b = rewards_bn @ self._weights
+        learnt = self._answers_with_signal(rewards_b)
+        kept = [rollouts[number] for number in learnt]
+        batch = answer_batch([prompts[number] for number in learnt], kept, first_sample)
         reference = self._policy.reference
         reference_bt = None if reference is None else -reference.token_losses(call, batch)
         log_probabilities_bt = -call(batch, each_loss=True)
         device = log_probabilities_bt.device
         mask_bt = torch.from_numpy(batch.targets != IGNORE_INDEX).to(device)
-        rewards_b = rewards_bn @ self._weights
         if reference_bt is None:
             kl_bt = torch.full_like(log_probabilities_bt, torch.nan).where(mask_bt, 0.0)
         else:
@@ -194,10 +196,10 @@ class PolicyObjective(Objective):
                 moved_b = ((log_probabilities_bt.detach() - reference_bt) * mask_bt).sum(dim=1)
                 rewards_b = rewards_b - config.kl_weight * moved_b.double().cpu()
         rewards_pg = rewards_b.view(-1, config.num_generations)
-        advantages_b = advantages(rewards_pg, config.method).flatten().float().to(device)
+        advantages_b = advantages(rewards_pg, config.method).flatten()[learnt].float().to(device)
         losses_b = policy_losses(log_probabilities_bt, reference_bt, advantages_b, mask_bt, config)
         sampled_bt = torch.zeros(mask_bt.shape).masked_scatter(
-            mask_bt.cpu(), torch.tensor([chance for rollout in rollouts for chance in rollout.log_probabilities])
+            mask_bt.cpu(), torch.tensor([chance for rollout in kept for chance in rollout.log_probabilities])
         )
         difference_bt = (log_probabilities_bt.detach() - sampled_bt.to(device)).abs() * mask_bt
         # Rewards of their own, before a penalty.
@@ -214,6 +216,18 @@ class PolicyObjective(Objective):
             *rewards_bn.sum(dim=0),
         ]
         return torch.cat([losses_b.sum()[None], torch.tensor([float(number) for number in told], device=device)])
+
+    def _answers_with_signal(self, rewards_b: Tensor) -> list[int]:
+        """Answers of groups with different rewards: without a KL penalty, the gradient of the others is 0.
+
+        All in elastic mode, whose forward passes have one shape; and one group at least, for sharded processes.
+        """
+        group = self._config.num_generations
+        if self._exact or self._policy.reference is not None:
+            return list(range(len(rewards_b)))
+        rewards_pg = rewards_b.view(-1, group)
+        groups = (rewards_pg.max(dim=1).values != rewards_pg.min(dim=1).values).nonzero()[:, 0].tolist() or [0]
+        return [number * group + answer for number in groups for answer in range(group)]
 
     def to_minimise(self, loss: float, metrics: Mapping[str, float]) -> float:  # noqa: ARG002
         """Rewards: the loss is about 0 whatever was learnt."""

@@ -13,9 +13,9 @@
 //
 // In shared memory heads of 128 are two halves of 64 columns each. There is no room to prefetch their item's keys.
 //
-// MASKED is for packed documents and sliding windows: a query sees the keys from its first one on, which never decreases
-// along a row. Pieces behind the last query that sees an item's keys are left out, and scores are masked only in pieces
-// that hold a border of a document or a window.
+// MASKED is for packed documents and sliding windows: a query sees the keys from its first one on, which never
+// decreases along a row. Pieces behind the last query that sees an item's keys are left out, and scores are masked only
+// in pieces that hold a border of a document or a window.
 
 constexpr bool MASKED = @MASKED@;
 constexpr int HEAD = @HEAD@, HALVES = HEAD / 64;
@@ -30,8 +30,8 @@ constexpr float LOG2_E = 1.4426950408889634f, ROOT = @ROOT@f, SCALE = ROOT * LOG
 constexpr float HIDDEN = -1e30f;
 constexpr float LARGEST_SUM = 1073741824.0f;  // half of what an int holds: rounding cannot make a sum wrap around
 
-// Offsets in shared memory. Barriers say that a stage is FULL or EMPTY, that a part of the gradients of queries is READY
-// or TAKEN, that keys and values have ARRIVED or were LEFT, and that gradients of scores are LAID or FREED.
+// Offsets in shared memory. Barriers say that a stage is FULL or EMPTY, that a part of the gradients of queries is
+// READY or TAKEN, and that keys and values have ARRIVED or were LEFT. Heads of 64 have more behind these.
 constexpr int KEY_AT = 0, VALUE_AT = KEY_AT + SLOTS * KEYS_BYTES, QUERY_AT = VALUE_AT + SLOTS * KEYS_BYTES;
 constexpr int GRADIENT_AT = QUERY_AT + STAGES * QUERIES_BYTES, SCORES_AT = GRADIENT_AT + STAGES * QUERIES_BYTES;
 constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + PARTS * PART_BYTES;
@@ -99,7 +99,8 @@ struct Rope {
 
 // 64 × 64 sums, multiplied by a factor for a thread's upper and its lower row, to bf16 rows that are `stride` eights
 // apart; through 2 KiB of shared memory for each warp.
-__device__ __forceinline__ void write_rows(const float* sums, float upper, float lower, u32 room, uint4* to, int stride) {
+__device__ __forceinline__ void write_rows(const float* sums, float upper, float lower, u32 room, uint4* to,
+                                           int stride) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const u32 mine = room + warp * 2048;
 #pragma unroll
@@ -162,7 +163,7 @@ __device__ __forceinline__ void fetch_all(u32 base, const Task& task, Walk walk)
   }
 }
 
-// 64 × WIDTH sums as integers, with the scale of a thread's upper and its lower row; `attention_queries` knows the order.
+// 64 × WIDTH sums as integers, with a scale for a thread's upper and its lower row, in the order of attention_queries.
 __device__ __forceinline__ void put_part(u32 part, const float (&sums)[WIDTH / 2], float upper, float lower) {
 #pragma unroll
   for (int j = 0; j < WIDTH / 8; ++j)
@@ -200,8 +201,8 @@ struct KeyGroup {
     if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
   }
 
-  // What the softmax subtracts from all gradients of a query's weights. Before the matmuls that run meanwhile: a register
-  // that is written after the first of them makes the compiler wait for all of them.
+  // What the softmax subtracts from all gradients of a query's weights. Before the matmuls that run meanwhile: a
+  // register that is written after the first of them makes the compiler wait for all of them.
   __device__ __forceinline__ void prepare_weight_gradients(u32 use) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -213,7 +214,8 @@ struct KeyGroup {
   // Added to what was prepared.
   __device__ __forceinline__ void multiply_weight_gradients(u32 use) {
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) multiply_shared(d_weights, values + h * KEYS_HALF, gradient(use) + h * QUERIES_HALF, 1);
+    for (int h = 0; h < HALVES; ++h)
+      multiply_shared(d_weights, values + h * KEYS_HALF, gradient(use) + h * QUERIES_HALF, 1);
   }
   // A query does not see the keys behind it: the piece begins `more` queries before this warpgroup's keys.
   __device__ __forceinline__ void hide_behind(int more) {

@@ -1,9 +1,9 @@
 // Heads of 128, after attention_backward.cu: the two warpgroups with keys compute the gradients of queries too.
 //
 // Each multiplies the gradients of scores of all 128 keys with half of the columns of the keys. While the tensor cores
-// multiply, each warpgroup computes: weights during the gradients of weights, gradients of scores during the gradients of
-// values, the integers of queries' gradients during the gradients of keys. A third warpgroup has few registers and three
-// threads that work: one issues the copies, two add the warpgroups' results to those in global memory.
+// multiply, each computes: weights during the gradients of weights, gradients of scores during the gradients of values,
+// the integers of queries' gradients during the gradients of keys. A third warpgroup has few registers and three threads
+// that work: one issues the copies, two add the warpgroups' results to those in global memory.
 
 constexpr int KEY_REGISTERS = 240;  // a thread of the two warpgroups that compute
 

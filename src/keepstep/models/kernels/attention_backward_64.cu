@@ -2,8 +2,8 @@
 //
 // A score costs half as much multiplication as with heads of 128, and its exponential and conversions the same: the two
 // warpgroups with keys have no time for the integers of queries' gradients. They alternate on the tensor cores, so that
-// one's matmuls run during the other's exponentials, and while one piece's matmuls run, so do the next one's scores. They
-// lay the gradients of scores in shared memory, where a third warpgroup multiplies them with keys. A fourth has two
+// one's matmuls run during the other's exponentials, and while one piece's matmuls run, so do the next one's scores.
+// They lay the gradients of scores in shared memory, where a third warpgroup multiplies them with keys. A fourth has two
 // threads that work: one issues the copies, one adds the third's results to those in global memory.
 
 constexpr int KEY_REGISTERS = 208, QUERY_REGISTERS = 72, COPY_REGISTERS = 24;  // a thread; 128 at the start

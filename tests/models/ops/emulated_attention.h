@@ -99,4 +99,6 @@ static void come_and_wait(u32 name, int count) {
   while (here.number == before) pause_();
 }
 inline void groups_sync() { come_and_wait(1, 256); }
+inline void wait_for_turn(u32 name) { come_and_wait(name, 256); }
+inline void give_turn(u32 name) { come(name, 256); }
 inline void __syncthreads() { come_and_wait(0, THREADS); }

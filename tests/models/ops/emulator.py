@@ -37,7 +37,9 @@ def emulated_map(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], b
 class Emulator:
     """Kernels of one source; `headers` stand in for files that hold Hopper's instructions."""
 
-    def __init__(self, folder: Path, headers: Sequence[str], source: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, headers: Sequence[str], source: str, names: Sequence[str], threads: int = 384
+    ) -> None:
         compiler = shutil.which("g++")
         if compiler is None:
             pytest.skip("no g++")
@@ -49,7 +51,8 @@ class Emulator:
         text = folder / "kernels.cpp"
         text.write_text("".join((HERE / header).read_text() for header in headers) + source + entry)
         library = folder / "kernels.so"
-        subprocess.run([compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-o", library, text], check=True)
+        flags = ["-O2", "-std=c++17", f"-DTHREADS={threads}", "-shared", "-fPIC"]
+        subprocess.run([compiler, *flags, "-o", library, text], check=True)
         self._library = ctypes.CDLL(str(library))
 
     def launch(self, name: str, blocks: int, *arguments: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepstep.models.kernels.attention_backward import SavedAttention, kernel_source
+from keepstep.models.kernels.attention_backward import THREADS, SavedAttention, backward_files, kernel_source
 from keepstep.models.kernels.attention_schedule import KEYS, QUERIES, item_costs, item_order, schedule_items
 from keepstep.models.ops.fused_attention import _backward_by_torch, attention_forward
 from tests.models.ops.emulator import Emulator, emulated_map
@@ -21,16 +21,19 @@ LOG2_E, LARGEST_SUM = 1.4426950408889634, 2.0**30
 
 
 @pytest.fixture(scope="module")
-def emulators(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Emulator]:
+def emulators(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Emulator]:
+    """By head size, and masked or not."""
     headers = ["emulated_hopper.h", "emulated_attention.h"]
     return {
-        size: Emulator(
-            tmp_path_factory.mktemp(f"heads_of_{size}"),
+        (size, masked): Emulator(
+            tmp_path_factory.mktemp(f"heads_of_{size}_{masked}"),
             headers,
-            kernel_source(("attention_backward",), size, True, size**-0.5),
+            kernel_source(backward_files(size), size, masked, size**-0.5),
             ["attention_backward"],
+            THREADS[size],
         )
         for size in (64, 128)
+        for masked in (False, True)
     }
 
 
@@ -48,9 +51,9 @@ def query_gradients(sums: Tensor, inverse_bnt: Tensor, size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize(("lengths", "window"), [((1, 129, 254), 0), ((384,), 100), ((200, 60, 124), 64)])
+@pytest.mark.parametrize(("lengths", "window"), [((384,), 0), ((1, 129, 254), 0), ((384,), 100), ((200, 60, 124), 64)])
 def test_attention_backward_matches_torch(
-    emulators: dict[int, Emulator], size: int, lengths: tuple[int, ...], window: int
+    emulators: dict[tuple[int, bool], Emulator], size: int, lengths: tuple[int, ...], window: int
 ) -> None:
     torch.manual_seed(size)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -72,11 +75,12 @@ def test_attention_backward_matches_torch(
         emulated_map(x, (x.shape[2] * size, TOKENS), (x.shape[2] * size,), (64, rows))
         for x, rows in ((query, QUERIES), (gradient, QUERIES), (key, KEYS), (value, KEYS))
     ]
-    emulators[size].launch(
+    masked = len(lengths) > 1 or window > 0
+    emulators[size, masked].launch(
         "attention_backward", PROCESSORS, *maps, in_pieces(lse * LOG2_E, -delta_bnt),
         in_pieces(scale_bnt, 1 / scale_bnt), query_sums, fused, None, None,
         torch.tensor([[*items, *[-1] * (width - len(items))] for items in lists], dtype=torch.int32), width,
-        rule.first_key_bt, rule.query_ends_bk, TOKENS, TOKENS, HEADS, GROUPS,
+        *((rule.first_key_bt, rule.query_ends_bk) if masked else (None, None)), TOKENS, TOKENS, HEADS, GROUPS,
     )  # fmt: skip
     expected = _backward_by_torch(gradient, saved, None, rule.first_key_bt).view_as(fused).float()
     found = fused.float()

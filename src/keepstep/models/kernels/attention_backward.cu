@@ -1,48 +1,43 @@
-// The backward pass of causal attention with heads of 64 or 128: gradients of queries, keys and values.
+// The backward pass of causal attention: gradients of queries, keys and values. What heads of 64 and of 128 share.
 //
 // An item is 128 keys and values of one key-value head. A thread block goes through all queries that see them, of all
-// query heads that share them, in pieces of 64. Two warpgroups compute; each has 64 keys. They compute scores and the
-// gradients of softmax weights as keys × queries: both are then in registers in the layout that the matmuls with output
-// gradients and queries need, and the gradients of keys and values stay in registers until the item ends. The gradients
-// of scores of all 128 keys meet in shared memory. Each warpgroup multiplies them with half of the columns of the keys:
-// that is what the piece adds to the gradients of its queries. A third warpgroup has few registers and three threads that
-// work: one issues the copies to shared memory, two add the warpgroups' results to those in global memory.
-//
-// While the tensor cores multiply, each warpgroup computes: weights during the gradients of weights, gradients of scores
-// during the gradients of values, the integers below during the gradients of keys.
+// query heads that share them, in pieces of 64. Two warpgroups have 64 keys each. They compute scores and the gradients
+// of softmax weights as keys × queries: both are then in registers in the layout that the matmuls with output gradients
+// and queries need, and the gradients of keys and values stay in registers until the item ends. The gradients of scores
+// of all 128 keys meet in shared memory: multiplied with the keys, they are what the piece adds to the gradients of its
+// queries. attention_backward_64.cu and attention_backward_128.cu say who does that, and what runs at the same time.
+// Threads of one more warpgroup issue the copies to shared memory and add results to those in global memory.
 //
 // Many thread blocks add to the gradients of one query, in no fixed order. They add integers: fixed-point numbers whose
 // scale comes from a bound on the result, so that every order gives the same bits.
 //
 // In shared memory heads of 128 are two halves of 64 columns each. There is no room to prefetch their item's keys.
 //
-// MASKED is for packed documents and sliding windows: a query sees the keys from its first one on, which never decreases
-// along a row. Pieces behind the last query that sees an item's keys are left out, and scores are masked only in pieces
-// that hold a border of a document or a window.
+// MASKED is for packed documents and sliding windows: a query sees the keys from its first one on, which never
+// decreases along a row. Pieces behind the last query that sees an item's keys are left out, and scores are masked only
+// in pieces that hold a border of a document or a window.
 
 constexpr bool MASKED = @MASKED@;
 constexpr int HEAD = @HEAD@, HALVES = HEAD / 64;
-constexpr int KEYS = 128, QUERIES = 64, STAGES = HEAD == 64 ? 4 : 3, SCORES = 2, SLOTS = HEAD == 64 ? 2 : 1;
+constexpr int KEYS = 128, QUERIES = 64, STAGES = HEAD == 64 ? 4 : 3, SCORES = 2, PARTS = 2, SLOTS = HEAD == 64 ? 2 : 1;
 constexpr int KEYS_BYTES = KEYS * HEAD * 2, QUERIES_BYTES = QUERIES * HEAD * 2;
 constexpr int NUMBERS_BYTES = 2 * QUERIES * 4, FIRST_KEYS_BYTES = MASKED ? QUERIES * 4 : 0;
 constexpr int STATS_BYTES = NUMBERS_BYTES + FIRST_KEYS_BYTES;  // of a piece: two numbers and a first key for each query
 constexpr int KEYS_HALF = KEYS * 128, QUERIES_HALF = QUERIES * 128;  // bytes of one half of the columns
-constexpr int WIDTH = HEAD / 2;  // columns of queries' gradients that a warpgroup computes
+constexpr int WIDTH = 64;  // columns of queries' gradients that are computed at a time
 constexpr int SCORES_BYTES = KEYS * QUERIES * 2, PART_BYTES = QUERIES * WIDTH * 4;
 constexpr float LOG2_E = 1.4426950408889634f, ROOT = @ROOT@f, SCALE = ROOT * LOG2_E;
-constexpr int KEY_REGISTERS = HEAD == 64 ? 232 : 240;  // a thread of the two warpgroups that compute
-constexpr bool AHEAD = HEAD == 64;  // the next piece's scores are computed with a piece: heads of 128 have no registers
 constexpr float HIDDEN = -1e30f;
 constexpr float LARGEST_SUM = 1073741824.0f;  // half of what an int holds: rounding cannot make a sum wrap around
 
-// Offsets in shared memory. Barriers say that a stage is FULL or EMPTY, that a part of the gradients of queries is READY
-// or TAKEN, and that keys and values have ARRIVED or were LEFT.
+// Offsets in shared memory. Barriers say that a stage is FULL or EMPTY, that a part of the gradients of queries is
+// READY or TAKEN, and that keys and values have ARRIVED or were LEFT. Heads of 64 have more behind these.
 constexpr int KEY_AT = 0, VALUE_AT = KEY_AT + SLOTS * KEYS_BYTES, QUERY_AT = VALUE_AT + SLOTS * KEYS_BYTES;
 constexpr int GRADIENT_AT = QUERY_AT + STAGES * QUERIES_BYTES, SCORES_AT = GRADIENT_AT + STAGES * QUERIES_BYTES;
-constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + 2 * PART_BYTES;
+constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + PARTS * PART_BYTES;
 constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES;
-constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, READY = EMPTY + 8 * STAGES, TAKEN = READY + 16;
-constexpr int ARRIVED = TAKEN + 16, LEFT = ARRIVED + 8 * SLOTS;
+constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, READY = EMPTY + 8 * STAGES, TAKEN = READY + 8 * PARTS;
+constexpr int ARRIVED = TAKEN + 8 * PARTS, LEFT = ARRIVED + 8 * SLOTS;
 
 struct Shape { int tokens, heads, groups; };
 
@@ -104,7 +99,8 @@ struct Rope {
 
 // 64 × 64 sums, multiplied by a factor for a thread's upper and its lower row, to bf16 rows that are `stride` eights
 // apart; through 2 KiB of shared memory for each warp.
-__device__ __forceinline__ void write_rows(const float* sums, float upper, float lower, u32 room, uint4* to, int stride) {
+__device__ __forceinline__ void write_rows(const float* sums, float upper, float lower, u32 room, uint4* to,
+                                           int stride) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const u32 mine = room + warp * 2048;
 #pragma unroll
@@ -167,73 +163,70 @@ __device__ __forceinline__ void fetch_all(u32 base, const Task& task, Walk walk)
   }
 }
 
-// One thread's: what a warpgroup adds to the gradients of queries, WIDTH columns of each piece.
-__device__ __forceinline__ void add_to_queries(u32 base, const Task& task, Walk walk, int own) {
-  const u32 part = base + PART_AT + own * PART_BYTES;
-#pragma unroll 1
-  for (u32 use = 0; !walk.over(); walk.next(), ++use) {
-    wait(base + READY + 8 * own, use % 2);
-    add_run(task.query_sums + (walk.piece() * HEAD + own * WIDTH) * QUERIES, part, PART_BYTES);
-    added_runs_are_read();
-    arrive(base + TAKEN + 8 * own);
-  }
-  added_runs_are_done();
+// 64 × WIDTH sums as integers, with a scale for a thread's upper and its lower row, in the order of attention_queries.
+__device__ __forceinline__ void put_part(u32 part, const float (&sums)[WIDTH / 2], float upper, float lower) {
+#pragma unroll
+  for (int j = 0; j < WIDTH / 8; ++j)
+    put_four(part + (j * 128 + threadIdx.x % 128) * 16, __float2int_rn(sums[4 * j] * upper),
+             __float2int_rn(sums[4 * j + 1] * upper), __float2int_rn(sums[4 * j + 2] * lower),
+             __float2int_rn(sums[4 * j + 3] * lower));
+  copies_see_stores();
+  __syncwarp();
 }
 
-// One of the two warpgroups that compute.
+// One of the two warpgroups that have 64 keys each.
 struct KeyGroup {
   u32 base, own;  // its number
-  u32 key[16], weights[16], d_scores[16];
-  float scores[32], d_weights[32], d_query[WIDTH / 2], d_key[HEAD / 2], d_value[HEAD / 2];
-  u32 keys, values, columns;  // addresses of its keys, its values, and its columns of all keys
-  u32 use, step;              // pieces so far; their number in their head
-  int first;                  // its first key's number in the row
+  u32 weights[16], d_scores[16];
+  float scores[32], d_weights[32], d_key[HEAD / 2], d_value[HEAD / 2];
+  u32 all_keys, keys, values;  // addresses: of all keys of the item, of its own keys and its values
+  u32 use, step;               // pieces so far; their number in their head
+  int first;                   // its first key's number in the row
 
   // Address of this lane's 16-byte row of four 8 × 8 matrices, among 128 rows of 128 bytes.
   __device__ __forceinline__ u32 in_rows(int k) const {
     const u32 lane = threadIdx.x % 32, row = own * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
     return row * 128 + ((2 * k + lane / 16 ^ lane % 8) << 4);
   }
-  __device__ __forceinline__ u32 query() const { return base + QUERY_AT + use % STAGES * QUERIES_BYTES; }
-  __device__ __forceinline__ u32 gradient() const { return base + GRADIENT_AT + use % STAGES * QUERIES_BYTES; }
+  __device__ __forceinline__ u32 query(u32 use) const { return base + QUERY_AT + use % STAGES * QUERIES_BYTES; }
+  __device__ __forceinline__ u32 gradient(u32 use) const { return base + GRADIENT_AT + use % STAGES * QUERIES_BYTES; }
   __device__ __forceinline__ u32 laid_scores() const { return base + SCORES_AT + use % SCORES * SCORES_BYTES; }
-  __device__ __forceinline__ u32 stats() const {
+  __device__ __forceinline__ u32 stats(u32 use) const {
     return base + STATS_AT + use % STAGES * STATS_BYTES + threadIdx.x % 4 * 8;
   }
-
   __device__ __forceinline__ void await_queries(u32 use) const {
     wait(base + FULL + 8 * (use % STAGES), use / STAGES % 2);
   }
-  // What the softmax subtracts from all gradients of a query's weights. Before the piece's matmuls: a register that is
-  // written after the first of them makes the compiler wait for all of them.
-  __device__ __forceinline__ void prepare_weight_gradients() {
+  __device__ __forceinline__ void release_queries(u32 use) const {
+    if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
+  }
+
+  // What the softmax subtracts from all gradients of a query's weights. Before the matmuls that run meanwhile: a
+  // register that is written after the first of them makes the compiler wait for all of them.
+  __device__ __forceinline__ void prepare_weight_gradients(u32 use) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 off = take_pair(stats() + QUERIES * 4 + j * 32);
+      const float2 off = take_pair(stats(use) + QUERIES * 4 + j * 32);
       d_weights[4 * j] = d_weights[4 * j + 2] = off.x, d_weights[4 * j + 1] = d_weights[4 * j + 3] = off.y;
     }
     settle(d_weights);
   }
-  __device__ __forceinline__ void begin_scores(u32 use) {
-    const u32 query = base + QUERY_AT + use % STAGES * QUERIES_BYTES;
-    sums_begin();
-    if constexpr (HALVES == 1) {
-      multiply(scores, key, query);
-    } else {
+  // Added to what was prepared.
+  __device__ __forceinline__ void multiply_weight_gradients(u32 use) {
 #pragma unroll
-      for (int h = 0; h < HALVES; ++h) multiply_shared(scores, keys + h * KEYS_HALF, query + h * QUERIES_HALF, h);
-    }
-    sums_commit();
+    for (int h = 0; h < HALVES; ++h)
+      multiply_shared(d_weights, values + h * KEYS_HALF, gradient(use) + h * QUERIES_HALF, 1);
   }
-  __device__ __forceinline__ void begin_weight_gradients() {
-    sums_begin();
+  // A query does not see the keys behind it: the piece begins `more` queries before this warpgroup's keys.
+  __device__ __forceinline__ void hide_behind(int more) {
+    const int lane = threadIdx.x % 32, hidden = threadIdx.x / 32 % 4 * 16 + lane / 4 - lane % 4 * 2 + more;
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) multiply_shared(d_weights, values + h * KEYS_HALF, gradient() + h * QUERIES_HALF, 1);
-    sums_commit();
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 < hidden + i / 2 % 2 * 8) scores[i] = HIDDEN;
   }
   // A query does not see the keys before its first one. The last query's is the largest of the piece.
   __device__ __forceinline__ void hide_before_first_keys() {
-    const u32 first_keys = stats() + NUMBERS_BYTES;
+    const u32 first_keys = stats(use) + NUMBERS_BYTES;
     if ((int)word(first_keys - threadIdx.x % 4 * 8 + (QUERIES - 1) * 4) <= first) return;
     const int key = first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
@@ -243,101 +236,11 @@ struct KeyGroup {
       if (visible > key + 8) scores[upper + 2] = HIDDEN;
     }
   }
-  // In fp32 in place of the scores, and in bf16.
-  __device__ __forceinline__ void make_weights() {
-    if (step <= own) {
-      // A query does not see the keys behind it: the first 64 none of the second warpgroup's.
-      const int lane = threadIdx.x % 32, hidden = threadIdx.x / 32 % 4 * 16 + lane / 4 - lane % 4 * 2 + (own - step) * 64;
-#pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (i / 4 * 8 + i % 2 < hidden + i / 2 % 2 * 8) scores[i] = HIDDEN;
-    }
-    if constexpr (MASKED) hide_before_first_keys();
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 top = take_pair(stats() + j * 32);
-#pragma unroll
-      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        scores[i] = power_of_two(fmaf(scores[i], SCALE, -top.x));
-        scores[i + 1] = power_of_two(fmaf(scores[i + 1], SCALE, -top.y));
-        weights[i / 2] = pack(scores[i], scores[i + 1]);
-      }
-    }
-  }
-  // For this warpgroup, and in shared memory for both.
-  __device__ __forceinline__ void make_score_gradients() {
-#pragma unroll
-    for (int i = 0; i < 32; i += 2) d_scores[i / 2] = pack(scores[i] * d_weights[i], scores[i + 1] * d_weights[i + 1]);
+  __device__ __forceinline__ void lay_score_gradients() const {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       lay(laid_scores() + in_rows(k), d_scores[4 * k], d_scores[4 * k + 1], d_scores[4 * k + 2], d_scores[4 * k + 3]);
     copies_see_stores();
-  }
-  // As integers, with the scale of a thread's upper and its lower row; `attention_queries` knows the order.
-  __device__ __forceinline__ void hand_over(float upper, float lower) {
-    const u32 part = base + PART_AT + own * PART_BYTES;
-    wait(base + TAKEN + 8 * own, use % 2 ^ 1);
-#pragma unroll
-    for (int j = 0; j < WIDTH / 8; ++j)
-      put_four(part + (j * 128 + threadIdx.x % 128) * 16, __float2int_rn(d_query[4 * j] * upper),
-               __float2int_rn(d_query[4 * j + 1] * upper), __float2int_rn(d_query[4 * j + 2] * lower),
-               __float2int_rn(d_query[4 * j + 3] * lower));
-    copies_see_stores();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(base + READY + 8 * own);
-  }
-
-  // All queries of all heads that see these keys.
-  __device__ __forceinline__ void take_item(const float* scale, int steps, int heads, int blocks) {
-    scale += threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, step = 0;
-    if (AHEAD) {
-      await_queries(use);
-      begin_scores(use);
-      sums_wait<0>();
-      settle(scores);
-    }
-#pragma unroll 1
-    for (int left = steps * heads; left > 0; --left, ++use) {
-      const float upper = scale[0], lower = scale[8];
-      if (!AHEAD) await_queries(use);
-      prepare_weight_gradients();
-      if (!AHEAD) begin_scores(use);
-      begin_weight_gradients();
-      if (!AHEAD) {
-        sums_wait<1>();
-        settle(scores);
-      }
-      make_weights();
-      sums_begin();
-      multiply_weights(d_value, weights, gradient());
-      sums_commit();
-      sums_wait<1>();
-      settle(d_weights);
-      make_score_gradients();
-      // Also: the other warpgroup is done with the piece before, whose gradients of scores the next ones replace.
-      groups_sync();
-      sums_begin();
-      // Its columns of what the piece adds to the gradients of its queries.
-      multiply_transposed(d_query, laid_scores(), columns);
-      sums_commit();
-      multiply_weights(d_key, d_scores, query());
-      sums_commit();
-      // No piece follows the last one: its own scores again.
-      if (AHEAD) {
-        const u32 next = left > 1 ? use + 1 : use;
-        await_queries(next);
-        begin_scores(next);
-      }
-      sums_wait<AHEAD ? 2 : 1>();
-      settle(d_query), settle(d_value);
-      hand_over(upper, lower);
-      sums_wait<0>();
-      settle(d_key);
-      if (AHEAD) settle(scores);
-      if (threadIdx.x % 128 == 0) arrive(base + EMPTY + 8 * (use % STAGES));
-      scale += 2 * QUERIES;
-      if (++step == steps) step = 0, scale += (blocks - steps) * 2 * QUERIES;
-    }
   }
   // One row a token: the queries of a group, its key and its value, one group after another.
   __device__ __forceinline__ void write(const Task& task, const Walk& walk) {
@@ -356,9 +259,9 @@ struct KeyGroup {
   }
 };
 
-__device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk& start, int own) {
-  KeyGroup group;
-  group.base = base, group.own = own, group.use = 0;
+// `Group` is a KeyGroup that can take an item: all queries of all heads that see its keys.
+template <class Group> __device__ __forceinline__ void keep_keys(Group& group, const Task& task, const Walk& start) {
+  const u32 base = group.base, own = group.own;
 #pragma unroll 1
   for (int item = 0;; ++item) {
     // Read again from the list where it is needed: registers are what these warpgroups lack.
@@ -367,18 +270,12 @@ __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk
     if (walk.over()) return;
     const u32 slot = item % SLOTS;
     wait(base + ARRIVED + 8 * slot, item / SLOTS % 2);
-    group.keys = base + KEY_AT + slot * KEYS_BYTES + own * QUERIES_HALF;
-    group.columns = base + KEY_AT + slot * KEYS_BYTES + (HALVES == 1 ? own * WIDTH * 2 : own * KEYS_HALF);
+    group.all_keys = base + KEY_AT + slot * KEYS_BYTES, group.keys = group.all_keys + own * QUERIES_HALF;
     group.values = base + VALUE_AT + slot * KEYS_BYTES + own * QUERIES_HALF;
-    if constexpr (HALVES == 1) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) take_matrices(group.key + 4 * k, base + KEY_AT + slot * KEYS_BYTES + group.in_rows(k));
-    }
 #pragma unroll
     for (int i = 0; i < HEAD / 2; ++i) group.d_key[i] = group.d_value[i] = 0;
-    group.first = walk.keys * KEYS + own * 64;
-    group.take_item(task.scales + walk.piece() * 2 * QUERIES, walk.end - 2 * walk.keys, walk.queries(),
-                    walk.shape.tokens / QUERIES);
+    group.first = walk.keys * KEYS + own * 64, group.step = 0;
+    group.take_item(task, walk);
     walk = start;
     walk.item = item, walk.open();
     group.write(task, walk);
@@ -386,30 +283,9 @@ __device__ __forceinline__ void keep_keys(u32 base, const Task& task, const Walk
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
-    attention_backward(MAP queries, MAP gradients, MAP keys, MAP values, const float* stats,
-                       const float* scales, int* query_sums, uint4* fused, const float* cosines, const float* sines, const int* lists, int list_length,
-                       const int* first_keys, const int* ends, int table_rows, int tokens, int heads, int groups) {
-  const u32 base = shared_memory();
-  // The same for all of a warp, and known to be.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(base + FULL + 8 * i, 1), barrier_init(base + EMPTY + 8 * i, 2);
-    for (int i = 0; i < 2; ++i) barrier_init(base + READY + 8 * i, 4), barrier_init(base + TAKEN + 8 * i, 1);
-    for (int i = 0; i < SLOTS; ++i) barrier_init(base + ARRIVED + 8 * i, 1), barrier_init(base + LEFT + 8 * i, 8);
-    barriers_are_ready();
-  }
-  __syncthreads();
-  const Task task = {&queries, &gradients, &keys, &values, stats, scales, cosines, sines, first_keys, query_sums, fused, table_rows};
-  Walk walk = {lists + (long long)blockIdx.x * list_length, ends, {tokens, heads, groups}};
-  walk.begin();
-  // 168 registers a thread at the start: three warpgroups share 504.
-  if (warpgroup == 0) {
-    fewer_registers<504 - 2 * KEY_REGISTERS>();
-    if (threadIdx.x == 0) fetch_all(base, task, walk);
-    if (threadIdx.x == 32 || threadIdx.x == 64) add_to_queries(base, task, walk, threadIdx.x / 32 - 1);
-  } else {
-    more_registers<KEY_REGISTERS>();
-    keep_keys(base, task, walk, warpgroup - 1);
-  }
+// One thread's.
+__device__ __forceinline__ void init_barriers(u32 base) {
+  for (int i = 0; i < STAGES; ++i) barrier_init(base + FULL + 8 * i, 1), barrier_init(base + EMPTY + 8 * i, 2);
+  for (int i = 0; i < PARTS; ++i) barrier_init(base + READY + 8 * i, 4), barrier_init(base + TAKEN + 8 * i, 1);
+  for (int i = 0; i < SLOTS; ++i) barrier_init(base + ARRIVED + 8 * i, 1), barrier_init(base + LEFT + 8 * i, 8);
 }

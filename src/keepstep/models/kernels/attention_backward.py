@@ -17,9 +17,9 @@ from keepstep.models.kernels.attention_schedule import KEYS, QUERIES, BlockMask,
 from keepstep.models.kernels.cuda import Kernel, compile_source, source_of, tensor_map
 
 HEAD_SIZES = (64, 128)
-_FILES = ("hopper", "attention_instructions", "attention_backward", "attention_passes")
+THREADS = {64: 512, 128: 384}
+"""Of a block of the main kernel, by head size: four warpgroups or three."""
 _COLUMNS = 64
-_THREADS = 384
 _STATS_TOKENS, _STATS_THREADS, _LIMITS_TOKENS = 16, 256, 512
 
 
@@ -74,13 +74,18 @@ def attention_backward_kernels(
             saved.attn_out_btne, gradient_btne, saved.lse_bnt, limits, stats, scales, t, n, g,
         )  # fmt: skip
         backward_kernel.launch(
-            lists.shape[0], _THREADS, *maps, stats, scales, query_sums, fused_btm, cosines, sines, lists,
+            lists.shape[0], THREADS[e], *maps, stats, scales, query_sums, fused_btm, cosines, sines, lists,
             lists.shape[1], first_keys, ends, table_rows, t, n, g,
         )  # fmt: skip
         queries_kernel.launch(
             b * g * t // QUERIES, 128, query_sums, scales, fused_btm, cosines, sines, table_rows, t, n, g
         )
     return fused_btm
+
+
+def backward_files(head_size: int) -> tuple[str, str]:
+    """What both head sizes share, then the kernel of one: they differ in what runs at the same time."""
+    return "attention_backward", f"attention_backward_{head_size}"
 
 
 def kernel_source(files: Sequence[str], head_size: int, masked: bool, scale: float) -> str:
@@ -93,7 +98,8 @@ def kernel_source(files: Sequence[str], head_size: int, masked: bool, scale: flo
 
 @functools.cache
 def _kernels(head_size: int, masked: bool, scale: float, device: torch.device) -> list[Kernel]:
-    code = compile_source(kernel_source(_FILES, head_size, masked, scale))
+    files = ("hopper", "attention_instructions", *backward_files(head_size), "attention_passes")
+    code = compile_source(kernel_source(files, head_size, masked, scale))
     shared_bytes = {"limits": 0, "stats": 0, "backward": _shared_bytes(head_size, masked), "queries": 0}
     return [Kernel(code, f"attention_{name}", size, device) for name, size in shared_bytes.items()]
 
@@ -102,9 +108,9 @@ def _shared_bytes(head_size: int, masked: bool) -> int:
     """Keys, values, queries, gradients, scores, partial sums, statistics and barriers: as in attention_backward.cu."""
     slots, stages = (2, 4) if head_size == 64 else (1, 3)
     keys_bytes, queries_bytes = KEYS * head_size * 2, QUERIES * head_size * 2
-    scores_bytes, part_bytes = KEYS * QUERIES * 2, QUERIES * head_size // 2 * 4
+    scores_bytes, part_bytes = KEYS * QUERIES * 2, QUERIES * _COLUMNS * 4
     tiles = 2 * slots * keys_bytes + 2 * stages * queries_bytes + 2 * scores_bytes + 2 * part_bytes
-    return tiles + stages * (3 if masked else 2) * QUERIES * 4 + 128
+    return tiles + stages * (3 if masked else 2) * QUERIES * 4 + 192
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-// Instructions that attention_backward.cu uses besides those of hopper.cu.
+// Instructions that attention_backward_64.cu and attention_backward_128.cu use besides those of hopper.cu.
 
 // Which half of `matrix` depends on the place: the next 16 numbers of k are a small sum away.
 __device__ __forceinline__ u32 place(u32 at, u32 leading_bytes) { return (at >> 4) + (leading_bytes << 12); }
@@ -39,21 +39,13 @@ __device__ __forceinline__ void multiply_weights(float (&sums)[64], const u32 (&
                  : "r"(left[4 * k]), "r"(left[4 * k + 1]), "r"(left[4 * k + 2]), "r"(left[4 * k + 3]),
                    "l"(matrix_at(place(right, 8192) + k * 128)));
 }
-// 64 × 64 or 64 × 32 sums over 128 numbers each, from [k, m] and [k, n].
+// 64 × 64 sums over 128 numbers each, from [k, m] and [k, n].
 __device__ __forceinline__ void multiply_transposed(float (&sums)[32], u32 left, u32 right) {
 #pragma unroll
   for (int k = 0; k < 8; ++k)
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {@NUMBERS 32@}, %32, %33, p, 1, 1, 1, 1;\n}\n"
                  : @OPERANDS sums 32@
-                 : "l"(matrix_at(place(left, 8192) + k * 128)), "l"(matrix_at(place(right, 8192) + k * 128)), "r"(k));
-}
-__device__ __forceinline__ void multiply_transposed(float (&sums)[16], u32 left, u32 right) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {@NUMBERS 16@}, %16, %17, p, 1, 1, 1, 1;\n}\n"
-                 : @OPERANDS sums 16@
                  : "l"(matrix_at(place(left, 8192) + k * 128)), "l"(matrix_at(place(right, 8192) + k * 128)), "r"(k));
 }
 // Keeps the compiler from reading sums before they were waited for.
@@ -85,5 +77,8 @@ __device__ __forceinline__ void add_run(int* to, u32 from, int bytes) {
 __device__ __forceinline__ void added_runs_are_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void added_runs_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// The two warpgroups that compute wait for one another.
+// The two warpgroups with keys wait for one another.
 __device__ __forceinline__ void groups_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+// The two alternate: one waits for its name, the other gives it.
+__device__ __forceinline__ void wait_for_turn(u32 name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
+__device__ __forceinline__ void give_turn(u32 name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }

@@ -87,8 +87,10 @@ def _backward_kernel(
 
 @triton.jit
 def _quantize_kernel(source, undo, output, width, highest, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * block + tl.arange(0, block)
+    # One direction of programs: the others end at 65,535, and an expert of Mixtral has more blocks.
+    blocks = tl.cdiv(width, block)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    lane = tl.program_id(0) % blocks * block + tl.arange(0, block)
     inside = lane < width
     x = tl.load(source + row * width + lane, mask=inside, other=0.0).to(tl.float32)
     # Rounded right: half-way cases are frequent among short numbers.
@@ -193,7 +195,7 @@ def quantize_rows(source: Tensor) -> tuple[Tensor, Tensor]:
     # Long rows are the weights of whole experts: many blocks of threads for each.
     undo = torch.linalg.vector_norm(source, ord=float("inf"), dim=1, dtype=torch.float32).clamp_(min=1e-12) / highest
     if output.numel():
-        grid = (rows, triton.cdiv(width, _BLOCK))
+        grid = (rows * triton.cdiv(width, _BLOCK),)
         _quantize_kernel[grid](source, undo, output, width, highest, _BLOCK, num_warps=_WARPS)
     return output, undo
 

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keepstep.models.kernels.quantized import transpose_bytes
+
 HEADROOM = 8.0
 SAMPLED_ROWS = 512
 """A tensor of up to twice as many rows is measured whole."""
@@ -66,12 +68,19 @@ def _note(found, guess, largest, phase: tl.constexpr):
 
 
 @triton.jit
-def _store_both(value, straight, transposed, row, column, inside_row, inside_column, rows, columns, top, highest):
+def _store(value, straight, places, inside, top, highest):
     # Saturate: a value past the largest number would become infinite, or no number at all.
     scaled = tl.minimum(tl.maximum(value * (highest / top), -highest), highest)
     small = scaled.to(straight.dtype.element_ty)
-    places = row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(straight + places, small, mask=inside_row[:, None] & inside_column[None, :])
+    tl.store(straight + places, small, mask=inside)
+    return small
+
+
+@triton.jit
+def _store_both(
+    value, straight, transposed, places, row, column, inside_row, inside_column, rows, top, highest
+):  # fmt: skip
+    small = _store(value, straight, places, inside_row[:, None] & inside_column[None, :], top, highest)
     transposed_places = column[:, None].to(tl.int64) * rows + row[None, :]
     tl.store(transposed + transposed_places, tl.trans(small), mask=inside_column[:, None] & inside_row[None, :])
 
@@ -92,7 +101,7 @@ def _quantize_tile(
         value *= tl.load(weight + column, mask=inside_column, other=0.0).to(tl.float32)[None, :]
     found = tl.max(tl.abs(value))
     if phase != "sample":
-        _store_both(value, straight, transposed, row, column, inside_row, inside_column, rows, columns, top, highest)
+        _store_both(value, straight, transposed, places, row, column, inside_row, inside_column, rows, top, highest)
     _note(found, guess, largest, phase)
 
 
@@ -118,46 +127,38 @@ def _quantize_kernel(
 
 @triton.jit
 def _swiglu_tile(
-    tile, gradient, fused, straight, transposed, guess, largest, rows, width, blocks, step, top, highest,
+    tile, gradient, fused, straight, guess, largest, rows, width, blocks, step, top, highest,
     backward: tl.constexpr, phase: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     row_tiles, lane_tiles = tl.cdiv(tl.cdiv(rows, step), tile_rows), tl.cdiv(width, tile_columns)
     row = (tile % row_tiles * tile_rows + tl.arange(0, tile_rows)) * step
     lane = tile // row_tiles % lane_tiles * tile_columns + tl.arange(0, tile_columns)
-    output = tile // row_tiles // lane_tiles * width + lane
-    gate_column = tile // row_tiles // lane_tiles * (2 * width) + lane
-    inside_row, inside_lane = row < rows, lane < width
-    inside = inside_row[:, None] & inside_lane[None, :]
-    columns = blocks * width
-    places = row[:, None].to(tl.int64) * (2 * columns) + gate_column[None, :]
+    inside = (row < rows)[:, None] & (lane < width)[None, :]
+    block, wide_row = tile // row_tiles // lane_tiles, row[:, None].to(tl.int64)
+    output = wide_row * (blocks * width) + (block * width + lane)[None, :]
+    places = wide_row * (2 * blocks * width) + (block * (2 * width) + lane)[None, :]
     gate = tl.load(fused + places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(fused + places + width, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     if backward:
-        of_output = row[:, None].to(tl.int64) * columns + output[None, :]
-        dy = tl.load(gradient + of_output, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(gradient + output, mask=inside, other=0.0).to(tl.float32)
         d_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
         d_up = dy * gate * sigmoid
         found = tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
         if phase != "sample":
-            up_column, both = gate_column + width, 2 * columns
-            _store_both(
-                d_gate, straight, transposed, row, gate_column, inside_row, inside_lane, rows, both, top, highest
-            )
-            _store_both(d_up, straight, transposed, row, up_column, inside_row, inside_lane, rows, both, top, highest)
+            _store(d_gate, straight, places, inside, top, highest)
+            _store(d_up, straight, places + width, inside, top, highest)
     else:
         product = gate * sigmoid * up
         found = tl.max(tl.abs(product))
         if phase != "sample":
-            _store_both(
-                product, straight, transposed, row, output, inside_row, inside_lane, rows, columns, top, highest
-            )
+            _store(product, straight, output, inside, top, highest)
     _note(found, guess, largest, phase)
 
 
 @triton.jit
 def _swiglu_kernel(
-    gradient, fused, straight, transposed, guess, largest, undo, rows, width, blocks, step, headroom, highest,
+    gradient, fused, straight, guess, largest, undo, rows, width, blocks, step, headroom, highest,
     backward: tl.constexpr, phase: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     top, tiles = _end_of_range(guess, largest, undo, headroom, highest, phase)
@@ -165,13 +166,13 @@ def _swiglu_kernel(
     if phase == "repair":
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _swiglu_tile(
-                tile, gradient, fused, straight, transposed, guess, largest, rows, width, blocks, step, top, highest,
+                tile, gradient, fused, straight, guess, largest, rows, width, blocks, step, top, highest,
                 backward, phase, tile_rows, tile_columns,
             )  # fmt: skip
     else:
         _swiglu_tile(
-            tl.program_id(0), gradient, fused, straight, transposed, guess, largest, rows, width, blocks, step, top,
-            highest, backward, phase, tile_rows, tile_columns,
+            tl.program_id(0), gradient, fused, straight, guess, largest, rows, width, blocks, step, top, highest,
+            backward, phase, tile_rows, tile_columns,
         )  # fmt: skip
 
 
@@ -192,7 +193,7 @@ def _quantize(
     source: Tensor, factors: tuple[Tensor | None, Tensor | None], dtype: torch.dtype, known: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, columns), normed = source.shape, factors[0] is not None
-    both = _empty(source, rows, columns, dtype)
+    both = [torch.empty(shape, dtype=dtype, device=source.device) for shape in ((rows, columns), (columns, rows))]
     scale = _Scale(source.device, dtype, rows, known)
 
     def launch(phase: str, step: int) -> None:
@@ -222,24 +223,20 @@ def _swiglu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, backward = fused.shape[0], gradient is not None
     blocks = fused.shape[1] // (2 * width)
-    both = _empty(fused, rows, fused.shape[1] if backward else blocks * width, dtype)
+    columns = fused.shape[1] if backward else blocks * width
+    straight = torch.empty(rows, columns, dtype=dtype, device=fused.device)
     scale = _Scale(fused.device, dtype, rows, None)
 
     def launch(phase: str, step: int) -> None:
         tile_rows, tile_columns, warps = tile
         tiles = triton.cdiv(triton.cdiv(rows, step), tile_rows) * triton.cdiv(width, tile_columns) * blocks
         _swiglu_kernel[scale.programs(tiles, phase)](
-            gradient, fused, *both, *scale.tensors, rows, width, blocks, step, scale.headroom, scale.highest,
+            gradient, fused, straight, *scale.tensors, rows, width, blocks, step, scale.headroom, scale.highest,
             backward, phase, tile_rows, tile_columns, num_warps=warps, num_stages=1,
         )  # fmt: skip
 
     scale.find(launch)
-    return *both, scale.undo
-
-
-def _empty(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    straight = torch.empty(rows, columns, dtype=dtype, device=like.device)
-    return straight, torch.empty(columns, rows, dtype=dtype, device=like.device)
+    return straight, transpose_bytes(straight), scale.undo
 
 
 class _Scale:

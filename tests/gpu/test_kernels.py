@@ -91,8 +91,8 @@ def test_head_with_gradients_in_fp8(chunks: int) -> None:
     targets = torch.randint(0, 50257, (2, 2048), device=CUDA)
     targets[0, :7] = -100
     found = []
-    for fp8 in (False, True):
-        loss = head_loss(hidden, weight, targets, 50257, chunks, fp8=fp8)
+    for in_fp8 in (False, True):
+        loss = head_loss(hidden, weight, targets, 50257, chunks, fp8=in_fp8)
         found.append((loss, *torch.autograd.grad(loss, [hidden, weight])))
     (wide, *wide_gradients), (small, *small_gradients) = found
     assert small.item() == wide.item()

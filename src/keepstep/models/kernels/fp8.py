@@ -1,12 +1,13 @@
-"""Numbers to fp8 with one scale for a tensor, each written straight and transposed in the pass that computes it.
+"""Numbers to fp8 with one scale for a tensor, written straight and transposed, without a bf16 copy of what is computed.
 
-Hopper's fp8 matmuls need both operands contiguous along k, and backward multiplies the transposed ones.
+Hopper's fp8 matmuls need both operands contiguous along k, and backward multiplies the transposed ones. SwiGLU's are
+transposed by a pass of their own: Triton 3.6 compiled a kernel that did both into one that mixed up columns (H200).
 
 The scale depends on the largest magnitude of the whole tensor, so all numbers would be computed or read twice. Instead
 three kernels run in turn. The first computes every n-th row and writes nothing. The second puts `HEADROOM` times the
 largest magnitude of these rows at the end of the range, writes everything and finds the true largest magnitude. The
-third ends at once, unless that is past the end: then it writes everything again, with the true one at the end. In the
-usual case up to three powers of two are lost at the bottom of the range (e4m3 has fifteen) and no precision. Small
+third ends immediately, unless that is past the end: then it writes everything again, with the true one at the end. In
+the usual case up to three powers of two are lost at the bottom of the range (e4m3 has fifteen) and no precision. Small
 tensors are measured whole. Results depend on the numbers alone, so they repeat bit by bit.
 """
 
@@ -193,19 +194,20 @@ def _quantize(
     source: Tensor, factors: tuple[Tensor | None, Tensor | None], dtype: torch.dtype, known: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, columns), normed = source.shape, factors[0] is not None
-    both = [torch.empty(shape, dtype=dtype, device=source.device) for shape in ((rows, columns), (columns, rows))]
+    straight = torch.empty(rows, columns, dtype=dtype, device=source.device)
+    transposed = torch.empty(columns, rows, dtype=dtype, device=source.device)
     scale = _Scale(source.device, dtype, rows, known)
 
     def launch(phase: str, step: int) -> None:
         tile_rows, tile_columns, warps = _TILE
         tiles = triton.cdiv(triton.cdiv(rows, step), tile_rows) * triton.cdiv(columns, tile_columns)
         _quantize_kernel[scale.programs(tiles, phase)](
-            source, *factors, *both, *scale.tensors, rows, columns, step, scale.headroom, scale.highest,
+            source, *factors, straight, transposed, *scale.tensors, rows, columns, step, scale.headroom, scale.highest,
             normed, phase, tile_rows, tile_columns, num_warps=warps, num_stages=1,
         )  # fmt: skip
 
     scale.find(launch)
-    return *both, scale.undo
+    return straight, transposed, scale.undo
 
 
 def swiglu(fused: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -162,7 +162,7 @@ def _prove(device: torch.device) -> float:
 
 
 def _prove_fp8(device: torch.device) -> float:
-    # More columns than are added up at once, and so are the rows of one expert.
+    # More columns than are added up in one part, and so are the rows of one expert.
     return difference_in_fp8(device, _PROOF, 2304, 768)
 
 

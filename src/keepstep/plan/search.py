@@ -192,7 +192,9 @@ def precisions(work: Workload, cluster: Cluster, is_open: bool) -> tuple[Precisi
     """Precisions to search: fp8 as well where the run leaves its precision open and the GPU supports it."""
     # fp8 would replace any other kind of linear.
     choice = is_open and work.precision == "bf16" and "fp8" in cluster.gpu.tflops and work.model.linear == "dense"
-    choice = choice and not work.model.experts.count and not work.lora_rank
+    experts = work.model.experts
+    # Experts with biases or clipped SwiGLU compute in bf16.
+    choice = choice and not (experts.bias or experts.swiglu_limit or work.lora_rank)
     return ("bf16", "fp8") if choice else (work.precision,)
 
 

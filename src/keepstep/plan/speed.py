@@ -145,10 +145,8 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     rate, head_rate = gpu.flops(work.matmul_precision) * gpu.matmul_share, wide * gpu.matmul_share
     block_flops = learned * block + 2 * repeated
     routed = 3 * token_copies(model) * model.expert_size * model.hidden
-    # The backward of experts is not in fp8.
-    wide_routed = (learned - 2) * routed if work.precision == "fp8" else 0.0
     slowed = 1 + routed / block * (1 / _EXPERT_MATMULS - 1)
-    block_s = (block_flops - wide_routed) * slowed / rate + wide_routed / _EXPERT_MATMULS / head_rate
+    block_s = block_flops * slowed / rate
     head_s = 2 * head / head_rate + (learned - 2) * head / (rate if work.fp8_head else head_rate)
     matmul_s = tokens * (block_s * blocks + head_s) / degrees.tensor
     passes = learned + (2 if work.recompute == "full" else 0)

@@ -46,6 +46,8 @@ __device__ __forceinline__ void compute_query_gradients(u32 base, const Task& ta
     sums_wait<0>();
     settle(sums);
     if (thread == 0) arrive(base + FREED + 8 * slot);
+    // The warpgroups with keys leave an item up to two pieces before this one is done with it.
+    if (thread % 32 == 0 && walk.at_end()) arrive(base + LEFT + 8 * ((items - 1) % SLOTS));
     put_part(base + PART_AT + part * PART_BYTES, sums, upper, lower);
     if (thread % 32 == 0) arrive(base + READY + 8 * part);
   }

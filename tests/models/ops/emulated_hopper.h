@@ -1,8 +1,8 @@
 // Stands in for kernels/hopper.cu on a CPU: the same functions for one cluster of two blocks after the other.
 //
 // Threads are fibers that take turns until each waits for another. Copies and matmuls happen where they are started, so
-// this shows wrong indices, layouts, counts and deadlocks. Of races it shows what happens too early while a warpgroup rests:
-// `rest_at_random` makes warpgroups rest until no other can go on, or for a while.
+// this shows wrong indices, layouts, counts and deadlocks. Of races it shows what happens too early while a warpgroup
+// rests: `rest_at_random` makes warpgroups rest until no other can go on, or for a while.
 // Poisoned memory: what is read before it is written are NaNs.
 
 #include <ucontext.h>

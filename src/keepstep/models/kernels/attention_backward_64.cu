@@ -99,8 +99,9 @@ struct AlternatingGroup : KeyGroup {
   __device__ __forceinline__ bool is_hidden() const { return own == 1 && step == 0; }
   __device__ __forceinline__ void pass_hidden() {
     if (!is_hidden()) return;
-    my_turn(), your_turn();
+    // Before the turn, which all warps wait for: none still waits for these queries when they are released.
     await_queries(use);
+    my_turn(), your_turn();
     release_queries(use);
     wait(base + FREED + 8 * (use % SCORES), use / SCORES % 2 ^ 1);
 #pragma unroll

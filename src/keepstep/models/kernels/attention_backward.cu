@@ -60,9 +60,7 @@ struct Walk {
     if (MASKED && keys >= 0) end = ends[row * (shape.tokens / KEYS) + keys];
   }
   __device__ __forceinline__ bool at_start() const { return query == 2 * keys && head == group * queries(); }
-  __device__ __forceinline__ bool at_end() const {
-    return query == end - 1 && head == (group + 1) * queries() - 1;
-  }
+  __device__ __forceinline__ bool at_end() const { return query == end - 1 && head == (group + 1) * queries() - 1; }
   __device__ __forceinline__ void next() {
     if (++query < end) return;
     query = 2 * keys;

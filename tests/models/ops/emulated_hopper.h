@@ -1,7 +1,8 @@
 // Stands in for kernels/hopper.cu on a CPU: the same functions for one cluster of two blocks after the other.
 //
 // Threads are fibers that take turns until each waits for another. Copies and matmuls happen where they are started, so
-// this shows wrong indices, layouts, counts and deadlocks, and no race between what a GPU does at the same time.
+// this shows wrong indices, layouts, counts and deadlocks. Of races it shows what happens too early while a warpgroup
+// rests: `rest_at_random` makes warpgroups rest until no other can go on, or for a while.
 // Poisoned memory: what is read before it is written are NaNs.
 
 #include <ucontext.h>
@@ -54,6 +55,7 @@ static std::map<u32, Barrier> barriers[BLOCKS];
 static std::map<std::pair<int, int>, Gathering> gatherings;
 static std::map<std::pair<int, u32>, Turn> turns;  // of threads that wait for one another under a name
 static std::function<void()> body;
+static u32 seed_of_rests;  // 0: none rests
 
 [[noreturn]] static void fail(const char* why, u32 number) {
   fprintf(stderr, "block %d thread %d: %s %u\n", running->block, running->thread, why, number);
@@ -293,18 +295,23 @@ static int run_cluster() {
     fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
     makecontext(&fiber.context, enter, 0);
   }
-  std::mt19937 random(1);
-  for (int left = 1, idle = 0; left; ) {
+  std::mt19937 random(1 + seed_of_rests);
+  u32 resting = 0;  // a bit for each warpgroup
+  for (int left = 1, idle = 0, passes = 0; left; ) {
     const long before = progress;
     const int from = random() % (BLOCKS * THREADS);
     left = 0;
     for (int i = 0; i < BLOCKS * THREADS; ++i) {
-      running = &fibers[(from + i) % (BLOCKS * THREADS)];
-      if (!running->done) swapcontext(&scheduler, &running->context);
+      const int chosen = (from + i) % (BLOCKS * THREADS);
+      running = &fibers[chosen];
+      if (!running->done && !(resting >> chosen / 128 & 1)) swapcontext(&scheduler, &running->context);
       left += !running->done;
     }
-    idle = progress == before ? idle + 1 : 0;
+    idle = progress == before && !resting ? idle + 1 : 0;
     if (idle > 9) return 1;  // All wait for one another.
+    if (!seed_of_rests) continue;
+    if (resting && progress == before) resting = 0, passes = random() % 100;
+    else if (--passes < 0) resting = random() & random(), passes = random() % 1000;
   }
   return 0;
 }

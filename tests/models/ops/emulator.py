@@ -47,13 +47,18 @@ class Emulator:
             f'  if (!strcmp(name, "{name}")) return launch(blocks, [=] {{ call({name}, arguments); }});\n'
             for name in names
         )
-        entry = f'extern "C" int run(const char* name, int blocks, void** arguments) {{\n{cases}  return 2;\n}}\n'
+        entry = 'extern "C" void rest_at_random(int seed) { seed_of_rests = seed; }\n'
+        entry += f'extern "C" int run(const char* name, int blocks, void** arguments) {{\n{cases}  return 2;\n}}\n'
         text = folder / "kernels.cpp"
         text.write_text("".join((HERE / header).read_text() for header in headers) + source + entry)
         library = folder / "kernels.so"
         flags = ["-O2", "-std=c++17", f"-DTHREADS={threads}", "-shared", "-fPIC"]
         subprocess.run([compiler, *flags, "-o", library, text], check=True)
         self._library = ctypes.CDLL(str(library))
+
+    def rest_at_random(self, seed: int) -> None:
+        """From now on warpgroups rest while others go on, by a seed; 0: none rests."""
+        self._library.rest_at_random(seed)
 
     def launch(self, name: str, blocks: int, *arguments: Any) -> None:
         """Run one kernel to its end: two thread blocks at a time."""

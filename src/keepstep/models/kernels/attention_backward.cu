@@ -38,6 +38,7 @@ constexpr int PART_AT = SCORES_AT + SCORES * SCORES_BYTES, STATS_AT = PART_AT + 
 constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES;
 constexpr int FULL = BARRIERS_AT, EMPTY = FULL + 8 * STAGES, READY = EMPTY + 8 * STAGES, TAKEN = READY + 8 * PARTS;
 constexpr int ARRIVED = TAKEN + 8 * PARTS, LEFT = ARRIVED + 8 * SLOTS;
+constexpr int READERS = HEAD == 64 ? 12 : 8;  // warps that read an item's keys: heads of 64 have a warpgroup more
 
 struct Shape { int tokens, heads, groups; };
 
@@ -59,6 +60,7 @@ struct Walk {
     if (MASKED && keys >= 0) end = ends[row * (shape.tokens / KEYS) + keys];
   }
   __device__ __forceinline__ bool at_start() const { return query == 2 * keys && head == group * queries(); }
+  __device__ __forceinline__ bool at_end() const { return query == end - 1 && head == (group + 1) * queries() - 1; }
   __device__ __forceinline__ void next() {
     if (++query < end) return;
     query = 2 * keys;
@@ -287,5 +289,5 @@ template <class Group> __device__ __forceinline__ void keep_keys(Group& group, c
 __device__ __forceinline__ void init_barriers(u32 base) {
   for (int i = 0; i < STAGES; ++i) barrier_init(base + FULL + 8 * i, 1), barrier_init(base + EMPTY + 8 * i, 2);
   for (int i = 0; i < PARTS; ++i) barrier_init(base + READY + 8 * i, 4), barrier_init(base + TAKEN + 8 * i, 1);
-  for (int i = 0; i < SLOTS; ++i) barrier_init(base + ARRIVED + 8 * i, 1), barrier_init(base + LEFT + 8 * i, 8);
+  for (int i = 0; i < SLOTS; ++i) barrier_init(base + ARRIVED + 8 * i, 1), barrier_init(base + LEFT + 8 * i, READERS);
 }

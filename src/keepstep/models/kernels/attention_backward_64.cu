@@ -46,6 +46,8 @@ __device__ __forceinline__ void compute_query_gradients(u32 base, const Task& ta
     sums_wait<0>();
     settle(sums);
     if (thread == 0) arrive(base + FREED + 8 * slot);
+    // The warpgroups with keys leave an item up to two pieces before this one is done with it.
+    if (thread % 32 == 0 && walk.at_end()) arrive(base + LEFT + 8 * ((items - 1) % SLOTS));
     put_part(base + PART_AT + part * PART_BYTES, sums, upper, lower);
     if (thread % 32 == 0) arrive(base + READY + 8 * part);
   }
@@ -97,8 +99,9 @@ struct AlternatingGroup : KeyGroup {
   __device__ __forceinline__ bool is_hidden() const { return own == 1 && step == 0; }
   __device__ __forceinline__ void pass_hidden() {
     if (!is_hidden()) return;
-    my_turn(), your_turn();
+    // Before the turn, which all warps wait for: none still waits for these queries when they are released.
     await_queries(use);
+    my_turn(), your_turn();
     release_queries(use);
     wait(base + FREED + 8 * (use % SCORES), use / SCORES % 2 ^ 1);
 #pragma unroll

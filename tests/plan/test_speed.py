@@ -98,6 +98,8 @@ def test_adapters_take_the_time_that_an_h200_measured() -> None:
         (("qwen3_8layer",), "model=qwen3-30b-a3b model.layers=8"),
         (("olmoe",), "model=olmoe-1b-7b"),
         (("fp8_steps", "fp8"), "model=olmoe-1b-7b model.layers=8 precision=fp8"),
+        (("fp8_steps_mixtral", "bf16"), "model=mixtral-8x7b model.layers=3"),
+        (("fp8_steps_mixtral", "fp8"), "model=mixtral-8x7b model.layers=3 precision=fp8"),
     ],
 )
 def test_experts_take_the_time_and_memory_that_an_h200_measured(name: tuple[str, ...], words: str) -> None:

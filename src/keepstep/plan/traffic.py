@@ -61,7 +61,12 @@ _COMPILED = {
 }
 
 CAST_TO_FP8_BYTES = 6
-"""Per element that enters an fp8 matmul: read, written, and written again transposed."""
+"""Per element of experts that enters an fp8 matmul: read, written, and written again transposed."""
+_QUANTISED = _Widths(4, 4, 4, 4)
+"""The same of dense layers, by what it is an element of: read once, and written twice."""
+_WRITTEN_IN_FP8 = _Widths(hidden=2, query=4, key=4, inner=1)
+"""More than writing bf16, where norms and SwiGLU write fp8 themselves: the norm's rows are read again, and a pass
+transposes SwiGLU's numbers."""
 TOKENS_TO_FP8_BYTES = 3
 """The same where the weight is frozen in fp8: no transposed copy, as there is no gradient of the weight."""
 _OWN_HEAD_SIZE = 64
@@ -91,10 +96,8 @@ def block_traffic(work: Workload, gpu: Gpu) -> float:
         once, again = (_moved(each, work) for each in table[name])
         forward, backward = forward + once, backward + again
     if work.matmul_precision == "fp8":
-        cast = CAST_TO_FP8_BYTES if work.precision == "fp8" else TOKENS_TO_FP8_BYTES
-        gates = 2 if model.gated else 1
-        forward += _moved(_Widths(2, 1, 0, 1), work) * cast
-        backward += _moved(_Widths(2, 1, 2, gates), work) * cast
+        operands = _fp8_widths(work)
+        forward, backward = forward + _moved(operands[0], work), backward + _moved(operands[1], work)
     for _, inputs, outputs in adapted_linears(work):
         # The output is copied and then added to; gradients of inputs come from two matmuls and are summed.
         forward += (8 * outputs + 2 * inputs) / tensor
@@ -108,6 +111,19 @@ def block_traffic(work: Workload, gpu: Gpu) -> float:
     # Every step of the ring reads and writes the fp32 output so far, and its gradient in backward.
     ring = 36.0 * (work.degrees.context - 1) * model.heads * model.head_size / tensor
     return (forward + backward + recomputed) * work.compute_bytes / 2 + gathered + ring
+
+
+def _fp8_widths(work: Workload) -> tuple[_Widths, _Widths]:
+    """Bytes that become fp8 operands, per number of each width, in forward and in backward."""
+    model, gates = work.model, 2 if work.model.gated else 1
+    if work.precision != "fp8" or model.expert_layers:
+        cast = CAST_TO_FP8_BYTES if work.precision == "fp8" else TOKENS_TO_FP8_BYTES
+        return _Widths(2 * cast, cast, 0, cast), _Widths(2 * cast, cast, 2 * cast, gates * cast)
+    direct = work.degrees.tensor == 1 and not work.chunks_mlp and model.norm == "rmsnorm"
+    once = _WRITTEN_IN_FP8 if direct else _QUANTISED
+    inner = once.inner if model.activation == "swiglu" else _QUANTISED.inner
+    gradients = _Widths(2 * _QUANTISED.hidden, _QUANTISED.query, 2 * _QUANTISED.key, gates * inner)
+    return _Widths(2 * once.hidden, once.query, 0, inner), gradients
 
 
 def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:

@@ -68,7 +68,7 @@ def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     # In the default mode: with one thread even the bits are those of an elastic run, so the samples are.
     # Slow steps leave time for two more processes, whatever the machine.
     slow = {failpoints.VARIABLE: "applied:sleep=0.1"}
-    words = [*SURVIVE, "reproducible=resume", "max_duration=50ba", "--spares", "1"]
+    words = [*SURVIVE, "reproducible=resume", "max_duration=150ba", "--spares", "1"]
     run = BackgroundRun(tmp_path / "survive", 2, *words, output=tmp_path / "output", environment=slow)
     root, before = tmp_path / "survive", dict[int, int]()
 
@@ -90,7 +90,7 @@ def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     assert ready_spare(3) == lost
     assert [event["replica"] for event in events(root, "spare_lost")] == [lost]
     assert run.end() == 0, run.output
-    run_here(tmp_path / "alone", *WORDS, "max_duration=50ba")
+    run_here(tmp_path / "alone", *WORDS, "max_duration=150ba")
     assert losses(root) == losses(tmp_path / "alone")
     assert [event["replica"] for event in events(root, "left")] == [lost]
 

@@ -21,9 +21,9 @@ from keepstep.models.head_fp8 import (
     Side,
     cross_entropy_fp8,
     multiply_into,
-    quantize_turned,
+    quantize_transposed,
     suits_fp8,
-    turned,
+    transposed,
 )
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.matmul import matmul_into
@@ -207,7 +207,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, targets_n: Tensor, vocab: int, chunk_count: int, fp8: bool
     ) -> Tensor:
         by_hidden, by_weight = ctx.needs_input_grad[:2]
-        weight_dv = quantize_turned(weight_vd) if fp8 and by_hidden else None
+        weight_dv = quantize_transposed(weight_vd) if fp8 and by_hidden else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         hidden_grad_nd = torch.empty_like(hidden_nd) if by_hidden else None
         weight_sum = _WeightSum(weight_vd, chunk_count) if by_weight else None
@@ -327,7 +327,7 @@ def _chunk_loss_fp8(
     if hidden_grad_nd is not None and weight_dv is not None:
         multiply_into(hidden_grad_nd, grad_nv, weight_dv)
     if weight_sum is not None:
-        weight_sum.add_fp8(turned(grad_nv), quantize_turned(hidden_nd), weight_vd.dtype)
+        weight_sum.add_fp8(transposed(grad_nv), quantize_transposed(hidden_nd), weight_vd.dtype)
     return loss_n.sum()
 
 

@@ -60,7 +60,7 @@ def _cross_entropy_by_torch(logits_nv: Tensor, targets_n: Tensor, vocab: int, ex
     return -at_target_n1.squeeze(1) * counts_n, padded_nv.mul_(2.0**exponent).to(BACKWARD)
 
 
-def turned(gradient: Side) -> Side:
+def transposed(gradient: Side) -> Side:
     """The gradient with rows and columns exchanged."""
     numbers = gradient.numbers
     if numbers.is_cuda:
@@ -70,18 +70,18 @@ def turned(gradient: Side) -> Side:
     return Side(numbers.view(torch.uint8).t().contiguous().view(numbers.dtype), gradient.undo)
 
 
-def quantize_turned(x: Tensor) -> Side:
+def quantize_transposed(x: Tensor) -> Side:
     """A matrix in e4m3 with rows and columns exchanged."""
-    return Side(*_quantize_turned(x))
+    return Side(*_quantize_transposed(x))
 
 
-@torch.library.custom_op("keepstep::quantize_turned", mutates_args=())
-def _quantize_turned(x: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("keepstep::quantize_transposed", mutates_args=())
+def _quantize_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
     _, numbers, undo = to_fp8(x, FORWARD)
     return numbers, undo
 
 
-@_quantize_turned.register_fake
+@_quantize_transposed.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[::-1], dtype=FORWARD), x.new_empty((), dtype=torch.float32)
 

@@ -132,8 +132,8 @@ def prove_fp8(device: torch.device) -> float:
     exponent = 15
     small = (gradient * 2**exponent).to(torch.float8_e5m2).float()
     found, ours = cross_entropy_fp8(logits.to(device), targets.to(device), vocab, exponent)
-    turned = transpose_bytes(ours).cpu().float()
-    parts = [(found.cpu(), losses), (ours.cpu().float(), small), (turned.t(), small)]
+    transposed = transpose_bytes(ours).cpu().float()
+    parts = [(found.cpu(), losses), (ours.cpu().float(), small), (transposed.t(), small)]
     parts += [(ours.cpu().float().clamp(min=0), small.clamp(min=0))]
     return relative_difference(*zip(*parts, strict=True))
 

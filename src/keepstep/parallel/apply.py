@@ -148,7 +148,9 @@ def apply_recompute(
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    # Torch ends recomputation by an exception from the operator that saves last. Where that is an autograd function, the
+    # exception passes through C++, which loses it with torch 2.11 on Python 3.12. Compiled blocks raise none.
+    options: dict[str, Any] = {"use_reentrant": False, "early_stop": False}
     saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
     if saved and offload is not None:
         options["context_fn"] = partial(offload.save_outputs, saved)

@@ -481,23 +481,28 @@ def test_feed_forward_on_a_gpu_is_the_one_of_plain_operators(kind: Any) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(
     ("rows", "tokens", "tables", "queries", "hidden"), [(1, 256, 1, 2, 512), (7, 4096, 7, 4, 1088)]
 )
-def test_positions_inside_the_projection(rows: int, tokens: int, tables: int, queries: int, hidden: int) -> None:
+def test_positions_inside_the_projection(
+    rows: int, tokens: int, tables: int, queries: int, hidden: int, size: int
+) -> None:
     torch.manual_seed(12)
     x = torch.randn(rows, tokens, hidden, device=CUDA).bfloat16()
-    weight = (torch.randn(4 * (queries + 2) * 64, hidden, device=CUDA) * 0.05).bfloat16()
-    angle = torch.rand(tables, tokens, 32, device=CUDA) * 100
-    assert gemm_tiles.can_fuse_rope(x.flatten(0, 1), len(weight), 64)
-    ours = qkv_rope_forward(x, weight, angle.cos(), angle.sin(), queries, 64)
-    theirs = split_apply_rope(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
+    weight = (torch.randn(4 * (queries + 2) * size, hidden, device=CUDA) * 0.05).bfloat16()
+    angle = torch.rand(tables, tokens, size // 2, device=CUDA) * 100
+    assert gemm_tiles.can_fuse_rope(x.flatten(0, 1), len(weight), size)
+    ours = qkv_rope_forward(x, weight, angle.cos(), angle.sin(), queries, size)
+    theirs = split_apply_rope(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, size)
     for one, other in zip(ours, theirs, strict=True):
         assert relative(one, other) < 3e-3
+    again = qkv_rope_forward(x, weight, angle.cos(), angle.sin(), queries, size)
+    assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
     x.requires_grad_(), weight.requires_grad_()
     seeds = [torch.randn_like(part) for part in ours]
-    joined = torch.autograd.grad(qkv_rope(x, weight, angle.cos(), angle.sin(), queries, 64), (x, weight), seeds)
-    apart = split_apply_rope(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, 64)
+    joined = torch.autograd.grad(qkv_rope(x, weight, angle.cos(), angle.sin(), queries, size), (x, weight), seeds)
+    apart = split_apply_rope(torch.matmul(x, weight.t()), angle.cos(), angle.sin(), queries, size)
     for one, other in zip(joined, torch.autograd.grad(apart, (x, weight), seeds), strict=True):
         assert relative(one, other) < 3e-3
 

@@ -47,7 +47,7 @@ def test_the_attention_kernel_is_the_configured_one() -> None:
         ("swiglu_gemm_forward", "matmul"),
         ("gelu_gemm_backward", "matmul"),
         ("triton_red_fused_gelu_gelu_backward_sum_view_2", "other"),
-        ("qkv_rope_gemm", "matmul"),
+        ("qkv_rope_gemm_128", "matmul"),
         ("expert_d_gate_up", "matmul"),
         ("_split_rope_kernel", "other"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),

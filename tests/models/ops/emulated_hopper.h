@@ -36,6 +36,7 @@ typedef unsigned short u16;
 
 struct TensorMap { const char* data; long rank, sizes[5], strides[5], box[5]; };  // strides in bytes
 struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
 struct Index { int x; };
 
 // ---- threads ----

@@ -41,13 +41,14 @@ _LEAST_DEPTH = 8 * DEPTH
 """A step for each piece of a tile."""
 _ALIGNED_BYTES = 16
 """Of eight numbers that are read together: a part of a larger tensor may start anywhere."""
-_HEAD_SIZE = 64
+_ROPE_HEAD_SIZES = (64, 128)
 TILE_KERNELS = {
     "swiglu_gemm_forward": ("swiglu_mlp", 2),
     "swiglu_gemm_backward": ("swiglu_mlp", 1),
     "gelu_gemm_forward": ("gelu_mlp", 2),
     "gelu_gemm_backward": ("gelu_mlp", 1),
-    "qkv_rope_gemm": ("qkv_rope", 2),
+    "qkv_rope_gemm_64": ("qkv_rope", 2),
+    "qkv_rope_gemm_128": ("qkv_rope", 2),
     "expert_gate_up": ("grouped_gemm", 2),
     "expert_down": ("grouped_gemm", 2),
     "expert_d_gate_up": ("grouped_gemm", 1),
@@ -90,8 +91,8 @@ def can_fuse_swiglu(left_mk: Tensor, ffn: int, width: int) -> bool:
 
 def can_fuse_rope(x_mk: Tensor, rows: int, head_size: int) -> bool:
     """Whether the kernel supports this projection."""
-    shape = head_size == _HEAD_SIZE and rows % COLUMNS == 0
-    return shape and fits(x_mk, rows) and works("qkv_rope", x_mk.device, _prove_rope)
+    shape = head_size in _ROPE_HEAD_SIZES and rows % COLUMNS == 0
+    return shape and fits(x_mk, rows) and works(f"qkv_rope_{head_size}", x_mk.device, _ROPE_PROOFS[head_size])
 
 
 def gelu_gemm_forward(x_mk: Tensor, up_fk: Tensor, bias_f: Tensor | None, by_tanh: bool) -> tuple[Tensor, Tensor]:
@@ -127,16 +128,19 @@ def swiglu_gemm_backward(d_out_mk: Tensor, down_kf: Tensor, saved_grad_mn: Tenso
 
 
 def qkv_rope_gemm(
-    x_mk: Tensor, weight_nk: Tensor, cosines: Tensor, sines: Tensor, queries_per_group: int
+    x_mk: Tensor, weight_nk: Tensor, cosines: Tensor, sines: Tensor, queries_per_group: int, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [m, g·r·64], keys and values [m, g·64]; fp32 tables are for one row, or for all of them."""
-    m, n = x_mk.shape[0], weight_nk.shape[0]
-    groups = n // _HEAD_SIZE // (queries_per_group + 2)
-    query = x_mk.new_empty((m, groups * queries_per_group * _HEAD_SIZE))
-    key, value = (x_mk.new_empty((m, groups * _HEAD_SIZE)) for _ in range(2))
-    others = (_right_map(weight_nk), query, key, value, cosines, sines)
-    table_rows = cosines.numel() // (_HEAD_SIZE // 2)
-    _launch("qkv_rope_gemm", x_mk, others, n // COLUMNS, table_rows, queries_per_group, groups)
+    """Queries [m, g·r·size], keys and values [m, g·size]; fp32 tables are for one row, or for all of them."""
+    m, (n, k) = x_mk.shape[0], weight_nk.shape
+    groups = n // size // (queries_per_group + 2)
+    query = x_mk.new_empty((m, groups * queries_per_group * size))
+    key, value = (x_mk.new_empty((m, groups * size)) for _ in range(2))
+    # Runs of 32 rows of both halves of a head alternate, so that one piece of a tile holds what is rotated together.
+    sizes, strides = (k, 32, 2, size // 64, n // size), (k, size // 2 * k, 32 * k, size * k)
+    weights = tensor_map(weight_nk, sizes, strides, (DEPTH, 32, 2, size // 64, COLUMNS // 2 // size))
+    table_rows = cosines.numel() // (size // 2)
+    others = (weights, query, key, value, cosines, sines)
+    _launch(f"qkv_rope_gemm_{size}", x_mk, others, n // COLUMNS, table_rows, queries_per_group, groups)
     return query, key, value
 
 
@@ -212,15 +216,18 @@ def _prove_swiglu(device: torch.device) -> float:
     return relative_difference((activation_mf, d_gate_up_mn), expected)
 
 
-def _prove_rope(device: torch.device) -> float:
+def _prove_rope(device: torch.device, head_size: int, rows: int = 18, tokens: int = 512) -> float:
     """At a size that gives each pair of thread blocks several tiles, and steps that strips do not divide."""
     random = torch.Generator(device).manual_seed(1)
-    rows, tokens, k, groups, queries = 18, 512, 576, 4, 4
+    k, groups, queries = 576, 256 // head_size, 4
     x_btk = torch.randn(rows, tokens, k, device=device, generator=random).bfloat16()
-    weight = torch.randn(groups * (queries + 2) * _HEAD_SIZE, k, device=device, generator=random) * k**-0.5
-    angle = torch.rand(1, tokens, _HEAD_SIZE // 2, device=device, generator=random) * tokens
+    weight = torch.randn(groups * (queries + 2) * head_size, k, device=device, generator=random) * k**-0.5
+    angle = torch.rand(1, tokens, head_size // 2, device=device, generator=random) * tokens
     cos, sin = angle.cos(), angle.sin()
-    ours = qkv_rope_gemm(x_btk.flatten(0, 1), weight.bfloat16(), cos, sin, queries)
-    heads = torch.matmul(x_btk, weight.bfloat16().t()).unflatten(-1, (groups, queries + 2, _HEAD_SIZE))
+    ours = qkv_rope_gemm(x_btk.flatten(0, 1), weight.bfloat16(), cos, sin, queries, head_size)
+    heads = torch.matmul(x_btk, weight.bfloat16().t()).unflatten(-1, (groups, queries + 2, head_size))
     expected = apply_rope(heads[..., :-2, :], cos, sin), apply_rope(heads[..., -2, :], cos, sin), heads[..., -1, :]
     return relative_difference(ours, [part.flatten(2).flatten(0, 1) for part in expected])
+
+
+_ROPE_PROOFS = {size: functools.partial(_prove_rope, head_size=size) for size in _ROPE_HEAD_SIZES}

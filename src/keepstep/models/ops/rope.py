@@ -127,7 +127,7 @@ def qkv_rope_forward(
     x_nd = x_btd.flatten(0, 1)
     if x_btd.is_cuda and can_fuse_rope(x_nd, weight_md.shape[0], head_size):
         tables = cos_btf.contiguous(), sin_btf.contiguous()
-        parts = qkv_rope_gemm(x_nd.contiguous(), weight_md.contiguous(), *tables, queries_per_group)
+        parts = qkv_rope_gemm(x_nd.contiguous(), weight_md.contiguous(), *tables, queries_per_group, head_size)
         query, key, value = (part.view(b, t, -1, head_size) for part in parts)
         return query, key, value
     qkv_btm = torch.mm(x_nd, weight_md.t()).view(b, t, -1)

@@ -93,7 +93,9 @@ def apply_parallel(
             save_attention = not divided and attend is None and not (piped and parallel.schedule == "zero_bubble")
             # A compiled block hands all that it saves to autograd, outputs of operators included.
             own_saves = None if compute.compile else offload
-            apply_recompute(block, mode, save_attention=save_attention, offload=own_saves)
+            # Where rows are split, a block ends in a reduction, which need not be repeated.
+            stops = compute.compile or split
+            apply_recompute(block, mode, save_attention=save_attention, offload=own_saves, early_stop=stops)
             if compute.compile:
                 name_compile_cache()
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
@@ -139,18 +141,24 @@ def _is_whole(block: Block, mesh: ParallelMesh) -> bool:
 
 
 def apply_recompute(
-    block: nn.Module, mode: RecomputeMode, *, save_attention: bool = True, offload: ActivationOffload | None = None
+    block: nn.Module,
+    mode: RecomputeMode,
+    *,
+    save_attention: bool = True,
+    offload: ActivationOffload | None = None,
+    early_stop: bool = False,
 ) -> None:
     """Wrap the block's forward in place, so that parameter names stay as they are.
 
     `full` keeps the block's input and, with `save_attention`, what attention returns: as much memory again, and in long
-    rows most of the time that recomputation would take. With `offload` both go to host memory.
+    rows most of the time that recomputation would take. With `offload` both go to host memory. With `early_stop`
+    recomputation ends at the last saved tensor.
     """
     if mode == "none":
         return
-    # Torch ends recomputation by an exception from the operator that saves last. Where that is an autograd function, the
-    # exception passes through C++, which loses it with torch 2.11 on Python 3.12. Compiled blocks raise none.
-    options: dict[str, Any] = {"use_reentrant": False, "early_stop": False}
+    # Torch stops early by an exception from the operator that saves last. Where that is an autograd function, the
+    # exception passes through C++, which lost it on a GPU with torch 2.11. Compiled blocks raise none.
+    options: dict[str, Any] = {"use_reentrant": False, "early_stop": early_stop}
     saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
     if saved and offload is not None:
         options["context_fn"] = partial(offload.save_outputs, saved)

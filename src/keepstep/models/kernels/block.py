@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keepstep.models.kernels.fp8 import raise_to
 
-_PROGRAMS_PER_PROCESSOR = 8
+_PROGRAMS_PER_PROCESSOR = 4
 """Enough rows in flight to fill the memory's pipes, few enough partial sums."""
 _BLOCK = 1024
 _GROUPS = 4

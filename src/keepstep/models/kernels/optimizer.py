@@ -14,7 +14,7 @@ from triton.language.extra import libdevice
 
 from keepstep.models.kernels.cuda import relative_difference
 
-_BLOCK, _WARPS = 2048, 8
+_BLOCK, _WARPS = 512, 4
 _ADD_BLOCK = 4096
 
 

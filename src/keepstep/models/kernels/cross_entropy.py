@@ -18,11 +18,13 @@ from torch import Tensor
 from keepstep.models.kernels.cuda import relative_difference
 from keepstep.models.kernels.quantized import transpose_bytes
 
-_ROWS, _COLUMNS = 16, 4096
-"""A tile of logits: the columns that all threads load in one go, and how many such loads are in flight."""
+_ROWS, _COLUMNS = (16, 8, 4), 4096
+"""A tile of logits: the columns that all threads load in one go, and how many such loads may be in flight."""
 _WARPS = 16
 _NUMBERS_OF_A_LOAD = tl.constexpr(8)
 """In bf16: 16 bytes a thread."""
+_PROOF_VOCABS = (2 * _ROWS[0] * _COLUMNS - 100, 3 * _ROWS[-1] * _COLUMNS - 100)
+"""Two tiles of the most rows, and three of the fewest."""
 _LOWEST = tl.constexpr(-1e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -92,9 +94,14 @@ def _launch(
     losses_n = torch.empty(rows, dtype=torch.float32, device=logits_nv.device)
     _row_kernel[(rows,)](
         logits_nv, gradient_nv, targets_n, losses_n, logits_nv.stride(0), gradient_nv.stride(0), vocab, width,
-        _ROWS, _COLUMNS, with_gradient, exponent, num_warps=_WARPS,
+        _tile_rows(vocab), _COLUMNS, with_gradient, exponent, num_warps=_WARPS,
     )  # fmt: skip
     return losses_n
+
+
+def _tile_rows(vocab: int) -> int:
+    """As many as possible, unless fewer leave less of the last tile empty: it is computed all the same."""
+    return min(_ROWS, key=lambda rows: -vocab % (rows * _COLUMNS))
 
 
 @triton.jit
@@ -111,23 +118,24 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 
 def prove(device: torch.device) -> float:
-    """How far losses, gradients and scaled ones are from torch's, with two tiles a row, padding and targets to skip."""
-    logits, targets, vocab = _proof()
-    losses, gradient = _expected(logits, targets, vocab)
-    ours, factor = logits.to(device, copy=True), torch.full((), 0.25, device=device)
-    seen = cross_entropy_(ours.clone(), targets.to(device), vocab, with_gradient=False)
-    found = cross_entropy_(ours, targets.to(device), vocab, with_gradient=True)
-    parts = [(found.cpu(), losses), (seen.cpu(), losses), (ours.cpu().clone(), gradient)]
-    scale_(ours, factor)
-    # The gradient at the targets is near -1 and would hide that of all other tokens.
-    others = gradient.clamp(min=0)
-    parts += [(ours.cpu(), gradient * 0.25), (ours.cpu().clamp(min=0), others * 0.25)]
+    """How far losses, gradients and scaled ones are from torch's, with tiles, padding and targets to skip."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for logits, targets, vocab in map(_proof, _PROOF_VOCABS):
+        losses, gradient = _expected(logits, targets, vocab)
+        ours, factor = logits.to(device, copy=True), torch.full((), 0.25, device=device)
+        seen = cross_entropy_(ours.clone(), targets.to(device), vocab, with_gradient=False)
+        found = cross_entropy_(ours, targets.to(device), vocab, with_gradient=True)
+        parts += [(found.cpu(), losses), (seen.cpu(), losses), (ours.cpu().clone(), gradient)]
+        scale_(ours, factor)
+        # The gradient at the targets is near -1 and would hide that of all other tokens.
+        others = gradient.clamp(min=0)
+        parts += [(ours.cpu(), gradient * 0.25), (ours.cpu().clamp(min=0), others * 0.25)]
     return relative_difference(*zip(*parts, strict=True))
 
 
 def prove_fp8(device: torch.device) -> float:
     """The same of gradients in fp8 and of their transposed copy."""
-    logits, targets, vocab = _proof()
+    logits, targets, vocab = _proof(_PROOF_VOCABS[0])
     losses, gradient = _expected(logits, targets, vocab)
     exponent = 15
     small = (gradient * 2**exponent).to(torch.float8_e5m2).float()
@@ -138,10 +146,9 @@ def prove_fp8(device: torch.device) -> float:
     return relative_difference(*zip(*parts, strict=True))
 
 
-def _proof() -> tuple[Tensor, Tensor, int]:
+def _proof(vocab: int) -> tuple[Tensor, Tensor, int]:
     generator = torch.Generator().manual_seed(1)
-    vocab, width = _ROWS * _COLUMNS + 100, _ROWS * _COLUMNS + 128
-    logits = (3 * torch.randn(4, width, generator=generator)).bfloat16()
+    logits = (3 * torch.randn(4, vocab + 28, generator=generator)).bfloat16()
     return logits, torch.tensor([5, -100, vocab - 1, _COLUMNS]), vocab
 
 

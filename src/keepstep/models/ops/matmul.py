@@ -23,7 +23,7 @@ from keepstep.models.kernels.cublaslt import Gemm, ScaledGemm, fastest_kernel, l
 _WORTH_A_CHOICE, _WORTH_AN_FP8_CHOICE = 1 << 42, 1 << 40
 """Operations of a matmul that is worth a choice: trying its kernels takes about 60 times the matmul's own time. In fp8
 trying one takes half a second, most of it to load kernels."""
-_WORTH_A_SUM = 1 << 37
+_WORTH_A_SUM = 1 << 36
 
 _choices: dict[Any, tuple[Gemm, Any] | None] = {}
 _fp8_choices: dict[Any, tuple[ScaledGemm, Any] | None] = {}

@@ -15,7 +15,8 @@
 //   warm_up       what will be read while the next tile is computed may be brought into the cache; called like fetch_right
 //   lay_out       called by a multiplying warp: the words that hold a piece's sums, into strips
 //   spot          called by another warp: where in memory a tile's results belong, worked out once a tile
-//   inputs        what else the 16 rows of one warp need of a piece, read some time before
+//   AHEAD         units (16 rows of a piece) that inputs are read ahead; if more than one, through shared memory
+//   inputs        what else the 16 rows of one warp need of a piece; copy_inputs copies it to shared memory
 //   work_out      those 16 rows, from strips to where they belong
 
 constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4;
@@ -23,6 +24,7 @@ constexpr int LEFT_BYTES = ROWS * DEPTH * 2, RIGHT_BYTES = COLUMNS * DEPTH * 2, 
 constexpr int STRIP = 32, STRIP_BYTES = 16 * STRIP * 2;  // columns, and bytes with a warp's 16 rows of them
 constexpr int HELPERS = 3;  // warps that work pieces out
 constexpr int SLOTS = 2;    // pieces that a warp may be ahead of their being worked out
+constexpr int BARRIERS_BYTES = 512;
 
 // Offset of 8 numbers in a strip: swizzled, so that neither side's accesses have bank conflicts.
 __device__ __forceinline__ u32 in_strip(u32 row, u32 chunk) { return row * (STRIP * 2) + ((chunk ^ row / 2 % 4) << 4); }
@@ -134,28 +136,51 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
         }
       }
     } else if (helper >= 0) {
-      // A unit is 16 rows of a piece: eight of them a piece, shared by three warps. Inputs are read one unit ahead.
-      int number = first, unit = helper;
-      u32 pieces = 0;  // of the tiles before
+      // A unit is 16 rows of a piece: eight of them a piece, shared by three warps.
+      struct Unit { int number, index; u32 pieces; typename Finish::Spot spot; };  // `pieces`: of the tiles before
       Plan mine = plan;
       auto spot_of = [&](int number) {
         return finish.spot(tile_of_block(mine.template pair<Finish::GROUP>(number), rank));
       };
-      typename Finish::Spot spot = spot_of(number);
-      typename Finish::Inputs ahead;
-      if (number < tiles) ahead = finish.inputs(spot, unit / WARPS, unit % WARPS);
-      while (number < tiles) {
-        const typename Finish::Inputs inputs = ahead;
-        const typename Finish::Spot here = spot;
-        const u32 piece = unit / WARPS, warp = unit % WARPS, use = pieces + piece, slot = warp * SLOTS + use % SLOTS;
-        const Handed handed = {strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, tags + 4 * slot, use};
-        unit += HELPERS;
-        if (unit >= PIECES * WARPS) {
-          unit -= PIECES * WARPS, number += clusters, pieces += PIECES;
-          spot = spot_of(number);
+      auto advance = [&](Unit& unit) {
+        unit.index += HELPERS;
+        if (unit.index < PIECES * WARPS) return;
+        unit.index -= PIECES * WARPS, unit.number += clusters, unit.pieces += PIECES;
+        unit.spot = spot_of(unit.number);
+      };
+      auto handed_as = [&](const Unit& unit) {
+        const u32 use = unit.pieces + unit.index / WARPS, slot = unit.index % WARPS * SLOTS + use % SLOTS;
+        return Handed{strips + slot * PIECE_BYTES, laid + 8 * slot, freed + 8 * slot, tags + 4 * slot, use};
+      };
+      Unit next = {first, helper, 0, spot_of(first)};
+      if constexpr (Finish::AHEAD == 1) {
+        typename Finish::Inputs ahead;
+        if (next.number < tiles) ahead = finish.inputs(next.spot, next.index / WARPS, next.index % WARPS);
+        while (next.number < tiles) {
+          const typename Finish::Inputs inputs = ahead;
+          const Unit unit = next;
+          advance(next);
+          if (next.number < tiles) ahead = finish.inputs(next.spot, next.index / WARPS, next.index % WARPS);
+          finish.work_out(inputs, handed_as(unit), unit.spot, unit.index / WARPS, unit.index % WARPS);
         }
-        if (number < tiles) ahead = finish.inputs(spot, unit / WARPS, unit % WARPS);
-        finish.work_out(inputs, handed, here, piece, warp);
+      } else {
+        // Inputs are copied to shared memory: registers hold too few to be on their way at a time. Each lane reads what
+        // it has copied itself. Two units are under way in the plan, so its tiles must not depend on those before.
+        const u32 room = barriers + BARRIERS_BYTES + helper * Finish::AHEAD * Finish::INPUTS_BYTES;
+        auto request = [&](u32 slot) {
+          if (next.number < tiles)
+            finish.copy_inputs(room + slot * Finish::INPUTS_BYTES, next.spot, next.index / WARPS, next.index % WARPS);
+          copies_commit();
+          advance(next);
+        };
+        Unit unit = next;
+        for (u32 slot = 0; slot < Finish::AHEAD; ++slot) request(slot);
+        for (u32 slot = 0; unit.number < tiles; advance(unit), slot = slot + 1 < Finish::AHEAD ? slot + 1 : 0) {
+          copies_wait<Finish::AHEAD - 1>();
+          const u32 inputs = room + slot * Finish::INPUTS_BYTES;
+          finish.work_out(inputs, handed_as(unit), unit.spot, unit.index / WARPS, unit.index % WARPS);
+          request(slot);
+        }
       }
     }
   } else {
@@ -260,7 +285,7 @@ __device__ __forceinline__ void run_tiles(const TensorMap* left_map, Finish fini
 
 // Right is [n, k], and its columns are handed over as they come, 64 at a time.
 struct ByOutputs {
-  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8, AHEAD = 1;
   const TensorMap* right;
 
   __device__ __forceinline__ void fetch_right(u32 to, int step, Tile tile, u32 rank, u32 barrier) const {
@@ -280,7 +305,7 @@ struct ByOutputs {
 
 // Right is [k, n], and its columns are handed over as they come, 32 at a time.
 struct ByInputs {
-  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8;
+  static constexpr int PIECES = 8, STRIPS = 1, TRANSPOSED = 1, GROUP = 8, AHEAD = 1;
   const TensorMap* right;
 
   __device__ __forceinline__ void fetch_right(u32 to, int step, Tile tile, u32 rank, u32 barrier) const {
@@ -295,7 +320,7 @@ struct ByInputs {
 
 // Runs of eight gates and their eight ups alternate among the columns: a thread's sums hold both factors of each product.
 struct GatedColumns {
-  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8;
+  static constexpr int PIECES = 4, STRIPS = 2, TRANSPOSED = 0, GROUP = 8, AHEAD = 1;
   const TensorMap* gate_up;
   int width;  // gates, and as many ups, make a block
 

@@ -61,6 +61,8 @@ TILE_KERNELS = {
     "expert_outer_fp8_right_e5m2": ("grouped_gemm", 2),
 }
 """By name of the function: its file, and the strips that a piece is handed over in, as its `Finish` says."""
+_INPUTS_BYTES = {"swiglu_gemm_backward": 3 * 3 * 2048}
+"""Shared memory of three warps for inputs that are read three units ahead, 2 KiB each."""
 
 
 def fits(left_mk: Tensor, widest: int) -> bool:
@@ -179,7 +181,7 @@ def tile_kernel(name: str, device: torch.device) -> Kernel:
     stages_bytes = _STAGES * (ROWS + COLUMNS) * DEPTH * 2
     strips_bytes = _MULTIPLYING_WARPS * _PIECES_AHEAD * strips * _STRIP_BYTES
     code = compile_source(source_of("hopper", "gemm_tiles", file))
-    return Kernel(code, name, stages_bytes + strips_bytes + _BARRIERS_BYTES, device)
+    return Kernel(code, name, stages_bytes + strips_bytes + _BARRIERS_BYTES + _INPUTS_BYTES.get(name, 0), device)
 
 
 def _feed_forward(device: torch.device, fused_rows: int) -> tuple[Tensor, ...]:

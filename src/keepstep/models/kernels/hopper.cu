@@ -97,6 +97,14 @@ __device__ __forceinline__ void fetch_runs_for_both(u32 to, const TensorMap* map
       " [%0], [%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(run), "r"(block),
       "r"(barrier), "h"((unsigned short)3) : "memory");
 }
+// A thread's own copies of 16 bytes, in groups. It waits until at most LEFT groups are on their way.
+__device__ __forceinline__ void copy_eight(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 
 // ---- sums ----
 

@@ -56,12 +56,12 @@ struct GatedForward : GatedColumns {
 };
 
 struct GatedBackward : ByInputs {
+  static constexpr int AHEAD = 3, INPUTS_BYTES = 2048;  // of gates and ups
   const TensorMap* saved_grad_map;
   const uint4* saved_grad;
   uint4* d_fused;
   int width, row_eights;
   typedef int Spot;  // of this lane's first eight gates
-  struct Inputs { uint4 gate[2], up[2]; };
 
   __device__ __forceinline__ int gates_at(int column) const {
     const int per_block = width / COLUMNS;
@@ -78,11 +78,17 @@ struct GatedBackward : ByInputs {
   __device__ __forceinline__ Spot place(Spot spot, int piece, int warp) const {
     return spot + warp * 32 * row_eights + piece * (STRIP / 8);
   }
-  __device__ __forceinline__ Inputs inputs(Spot spot, int piece, int warp) const {
-    const uint4 *from = saved_grad + place(spot, piece, warp), *below = from + 16 * row_eights;
-    return {{from[0], below[0]}, {from[width / 8], below[width / 8]}};
+  // Where this lane's eight gates are, of one of two rows; its eight ups are 512 bytes from there.
+  __device__ __forceinline__ static u32 lane_inputs(u32 inputs, int i) { return inputs + i * 1024 + threadIdx.x % 32 * 16; }
+  __device__ __forceinline__ void copy_inputs(u32 to, Spot spot, int piece, int warp) const {
+    const uint4* from = saved_grad + place(spot, piece, warp);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      copy_eight(lane_inputs(to, i), from + i * 16 * row_eights);
+      copy_eight(lane_inputs(to, i) + 512, from + i * 16 * row_eights + width / 8);
+    }
   }
-  __device__ __forceinline__ void work_out(const Inputs& in, const Handed& handed, Spot spot, int piece, int warp) const {
+  __device__ __forceinline__ void work_out(u32 inputs, const Handed& handed, Spot spot, int piece, int warp) const {
     uint4 dy[2];
     handed.await();
     handed.read(dy, 0);
@@ -90,8 +96,8 @@ struct GatedBackward : ByInputs {
     uint4* to = d_fused + place(spot, piece, warp);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      to[i * 16 * row_eights] = times(dy[i], in.gate[i]);
-      to[i * 16 * row_eights + width / 8] = times(dy[i], in.up[i]);
+      to[i * 16 * row_eights] = times(dy[i], take(lane_inputs(inputs, i)));
+      to[i * 16 * row_eights + width / 8] = times(dy[i], take(lane_inputs(inputs, i) + 512));
     }
   }
 };

@@ -54,9 +54,9 @@ def attention_backward_kernels(
     """
     b, t, n, e = gradient_btne.shape
     g, device = saved.key_btge.shape[2], gradient_btne.device
-    limits = torch.zeros((b, g, 2), dtype=torch.int32, device=device)
     stats, scales = (torch.empty((b, n, t, 2), dtype=torch.float32, device=device) for _ in range(2))
-    query_sums = torch.zeros((b, n, t, e), dtype=torch.int32, device=device)
+    sizes = (b * n * t * e, b * g * 2)
+    query_sums, limits = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     fused_btm = gradient_btne.new_empty((b, t, (n + 2 * g) * e))
     cosines, sines = tables or (None, None)
     table_rows = t if cosines is None else cosines.shape[0] * t

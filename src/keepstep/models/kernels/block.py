@@ -20,8 +20,9 @@ from torch import Tensor
 
 from keepstep.models.kernels.fp8 import raise_to
 
-_PROGRAMS_PER_PROCESSOR = 4
-"""Enough rows in flight to fill the memory's pipes, few enough partial sums."""
+_NUMBERS_IN_FLIGHT = 8192
+"""For each multiprocessor, in four to eight rows: enough to fill the memory's pipes, few enough partial sums."""
+_SUMMED_ROWS, _SUMMED_COLUMNS = 256, 8
 _BLOCK = 1024
 _GROUPS = 4
 """Runs of one width that a program works on."""
@@ -77,6 +78,16 @@ def _norm_backward_kernel(
     tl.store(weight_sums + program * width + lanes, total, mask=exists)
 
 
+@triton.jit
+def _column_sums_kernel(numbers, sums, rows, width, tall: tl.constexpr, wide: tl.constexpr):
+    lane = tl.program_id(0) * wide + tl.arange(0, wide)[None, :]
+    total = tl.zeros((tall, wide), tl.float32)
+    for start in range(0, rows, tall):
+        row = start + tl.arange(0, tall)[:, None]
+        total += tl.load(numbers + row * width + lane, mask=(row < rows) & (lane < width), other=0.0)
+    tl.store(sums + lane, tl.sum(total, 0)[None, :].to(sums.dtype.element_ty), mask=lane < width)
+
+
 def rms_norm_forward(
     x_md: Tensor, added_md: Tensor | None, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,16 +130,20 @@ def rms_norm_backward(
     """Gradients of the stream, what passed the norm by included, and of the weight."""
     rows, width = stream_md.shape
     processors = torch.cuda.get_device_properties(stream_md.device).multi_processor_count
-    programs = min(rows, processors * _PROGRAMS_PER_PROCESSOR)
+    block = triton.next_power_of_2(width)
+    programs = min(rows, processors * max(4, min(8, _NUMBERS_IN_FLIGHT // block)))
     dx_md = torch.empty_like(stream_md)
     sums = torch.empty(programs, width, dtype=torch.float32, device=stream_md.device)
-    block = triton.next_power_of_2(width)
     _norm_backward_kernel[(programs,)](
         d_normed_md, d_stream_md, stream_md, inverses_m, weight_d, dx_md, sums, rows,
         triton.cdiv(rows, programs), width, block,
         num_warps=_warps(block, 8),
     )  # fmt: skip
-    return dx_md, sums.sum(0).to(weight_d.dtype)
+    d_weight = torch.empty_like(weight_d)
+    _column_sums_kernel[(triton.cdiv(width, _SUMMED_COLUMNS),)](
+        sums, d_weight, programs, width, _SUMMED_ROWS, _SUMMED_COLUMNS, num_warps=8
+    )
+    return dx_md, d_weight
 
 
 def _warps(block: int, numbers_per_thread: int) -> int:

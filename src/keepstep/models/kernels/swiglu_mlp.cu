@@ -67,10 +67,8 @@ struct GatedBackward : ByInputs {
     const int per_block = width / COLUMNS;
     return column / per_block * 2 * width + column % per_block * COLUMNS;
   }
-  __device__ __forceinline__ void warm_up(int step, int row, int column) const {
-    // Four boxes of gates and four of ups.
-    if (step < 8) warm(saved_grad_map, gates_at(column) + step / 4 * width + step % 4 * 64, row);
-  }
+  // Inputs are read far enough ahead: brought into the cache before, they would only be moved once more.
+  __device__ __forceinline__ void warm_up(int, int, int) const {}
   __device__ __forceinline__ Spot spot(Tile tile) const {
     const int lane = threadIdx.x % 32;
     return (tile.row + lane / 4) * 2 * row_eights + gates_at(tile.column) / 8 + lane % 4;

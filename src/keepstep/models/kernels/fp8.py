@@ -38,7 +38,7 @@ class _Tile(NamedTuple):
     """Tiles of rows in a band."""
 
 
-_TILE, _SWIGLU_TILE, _SWIGLU_BACKWARD_TILE = _Tile(128, 128, 8, 8), _Tile(128, 64, 8, 8), _Tile(64, 64, 8, 8)
+_TILE, _SWIGLU_TILE, _SWIGLU_BACKWARD_TILE = _Tile(128, 128, 8, 8), _Tile(64, 128, 8, 8), _Tile(64, 128, 8, 8)
 _REPAIRS_PER_PROCESSOR = 4
 """Programs of the third kernel, which hardly ever has work."""
 
@@ -82,10 +82,13 @@ def _note(found, guess, largest, phase: tl.constexpr):
 
 @triton.jit
 def _tile_at(tile, row_tiles, column_tiles, group: tl.constexpr):
-    """Bands of `group` tiles of rows, walked column by column: both outputs get long runs at about the same time."""
+    """Bands of `group` tiles of rows, walked column by column: both outputs get long runs at about the same time.
+
+    The last rows first: those that were just written are still in the cache, and the next matmul starts with the first.
+    """
     first = tile // (group * column_tiles) * group
     band, place = tl.minimum(row_tiles - first, group), tile % (group * column_tiles)
-    return first + place % band, place // band
+    return row_tiles - 1 - first - place % band, place // band
 
 
 @triton.jit
@@ -182,6 +185,7 @@ def _quantize_kernel(
 ):  # fmt: skip
     top, tiles = _end_of_range(guess, largest, undo, headroom, highest, phase)
     tiles *= tl.cdiv(rows, tile_rows) * tl.cdiv(columns, tile_columns)
+    # A loop of one round would take a third more registers.
     if phase == "repair":
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _quantize_tile(

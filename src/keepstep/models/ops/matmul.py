@@ -71,21 +71,21 @@ def scaled_gemm_into(
 
     worth = _WORTH_AN_FP8_CHOICE if added_mn is None else _WORTH_A_SUM
     if 2 * out_mn.numel() * a8_mk.shape[1] >= worth and library() is not None:
-        about = (a8_mk.shape, b8_nk.shape, a8_mk.dtype, b8_nk.dtype, out_mn.dtype, fast_sums)
-        about = about if added_mn is None else (*about, "added")
+        added = () if added_mn is None else ("added",)
+        about = (a8_mk.shape, b8_nk.shape, a8_mk.dtype, b8_nk.dtype, out_mn.dtype, fast_sums, *added)
         key = (*about, a8_mk.device.index)
         if key not in _fp8_choices:
             _fp8_choices[key] = fastest_kernel(
                 about,
                 lambda: ScaledGemm(*operands[:2], out_mn, fast_sums=fast_sums),
-                lambda gemm, kernel: gemm.run_scaled(kernel, *operands, out_mn, added_mn),
+                lambda gemm, kernel: gemm.run_scaled(kernel, operands, out_mn, added_mn),
                 out_mn,
                 by_torch if added_mn is None else None,
             )
         choice = _fp8_choices[key]
         if choice is not None:
             gemm, kernel = choice
-            gemm.run_scaled(kernel, *operands, out_mn, added_mn)
+            gemm.run_scaled(kernel, operands, out_mn, added_mn)
             return
     by_torch()
     if added_mn is not None:

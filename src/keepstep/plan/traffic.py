@@ -64,9 +64,8 @@ CAST_TO_FP8_BYTES = 6
 """Per element of experts that enters an fp8 matmul: read, written, and written again transposed."""
 _QUANTISED = _Widths(4, 4, 4, 4)
 """The same of dense layers, by what it is an element of: read once, and written twice."""
-_WRITTEN_IN_FP8 = _Widths(hidden=2, query=4, key=4, inner=1)
-"""More than writing bf16, where norms and SwiGLU write fp8 themselves: the norm's rows are read again, and a pass
-transposes SwiGLU's numbers."""
+_WRITTEN_IN_FP8 = _Widths(hidden=2, query=4, key=4)
+"""More than writing bf16, where norms and SwiGLU write fp8 themselves: the norm's rows are read again."""
 TOKENS_TO_FP8_BYTES = 3
 """The same where the weight is frozen in fp8: no transposed copy, as there is no gradient of the weight."""
 _OWN_HEAD_SIZE = 64
@@ -129,10 +128,11 @@ def _fp8_widths(work: Workload) -> tuple[_Widths, _Widths]:
 def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
     """The kernels of a block outside matmuls, as models/ chooses them."""
     model = work.model
-    fused = _fuses_matmuls(work)
+    fused = _fuses_matmuls(work, "bf16", "fp16")
     placed = model.norm_placement == "before" and model.residual_multiplier == 1.0
-    plain = fused and not model.bias and placed and model.activation != "geglu_tanh"
-    sums_inside = plain and not model.expert_layers and work.unsharded and work.recompute == "none"
+    whole = not model.bias and placed and model.activation != "geglu_tanh"
+    plain, adds = fused and whole, _fuses_matmuls(work, "bf16", "fp16", "fp8") and whole
+    sums_inside = adds and not model.expert_layers and work.unsharded and work.recompute == "none"
     for _ in range(2 if model.norm_placement == "both" else 1):
         yield "layer norm" if model.norm == "layernorm" else "rms norm"
     if not sums_inside:
@@ -161,9 +161,9 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
         yield "experts"
 
 
-def _fuses_matmuls(work: Workload) -> bool:
-    """Whether matmuls may have fused epilogues."""
-    if work.precision not in ("bf16", "fp16") or work.lora_rank:
+def _fuses_matmuls(work: Workload, *precisions: str) -> bool:
+    """Whether matmuls may have fused epilogues, in these precisions."""
+    if work.precision not in precisions or work.lora_rank:
         return False
     return work.fused_matmuls and work.degrees.tensor == 1 and work.recompute != "selective"
 

@@ -132,10 +132,8 @@ def _saturated(value, top, highest):
 def _write_four(
     a, b, c, d, straight, transposed, places, stride, word_row, column, rows, word_rows, inside_column, top, highest
 ):  # fmt: skip
-    a, b, c, d = (
-        _saturated(a, top, highest), _saturated(b, top, highest), _saturated(c, top, highest),
-        _saturated(d, top, highest),
-    )  # fmt: skip
+    a, b = _saturated(a, top, highest), _saturated(b, top, highest)
+    c, d = _saturated(c, top, highest), _saturated(d, top, highest)
     dtype: tl.constexpr = straight.dtype.element_ty
     tl.store(straight + places, a.to(dtype), mask=_inside(word_row, 0, rows, inside_column))
     tl.store(straight + places + stride, b.to(dtype), mask=_inside(word_row, 1, rows, inside_column))
@@ -293,19 +291,16 @@ def _launch_quantize(
     source: Tensor, factors: tuple[Tensor | None, Tensor | None], dtype: torch.dtype, known: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, columns), normed, tile = source.shape, factors[0] is not None, _TILE
-    outputs = _Outputs(source.device, dtype, rows, columns)
-    scale = _Scale(source.device, dtype, rows, known)
+    target = _Target(source.device, dtype, (rows, columns), known)
 
     def launch(phase: str, step: int) -> None:
         tiles = triton.cdiv(triton.cdiv(rows, step), tile.rows) * triton.cdiv(columns, tile.columns)
-        _quantize_kernel[scale.programs(tiles, phase)](
-            source, *factors, outputs.straight, outputs.words, *scale.tensors, rows, outputs.word_rows, columns, step,
-            scale.headroom, scale.highest, normed, phase, tile.rows, tile.columns, tile.group, num_warps=tile.warps,
-            num_stages=1,
+        _quantize_kernel[target.programs(tiles, phase)](
+            source, *factors, *target.tensors, rows, target.word_rows, columns, step, target.headroom, target.highest,
+            normed, phase, tile.rows, tile.columns, tile.group, num_warps=tile.warps, num_stages=1,
         )  # fmt: skip
 
-    scale.find(launch)
-    return outputs.straight, outputs.transposed(), scale.undo
+    return target.write(launch)
 
 
 def swiglu(fused: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,42 +318,29 @@ def _launch_swiglu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, backward = fused.shape[0], gradient is not None
     blocks = fused.shape[1] // (2 * width)
-    outputs = _Outputs(fused.device, dtype, rows, fused.shape[1] if backward else blocks * width)
-    scale = _Scale(fused.device, dtype, rows, None)
+    target = _Target(fused.device, dtype, (rows, fused.shape[1] if backward else blocks * width), None)
 
     def launch(phase: str, step: int) -> None:
         tiles = triton.cdiv(triton.cdiv(rows, step), tile.rows) * triton.cdiv(width, tile.columns) * blocks
-        _swiglu_kernel[scale.programs(tiles, phase)](
-            gradient, fused, outputs.straight, outputs.words, *scale.tensors, rows, outputs.word_rows, width, blocks,
-            step, scale.headroom, scale.highest, backward, phase, tile.rows, tile.columns, tile.group,
-            num_warps=tile.warps, num_stages=1,
+        _swiglu_kernel[target.programs(tiles, phase)](
+            gradient, fused, *target.tensors, rows, target.word_rows, width, blocks, step, target.headroom,
+            target.highest, backward, phase, tile.rows, tile.columns, tile.group, num_warps=tile.warps, num_stages=1,
         )  # fmt: skip
 
-    scale.find(launch)
-    return outputs.straight, outputs.transposed(), scale.undo
+    return target.write(launch)
 
 
-class _Outputs:
-    """A matrix in fp8 and the same transposed, which is written as words of four numbers."""
+class _Target:
+    """A matrix in fp8, the same transposed as words of four numbers, their scale, and what finds and writes all."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> None:
-        self.straight = torch.empty(rows, columns, dtype=dtype, device=device)
-        self.word_rows = triton.cdiv(rows, 4)
-        self.words = torch.empty(columns, self.word_rows, dtype=torch.int32, device=device)
-
-    def transposed(self) -> Tensor:
-        """Without the rows that fill up the last words."""
-        return self.words.view(self.straight.dtype)[:, : len(self.straight)].contiguous()
-
-
-class _Scale:
-    """One tensor's scale, and the order of the kernels that find and use it."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, rows: int, known: Tensor | None) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], known: Tensor | None) -> None:
+        (rows, columns), self.word_rows = sizes, triton.cdiv(sizes[0], 4)
         self.highest = torch.finfo(dtype).max
-        self.undo = torch.empty((), dtype=torch.float32, device=device)
+        self.straight = torch.empty(rows, columns, dtype=dtype, device=device)
+        self.words = torch.empty(columns, self.word_rows, dtype=torch.int32, device=device)
+        self._undo = torch.empty((), dtype=torch.float32, device=device)
         guess, largest = torch.zeros(2, dtype=torch.float32, device=device) if known is None else (known, known)
-        self.tensors = guess, largest, self.undo
+        self.tensors = self.straight, self.words, guess, largest, self._undo
         self._device, self._known = device, known is not None
         self._step = max(1, rows // SAMPLED_ROWS)
         self.headroom = 1.0 if self._known or self._step == 1 else HEADROOM
@@ -370,7 +352,7 @@ class _Scale:
         processors: int = torch.cuda.get_device_properties(self._device).multi_processor_count
         return (min(tiles, processors * _REPAIRS_PER_PROCESSOR),)
 
-    def find(self, launch: Launch) -> None:
+    def write(self, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
         """Start the kernels."""
         if not self._known:
             launch("sample", self._step)
@@ -379,3 +361,6 @@ class _Scale:
         else:
             launch("write", 1)
             launch("repair", 1)
+        # Without the rows that fill up the last words.
+        transposed = self.words.view(self.straight.dtype)[:, : len(self.straight)].contiguous()
+        return self.straight, transposed, self._undo

@@ -240,8 +240,11 @@ def test_fp8_with_its_scale_and_its_transpose(shape: tuple[int, int], dtype: tor
     assert transposed.is_contiguous()
     assert torch.equal(transposed.view(torch.uint8).t(), small.view(torch.uint8))
     assert relative(small.float() * undo, x) < (0.04 if dtype == FORWARD else 0.07)
-    again = to_fp8(x, dtype)
-    assert torch.equal(again[1].view(torch.uint8), transposed.view(torch.uint8))
+    # More often than zeros are written at a time.
+    for _ in range(70 if len(x) < 2000 else 2):
+        again = to_fp8(x, dtype)
+        assert torch.equal(again[1].view(torch.uint8), transposed.view(torch.uint8))
+        assert again[2] == undo
 
 
 @pytest.mark.parametrize(("inner", "hidden"), [(2048, 2048), (8192, 2048)])

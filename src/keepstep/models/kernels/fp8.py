@@ -38,9 +38,14 @@ class _Tile(NamedTuple):
     """Tiles of rows in a band."""
 
 
-_TILE, _SWIGLU_TILE, _SWIGLU_BACKWARD_TILE = _Tile(128, 128, 8, 8), _Tile(64, 128, 8, 8), _Tile(64, 128, 8, 8)
+_TILE, _SWIGLU_TILE, _SWIGLU_BACKWARD_TILE = _Tile(64, 128, 8, 8), _Tile(64, 128, 8, 8), _Tile(64, 128, 8, 8)
 _REPAIRS_PER_PROCESSOR = 4
 """Programs of the third kernel, which hardly ever has work."""
+
+_ZEROS = 64
+"""Pairs of zeros that one kernel writes: one for each tensor would take as long as a sample."""
+_zeros: dict[tuple[torch.device, int], list[Tensor]] = {}
+"""Those that nothing has written to yet, of every stream."""
 
 Launch = Callable[[str, int], None]
 """Starts a kernel for a phase on every n-th row."""
@@ -330,6 +335,17 @@ def _launch_swiglu(
     return target.write(launch)
 
 
+def _two_zeros(device: torch.device) -> Tensor:
+    # A graph that is being recorded must write its own, each time it runs.
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.float32, device=device)
+    unused = _zeros.setdefault((device, torch.cuda.current_stream(device).cuda_stream), [])
+    if not unused:
+        # 16 bytes apart: Triton compiles a kernel of its own for other places.
+        unused.extend(torch.zeros(_ZEROS, 4, dtype=torch.float32, device=device)[:, :2])
+    return unused.pop()
+
+
 class _Target:
     """A matrix in fp8, the same transposed as words of four numbers, their scale, and what finds and writes all."""
 
@@ -339,7 +355,7 @@ class _Target:
         self.straight = torch.empty(rows, columns, dtype=dtype, device=device)
         self.words = torch.empty(columns, self.word_rows, dtype=torch.int32, device=device)
         self._undo = torch.empty((), dtype=torch.float32, device=device)
-        guess, largest = torch.zeros(2, dtype=torch.float32, device=device) if known is None else (known, known)
+        guess, largest = _two_zeros(device) if known is None else (known, known)
         self.tensors = self.straight, self.words, guess, largest, self._undo
         self._device, self._known = device, known is not None
         self._step = max(1, rows // SAMPLED_ROWS)

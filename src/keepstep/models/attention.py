@@ -18,7 +18,7 @@ from keepstep.config.schema import ModelConfig
 from keepstep.models.attention_context import Context
 from keepstep.models.block_plan import BlockPlan
 from keepstep.models.kernels.attention_backward import supports
-from keepstep.models.linear import Fp8Linear, adds_residual, is_plain, linear_add, make_linear
+from keepstep.models.linear import Fp8Linear, is_plain, make_linear
 from keepstep.models.norm import RMSNorm, make_rms_norm
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.fp8 import Fp8Rows
@@ -29,6 +29,7 @@ from keepstep.models.ops.fused_attention import (
     normed_attention,
     qkv_fused_attention,
 )
+from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.ops.rope import qkv_rope, split_apply_rope
 from keepstep.models.ops.varlen_attention import varlen_attention
 from keepstep.models.positions import apply_rope
@@ -69,7 +70,7 @@ class Attention(nn.Module):
         else:
             attn_out_btd = self._attend(x_btd, context)
         if residual_btd is not None:
-            return linear_add(self.out, attn_out_btd, residual_btd)
+            return matmul_add(attn_out_btd, self.out.weight.to(attn_out_btd.dtype), residual_btd)
         output_btd: Tensor = self.out(attn_out_btd)
         return output_btd
 
@@ -151,7 +152,7 @@ class Attention(nn.Module):
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""
-        return self.plan.spans_matmuls and adds_residual(self.out)
+        return self.plan.spans_matmuls and is_plain(self.out)
 
     def _fuses_projection(self) -> bool:
         return self.plan.spans_matmuls and is_plain(self.qkv) and not self.clip_qkv and self.plain_rope

@@ -17,8 +17,9 @@ from keepstep.config.schema import ModelConfig
 from keepstep.models.attention import attend
 from keepstep.models.attention_context import Context
 from keepstep.models.block_plan import BlockPlan
-from keepstep.models.linear import adds_residual, linear_add, make_linear
+from keepstep.models.linear import is_plain, make_linear
 from keepstep.models.norm import RMSNorm
+from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.positions import apply_rope
 
 _EPS = 1e-6
@@ -56,7 +57,7 @@ class LatentAttention(nn.Module):
         run = self.plan.attend or attend
         attn_out_btd = run(query_btne, key_bsne, value_bsne, 0, context)[..., : self.value_size].flatten(2)
         if residual_btd is not None:
-            return linear_add(self.out, attn_out_btd, residual_btd)
+            return matmul_add(attn_out_btd, self.out.weight.to(attn_out_btd.dtype), residual_btd)
         output_btd: Tensor = self.out(attn_out_btd)
         return output_btd
 
@@ -80,4 +81,4 @@ class LatentAttention(nn.Module):
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""
-        return self.plan.spans_matmuls and adds_residual(self.out)
+        return self.plan.spans_matmuls and is_plain(self.out)

@@ -41,7 +41,7 @@ from keepstep.models.ops.fp8 import (
     swiglu_gradient_to_fp8,
     to_fp8,
 )
-from keepstep.models.ops.matmul import matmul_add, scaled_gemm
+from keepstep.models.ops.matmul import scaled_gemm
 from keepstep.models.ops.swiglu import swiglu
 
 PLUGINS = {"sparse": "keepstep.models.sparse:sparse_linear"}
@@ -58,19 +58,6 @@ def is_dense(linear: nn.Module) -> bool:
 def is_plain(linear: nn.Module) -> bool:
     """A matmul and nothing else."""
     return type(linear) is nn.Linear and linear.bias is None
-
-
-def adds_residual(linear: nn.Module) -> bool:
-    """Whether its matmul can add the residual stream in its epilogue."""
-    return is_plain(linear) or (type(linear) is Fp8Linear and linear.bias is None)
-
-
-def linear_add(linear: nn.Linear, x_btk: Tensor, residual_btd: Tensor) -> Tensor:
-    """residual + linear(x) as one matmul, where `adds_residual`."""
-    if isinstance(linear, Fp8Linear):
-        output_btd: Tensor = linear(x_btk, residual_btd)
-        return output_btd
-    return matmul_add(x_btk, linear.weight.to(x_btk.dtype), residual_btd)
 
 
 def make_linear(config: ModelConfig, layer: str, in_features: int, out_features: int, bias: bool) -> nn.Linear:
@@ -141,9 +128,9 @@ class Fp8Linear(nn.Linear):
             )
         super().__init__(in_features, out_features, bias)
 
-    def forward(self, input: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:  # noqa: A002 - nn.Linear's
-        """The matmul, plus a residual in its epilogue, plus the bias in the output's precision."""
-        return self.with_bias(_multiply(as_fp8_rows(input), self.weight.to(input.dtype), residual), input)
+    def forward(self, input: Tensor | Fp8Rows) -> Tensor:  # noqa: A002 - the name nn.Linear gives it
+        """The matmul, plus the bias in the output's precision."""
+        return self.with_bias(_multiply(as_fp8_rows(input), self.weight.to(input.dtype)), input)
 
     def with_bias(self, out_mn: Tensor, like: Tensor | Fp8Rows) -> Tensor:
         """The matmul's output in the shape of its input, plus the bias."""
@@ -154,13 +141,11 @@ class Fp8Linear(nn.Linear):
         return output
 
 
-def fp8_swiglu_mlp(
-    x: Tensor | Fp8Rows, gate_up: Fp8Linear, down: Fp8Linear, width: int, residual: Tensor | None = None
-) -> Tensor:
+def fp8_swiglu_mlp(x: Tensor | Fp8Rows, gate_up: Fp8Linear, down: Fp8Linear, width: int) -> Tensor:
     """SwiGLU between two fp8 matmuls, in kernels that read and write what these multiply. No biases inside."""
     bias: Tensor | None = gate_up.bias
     if bias is not None:
-        output: Tensor = down(swiglu(gate_up(x), width), residual)
+        output: Tensor = down(swiglu(gate_up(x), width))
         return output
     rows = as_fp8_rows(x)
     weight_nk = gate_up.weight.to(x.dtype)
@@ -168,30 +153,23 @@ def fp8_swiglu_mlp(
     kept = fused_mn, rows.transposed_km, rows.undo, w8_kn, w_inv_scale
     placeholder_mf: Tensor = _GatedGradients.apply(rows.origin.flatten(0, -2), weight_nk, width, *kept)  # type: ignore[no-untyped-call]
     h = Fp8Rows(placeholder_mf, *fp8_swiglu(fused_mn, width))
-    return down.with_bias(_multiply(h, down.weight.to(x.dtype), residual), x)
+    return down.with_bias(_multiply(h, down.weight.to(x.dtype)), x)
 
 
-def _multiply(rows: Fp8Rows, weight_nk: Tensor, residual: Tensor | None) -> Tensor:
+def _multiply(rows: Fp8Rows, weight_nk: Tensor) -> Tensor:
     """The matmul's output [m, n]."""
-    residual_mn = None if residual is None else residual.flatten(0, -2)
-    out_mn: Tensor = _Fp8Matmul.apply(rows.origin.flatten(0, -2), weight_nk, *rows[1:], residual_mn)  # type: ignore[no-untyped-call]
+    out_mn: Tensor = _Fp8Matmul.apply(rows.origin.flatten(0, -2), weight_nk, *rows[1:])  # type: ignore[no-untyped-call]
     return out_mn
 
 
 class _Fp8Matmul(torch.autograd.Function):
-    """x · wᵀ of operands in fp8, plus a residual; gradients go to both as they were before."""
+    """x · wᵀ of operands in fp8; gradients go to both as they were before."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        _origin_mk: Tensor,
-        weight_nk: Tensor,
-        x8_mk: Tensor,
-        x8_km: Tensor,
-        x_inv_scale: Tensor,
-        residual_mn: Tensor | None,
+        ctx: Any, _origin_mk: Tensor, weight_nk: Tensor, x8_mk: Tensor, x8_km: Tensor, x_inv_scale: Tensor
     ) -> Tensor:
-        product: tuple[Tensor, Tensor, Tensor] = fp8_matmul(x8_mk, x_inv_scale, weight_nk, residual_mn)
+        product: tuple[Tensor, Tensor, Tensor] = fp8_matmul(x8_mk, x_inv_scale, weight_nk)
         out_mn, w8_kn, w_inv_scale = product
         ctx.save_for_backward(x8_km, x_inv_scale, w8_kn, w_inv_scale)
         return out_mn
@@ -199,8 +177,7 @@ class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (dy_mn,) = gradients
-        to_residual = dy_mn if ctx.needs_input_grad[5] else None
-        return *fp8_matmul_backward(dy_mn.contiguous(), *ctx.saved_tensors), None, None, None, to_residual
+        return *fp8_matmul_backward(dy_mn.contiguous(), *ctx.saved_tensors), None, None, None
 
 
 class _GatedGradients(torch.autograd.Function):
@@ -220,17 +197,15 @@ class _GatedGradients(torch.autograd.Function):
 
 
 @torch.library.custom_op("keepstep::fp8_matmul", mutates_args=())
-def fp8_matmul(
-    x8_mk: Tensor, x_inv_scale: Tensor, w_nk: Tensor, added_mn: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x · wᵀ, plus a matrix; then the weight as the backward pass needs it."""
+def fp8_matmul(x8_mk: Tensor, x_inv_scale: Tensor, w_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x · wᵀ, then the weight as the backward pass needs it."""
     w8_nk, w8_kn, w_inv_scale = to_fp8(w_nk, FORWARD)
-    out_mn = scaled_gemm(x8_mk, w8_nk, x_inv_scale, w_inv_scale, w_nk.dtype, fast_sums=True, added_mn=added_mn)
+    out_mn = scaled_gemm(x8_mk, w8_nk, x_inv_scale, w_inv_scale, w_nk.dtype, fast_sums=True)
     return out_mn, w8_kn, w_inv_scale
 
 
 @fp8_matmul.register_fake
-def _(x8_mk: Tensor, x_inv_scale: Tensor, w_nk: Tensor, added_mn: Tensor | None = None) -> tuple[Tensor, ...]:  # noqa: ARG001
+def _(x8_mk: Tensor, x_inv_scale: Tensor, w_nk: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
     return w_nk.new_empty((x8_mk.shape[0], w_nk.shape[0])), *fake_quantized(w_nk, *w_nk.shape)[1:]
 
 

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from keepstep.config.schema import ModelConfig
 from keepstep.models.block_plan import BlockPlan
-from keepstep.models.linear import Fp8Linear, adds_residual, fp8_swiglu_mlp, is_dense, is_plain, linear_add, make_linear
+from keepstep.models.linear import Fp8Linear, fp8_swiglu_mlp, is_dense, is_plain, make_linear
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.chunked_mlp import chunked_mlp
 from keepstep.models.ops.fp8 import Fp8Rows
 from keepstep.models.ops.fused_mlp import gelu_mlp, swiglu_mlp
+from keepstep.models.ops.matmul import matmul_add
 from keepstep.models.ops.swiglu import swiglu
 
 
@@ -62,7 +63,7 @@ class GatedMLP(_MLP):
         """The same without chunks."""
         fp8 = self._fp8_linears()
         if fp8 is not None:
-            return fp8_swiglu_mlp(x_btd, *fp8, self.block_width, residual_btd)
+            return fp8_swiglu_mlp(x_btd, *fp8, self.block_width)
         assert isinstance(x_btd, Tensor)
         if residual_btd is not None or (self.fuses_residual() and backend().fuses_matmuls(x_btd)):
             weights = self.gate_up.weight.to(x_btd.dtype), self.down.weight.to(x_btd.dtype)
@@ -76,8 +77,7 @@ class GatedMLP(_MLP):
 
     def fuses_residual(self) -> bool:
         """Whether both matmuls may be fused: SwiGLU inside, the residual in the last one's epilogue."""
-        suits = self._fp8_linears() is not None or (is_plain(self.gate_up) and is_plain(self.down))
-        return self.is_swiglu and self.plan.spans_matmuls and suits and adds_residual(self.down)
+        return self.is_swiglu and self.plan.spans_matmuls and is_plain(self.gate_up) and is_plain(self.down)
 
     def takes_fp8(self) -> bool:
         """Whether the input may be in fp8: one matmul is all that it enters."""
@@ -112,13 +112,13 @@ class PlainMLP(_MLP):
             return gelu_mlp(x_btd, self.up, self.down, self.by_tanh, residual_btd)
         wide_btf = F.gelu(self.up(x_btd), approximate="tanh" if self.by_tanh else "none")
         if residual_btd is not None:
-            return linear_add(self.down, wide_btf, residual_btd)
+            return matmul_add(wide_btf, self.down.weight.to(wide_btf.dtype), residual_btd)
         output_btd: Tensor = self.down(wide_btf)
         return output_btd
 
     def fuses_residual(self) -> bool:
         """Whether the last matmul may add the residual in its epilogue."""
-        return self.plan.spans_matmuls and adds_residual(self.down)
+        return self.plan.spans_matmuls and is_plain(self.down)
 
     def _fuses_gelu(self) -> bool:
         return self.plan.spans_matmuls and is_dense(self.up) and is_dense(self.down)

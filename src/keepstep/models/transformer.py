@@ -57,8 +57,7 @@ class Block(nn.Module):
         """The residual stream, and what is still to be added to it: accepted and returned alike."""
         x_btd, normed_btd = self._add_norm(x_btd, added_btd, self.attention_norm, self.attention)
         if self._fuses_residual() and backend().fuses_matmuls(x_btd):
-            x_btd = self.attention(normed_btd, context, x_btd)
-            x_btd, normed_btd = self._add_norm(x_btd, None, self.mlp_norm, self.mlp)
+            x_btd, normed_btd = add_norm(self.attention(normed_btd, context, x_btd), None, self.mlp_norm)
             return self.mlp(normed_btd, x_btd), None
         attended_btd = self._to_add(self.attention(normed_btd, context), self.attention_post_norm)
         x_btd, normed_btd = self._add_norm(x_btd, attended_btd, self.mlp_norm, self.mlp)

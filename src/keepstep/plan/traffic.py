@@ -128,11 +128,10 @@ def _fp8_widths(work: Workload) -> tuple[_Widths, _Widths]:
 def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
     """The kernels of a block outside matmuls, as models/ chooses them."""
     model = work.model
-    fused = _fuses_matmuls(work, "bf16", "fp16")
+    fused = _fuses_matmuls(work)
     placed = model.norm_placement == "before" and model.residual_multiplier == 1.0
-    whole = not model.bias and placed and model.activation != "geglu_tanh"
-    plain, adds = fused and whole, _fuses_matmuls(work, "bf16", "fp16", "fp8") and whole
-    sums_inside = adds and not model.expert_layers and work.unsharded and work.recompute == "none"
+    plain = fused and not model.bias and placed and model.activation != "geglu_tanh"
+    sums_inside = plain and not model.expert_layers and work.unsharded and work.recompute == "none"
     for _ in range(2 if model.norm_placement == "both" else 1):
         yield "layer norm" if model.norm == "layernorm" else "rms norm"
     if not sums_inside:
@@ -161,9 +160,9 @@ def _kernels(work: Workload, gpu: Gpu) -> Iterator[str]:
         yield "experts"
 
 
-def _fuses_matmuls(work: Workload, *precisions: str) -> bool:
-    """Whether matmuls may have fused epilogues, in these precisions."""
-    if work.precision not in precisions or work.lora_rank:
+def _fuses_matmuls(work: Workload) -> bool:
+    """Whether matmuls may have fused epilogues."""
+    if work.precision not in ("bf16", "fp16") or work.lora_rank:
         return False
     return work.fused_matmuls and work.degrees.tensor == 1 and work.recompute != "selective"
 

@@ -74,12 +74,7 @@ def test_block_fuses_residual_only_where_possible() -> None:
     assert adds(activation="gelu")
     assert not adds(bias=True)
     assert not adds(dropout=0.1)
-    assert adds(linear="fp8")
-    assert adds(linear="fp8", activation="gelu")
-    assert not adds(linear="fp8", bias=True)
     assert not adds(linear="bitnet")
-    # One in fp8 and one in bf16 are no pair that an operator spans.
-    assert not adds(linear="fp8", linear_layers=("down",))
     assert not adds(BlockPlan())
     assert not adds(BlockPlan(deferred_add=True, fused_matmuls=False))
     assert not adds(BlockPlan(deferred_add=True, tensor_parallel=True))

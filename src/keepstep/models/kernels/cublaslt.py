@@ -137,12 +137,13 @@ class ScaledGemm(Gemm):
         super().__init__(a8_mk, b8_kn, out_mn)
         self._describe(_FAST_SUMS, c_int8(fast_sums))
 
-    def run_scaled(self, kernel: Any, operands: Sequence[Tensor], out_mn: Tensor, added_mn: Tensor | None) -> None:
-        """Compute it on the current stream, with both scales undone: those of the last two operands."""
-        a8_mk, b8_kn, a_inv_scale, b_inv_scale = operands
+    def run_scaled(
+        self, kernel: Any, a8_mk: Tensor, b8_kn: Tensor, a_inv_scale: Tensor, b_inv_scale: Tensor, out_mn: Tensor
+    ) -> None:
+        """Compute it on the current stream, with both scales undone."""
         self._describe(_SCALE_LEFT, _pointer(b_inv_scale))
         self._describe(_SCALE_RIGHT, _pointer(a_inv_scale))
-        self.run(kernel, a8_mk, b8_kn, out_mn, added_mn)
+        self.run(kernel, a8_mk, b8_kn, out_mn)
 
 
 @functools.cache

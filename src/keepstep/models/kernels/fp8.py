@@ -38,7 +38,7 @@ class _Tile(NamedTuple):
     """Tiles of rows in a band."""
 
 
-_TILE, _SWIGLU_TILE, _SWIGLU_BACKWARD_TILE = _Tile(64, 128, 8, 8), _Tile(64, 128, 8, 8), _Tile(64, 128, 8, 8)
+_TILE, _SWIGLU_TILE, _SWIGLU_BACKWARD_TILE = _Tile(64, 128, 4, 8), _Tile(64, 64, 4, 8), _Tile(64, 64, 8, 8)
 _REPAIRS_PER_PROCESSOR = 4
 """Programs of the third kernel, which hardly ever has work."""
 

@@ -30,66 +30,42 @@ _fp8_choices: dict[Any, tuple[ScaledGemm, Any] | None] = {}
 
 
 def scaled_gemm(
-    a8_mk: Tensor,
-    b8_nk: Tensor,
-    a_inv_scale: Tensor,
-    b_inv_scale: Tensor,
-    dtype: torch.dtype,
-    *,
-    fast_sums: bool,
-    added_mn: Tensor | None = None,
+    a8_mk: Tensor, b8_nk: Tensor, a_inv_scale: Tensor, b_inv_scale: Tensor, dtype: torch.dtype, *, fast_sums: bool
 ) -> Tensor:
-    """a · bᵀ with both scales undone, plus a matrix; both sides are contiguous along the dimension that is summed.
-
-    Where the GPU's library fuses the sum, the result is rounded only once.
-    """
+    """a · bᵀ with both scales undone; both sides are contiguous along the dimension that is summed."""
     out_mn = a8_mk.new_empty((a8_mk.shape[0], b8_nk.shape[0]), dtype=dtype)
-    added_mn = None if added_mn is None else added_mn.contiguous()
-    scaled_gemm_into(out_mn, a8_mk, b8_nk, a_inv_scale, b_inv_scale, fast_sums=fast_sums, added_mn=added_mn)
+    scaled_gemm_into(out_mn, a8_mk, b8_nk, a_inv_scale, b_inv_scale, fast_sums=fast_sums)
     return out_mn
 
 
 def scaled_gemm_into(
-    out_mn: Tensor,
-    a8_mk: Tensor,
-    b8_nk: Tensor,
-    a_inv_scale: Tensor,
-    b_inv_scale: Tensor,
-    *,
-    fast_sums: bool,
-    added_mn: Tensor | None = None,
+    out_mn: Tensor, a8_mk: Tensor, b8_nk: Tensor, a_inv_scale: Tensor, b_inv_scale: Tensor, *, fast_sums: bool
 ) -> None:
     """The same, written to a contiguous matrix."""
     if not a8_mk.is_cuda:
-        total_mn = (a8_mk.float() @ b8_nk.float().t()) * (a_inv_scale * b_inv_scale)
-        out_mn.copy_(total_mn if added_mn is None else total_mn + added_mn)
+        out_mn.copy_((a8_mk.float() @ b8_nk.float().t()) * (a_inv_scale * b_inv_scale))
         return
     operands = (a8_mk, b8_nk.t(), a_inv_scale, b_inv_scale)
 
     def by_torch() -> None:
         torch._scaled_mm(*operands, out_dtype=out_mn.dtype, use_fast_accum=fast_sums, out=out_mn)
 
-    worth = _WORTH_AN_FP8_CHOICE if added_mn is None else _WORTH_A_SUM
-    if 2 * out_mn.numel() * a8_mk.shape[1] >= worth and library() is not None:
-        added = () if added_mn is None else ("added",)
-        about = (a8_mk.shape, b8_nk.shape, a8_mk.dtype, b8_nk.dtype, out_mn.dtype, fast_sums, *added)
-        key = (*about, a8_mk.device.index)
+    if 2 * out_mn.numel() * a8_mk.shape[1] >= _WORTH_AN_FP8_CHOICE and library() is not None:
+        key = (a8_mk.shape, b8_nk.shape, a8_mk.dtype, b8_nk.dtype, out_mn.dtype, fast_sums, a8_mk.device.index)
         if key not in _fp8_choices:
             _fp8_choices[key] = fastest_kernel(
-                about,
+                key[:-1],
                 lambda: ScaledGemm(*operands[:2], out_mn, fast_sums=fast_sums),
-                lambda gemm, kernel: gemm.run_scaled(kernel, operands, out_mn, added_mn),
+                lambda gemm, kernel: gemm.run_scaled(kernel, *operands, out_mn),
                 out_mn,
-                by_torch if added_mn is None else None,
+                by_torch,
             )
         choice = _fp8_choices[key]
         if choice is not None:
             gemm, kernel = choice
-            gemm.run_scaled(kernel, operands, out_mn, added_mn)
+            gemm.run_scaled(kernel, *operands, out_mn)
             return
     by_torch()
-    if added_mn is not None:
-        out_mn.add_(added_mn)
 
 
 def matmul_into(out_mn: Tensor, a_mk: Tensor, b_kn: Tensor) -> Tensor:

@@ -64,9 +64,8 @@ CAST_TO_FP8_BYTES = 6
 """Per element of experts that enters an fp8 matmul: read, written, and written again transposed."""
 _QUANTISED = _Widths(4, 4, 4, 4)
 """The same of dense layers, by what it is an element of: read once, and written twice."""
-_WRITTEN_IN_FP8 = _Widths(hidden=2, query=4, key=4, inner=1)
-"""More than writing bf16, where norms and SwiGLU write fp8 themselves: the norm's rows are read again, and a pass
-transposes SwiGLU's numbers."""
+_WRITTEN_IN_FP8 = _Widths(hidden=2, query=4, key=4)
+"""More than writing bf16, where norms and SwiGLU write fp8 themselves: the norm's rows are read again."""
 TOKENS_TO_FP8_BYTES = 3
 """The same where the weight is frozen in fp8: no transposed copy, as there is no gradient of the weight."""
 _OWN_HEAD_SIZE = 64

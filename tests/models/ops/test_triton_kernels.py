@@ -43,7 +43,8 @@ def run(module: str, *arguments: str, **variables: str) -> dict[str, Any]:
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    # Triton prints what ptxas refuses before it.
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -72,7 +73,8 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     refused = {name: error for name, error in found.items() if isinstance(error, str)}
     if capability < 89:
         # These GPUs have no e4m3, so `works` does without the kernels that write it.
-        assert all("fp8e4nv not supported" in error for error in refused.values())
+        reasons = "fp8e4nv not supported", "requires .target sm_89 or higher"
+        assert all(any(reason in error for reason in reasons) for error in refused.values())
         refused = {name: error for name, error in refused.items() if name not in WRITE_E4M3}
     assert refused == {}
     # The rows of cross-entropy are as long as was fastest on an H200, although some numbers do not fit.

@@ -155,7 +155,7 @@ def _prove(device: torch.device) -> float:
 
     generator = torch.Generator().manual_seed(1)
     # More rows than are measured, and sizes that no tile divides. The second has its largest numbers past the sample.
-    calm, wild = torch.randn(2, 1040, 144, generator=generator).bfloat16()
+    calm, wild = torch.randn(2, 1041, 144, generator=generator).bfloat16()
     wild[7] *= 100
     factors = [torch.rand(size, generator=generator) + 0.5 for size in calm.shape]
 
@@ -165,12 +165,15 @@ def _prove(device: torch.device) -> float:
         found = [quantize(source, dtype) for source in sources for dtype in (FORWARD, BACKWARD)]
         # Half of the largest magnitude: what is above it must saturate.
         half = calm.abs().amax().float().to(where) / 2
-        found += [quantize(sources[0], BACKWARD, half), quantize(sources[0][:80], FORWARD)]
+        # Then sizes that tiles divide: their kernels move more at a time.
+        found += [quantize(sources[0], BACKWARD, half), quantize(sources[0][:256, :128].contiguous(), FORWARD)]
         found.append(quantize_normed(sources[0], inverses, weight.bfloat16(), 4 * half))
         for source in sources:
             # Blocks that tiles divide, and others.
             found += [swiglu(source[:, : 4 * width].contiguous(), width) for width in (36, 32)]
             found.append(swiglu_backward(calm[:, :72].to(where).contiguous(), source, 36))
+            even = source[:1024, :128].contiguous()
+            found += [swiglu(even, 64), swiglu_backward(calm[:1024, :64].to(where).contiguous(), even, 64)]
         return [part for parts in found for part in parts]
 
     kernels = fp8.quantize, fp8.quantize_normed, fp8.swiglu, fp8.swiglu_backward

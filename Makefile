@@ -79,9 +79,11 @@ lint: $(READY)  ## lint, format, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench-h200: $(READY)  ## a step compared with the references; needs a GPU; writes benchmarks/results/h200.json
+bench-h200: $(READY)  ## steps of all presets and the references; needs a GPU; writes benchmarks/results/h200.json and docs/performance.md
 	$(BIN)/python -W ignore benchmarks/h200.py
-	for part in lora8b loss8b lora70b; do $(BIN)/python -W ignore benchmarks/lora_h200.py --part $$part; done
+	for part in lora8b loss8b lora70b; do $(BIN)/python -W ignore benchmarks/lora_h200.py --part $$part || exit 1; done
+	$(BIN)/python -W ignore benchmarks/moe.py kernels layer steps fp8
+	$(BIN)/python benchmarks/h200_page.py
 
 chaos: $(READY)  ## every fault on a small run, recovery compared with torchrun's, 200 restarts; writes benchmarks/results/chaos.json
 	scripts/system-packages

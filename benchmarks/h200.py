@@ -5,7 +5,8 @@
 References: the torchtitan-style loop of titan_style.py, and Hugging Face Transformers under torch.compile. Times are
 medians of steps after warm-up, measured with device events. The reference runs before and after ours and its mean
 counts, because a GPU gets slower as it heats up. Each part is written when it is done, and named parts are added to
-existing results: time on a rented GPU may run out. `lora_h200.py` adds LoRA on quantised bases.
+existing results: time on a rented GPU may run out. `lora_h200.py` adds LoRA on quantised bases, `moe.py` measures
+experts, and `h200_page.py` writes all of it into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -47,8 +48,15 @@ LONG_ROW = ("model=llama-1b", "model.seq_len=131072", "global_batch=1", "microba
             "compute.recompute=auto")  # fmt: skip
 PRESETS = {
     "smollm": ("model=smollm-135m", "global_batch=64", "microbatch=64", "precision=bf16"),
+    "mpt125m": ("model=mpt-125m", "global_batch=64", "microbatch=64", "precision=bf16", "compute.recompute=auto"),
+    "mpt350m": ("model=mpt-350m", "global_batch=32", "microbatch=32", "precision=bf16", "compute.recompute=auto"),
+    "mpt760m": ("model=mpt-760m", "global_batch=16", "microbatch=16", "precision=bf16", "compute.recompute=auto"),
+    "gpt125m": ("model=gpt3-125m", "global_batch=64", "microbatch=64", "precision=bf16", "compute.recompute=auto"),
+    "gpt375m": ("model=gpt3-375m", "global_batch=64", "microbatch=64", "precision=bf16", "compute.recompute=auto"),
+    "gpt857m": ("model=gpt3-857m", "global_batch=32", "microbatch=32", "precision=bf16", "compute.recompute=auto"),
     "mpt1b": ("model=mpt-1b", "global_batch=16", "microbatch=16", "precision=bf16"),
     "gpt1b": ("model=gpt3-1.3b", "global_batch=16", "microbatch=16", "precision=bf16"),
+    "mpt3b": ("model=mpt-3b", "global_batch=8", "microbatch=8", "precision=bf16", "compute.recompute=auto"),
     "mpt7b": ("model=mpt-7b", "global_batch=4", "microbatch=4", "precision=bf16", "compute.recompute=auto"),
 }
 """Shapes that have no reference here."""

@@ -8,7 +8,8 @@ dynamic: each operand gets its scale from its largest magnitude, at the moment i
 bf16; weights, optimizer and everything outside the matmuls stay as they are.
 
 No pass over memory only quantises, where one operator can write what the next multiplies: RMS norms, SwiGLU and its
-gradient write fp8, and nobody reads them in bf16. The matmul that ends a sub-block adds the residual in its epilogue.
+gradient write fp8, and nobody reads them in bf16. The residual is added by the next norm, as cuBLASLt's fastest fp8
+kernels cannot add it.
 
 The tensor cores' fast accumulation keeps about 14 bits and cuts off the rest. Outputs, sums over a layer's inputs,
 tolerate that (0.1 to 0.9%, next to 3.6% of the format itself). Gradients are sums over outputs or all tokens: there

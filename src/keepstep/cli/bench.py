@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from keepstep.cli.parser import CONFIG_HELP, add_action, add_actions, positive, run_name, writable
-from keepstep.config.load import load_config, split_words
+from keepstep.cli.train import load_run
+from keepstep.config.load import split_words
 from keepstep.core.errors import UsageError
 from keepstep.core.files import write_atomic, write_json
 from keepstep.core.messages import invalid_value
@@ -53,7 +55,7 @@ def _step(args: argparse.Namespace) -> int:
         return _tune(args)
     if args.settings:
         raise UsageError("--settings is for --tune", "add --tune, or leave it out")
-    config = load_config(*split_words(args.words)).config
+    config = load_run(*split_words(args.words))
     from keepstep.core.ranks import from_environment
     from keepstep.train.bench import bench_step
 
@@ -76,30 +78,52 @@ def _tune(args: argparse.Namespace) -> int:
     from keepstep.train.tune import Settings, fastest, tune
 
     path, words = split_words(args.words)
+    if path is not None and args.settings and path.resolve() == args.settings.resolve():
+        raise UsageError(f"--settings {path} would replace the run's own file", "--settings fast.yaml")
 
     def configured(settings: Settings) -> RunConfig:
-        return load_config(path, [*words, *(f"{name}={value}" for name, value in settings.items())]).config
+        return load_run(path, [*words, *(f"{name}={value}" for name, value in settings.items())])
 
-    trials = tune(configured, args.trials, args.steps, progress)
+    trials: list[Trial] = []
+    try:
+        for trial in tune(configured, args.trials, args.steps, progress):
+            trials.append(trial)
+            best = fastest(trials)
+            # At once: the next trial may end this process, and whoever stops here keeps what is known.
+            if args.settings and best is not None:
+                write_atomic(args.settings, _as_yaml(best))
+    except KeyboardInterrupt:
+        if fastest(trials) is not None:
+            progress(f"stopped after {len(trials)} trials; the fastest of them:")
+            _print_trials(args, trials)
+        raise
+    _print_trials(args, trials)
+    return 0
+
+
+def _print_trials(args: argparse.Namespace, trials: Sequence[Trial]) -> None:
+    """The trials, fastest first, and how to train with the best; also into the files that were asked for."""
+    from keepstep.train.tune import fastest
+
     best = fastest(trials)
     assert best is not None
+    trials = sorted(trials, key=lambda trial: -trial.tokens_per_s)
     if args.settings:
-        write_atomic(args.settings, _as_yaml(best))
         progress(f"wrote {args.settings}")
-    values = {"settings": dict(best.settings), "trials": [asdict(trial) for trial in trials]}
+    values = _named(args, {"settings": dict(best.settings), "trials": [asdict(trial) for trial in trials]})
     if args.out:
-        write_json(args.out, _named(args, values))
+        write_json(args.out, values)
     if args.json:
-        print(json.dumps(_named(args, values), indent=2))
-        return 0
+        print(json.dumps(values, indent=2))
+        return
     print("tokens/s      GiB  planned  settings")
     for trial in trials:
         speed = trial.failure or f"{trial.tokens_per_s:,.0f}"
         mark = "  fastest" if trial is best else ""
         measured = f"{trial.peak_memory_gib:8.1f}" if not trial.failure else f"{'':8}"
         print(f"{speed:<13}{measured}{trial.planned_gib:9.1f}  {' '.join(trial.overrides)}{mark}")
-    print(f"next: keepstep train {shlex.join([*args.words, *best.overrides])}")
-    return 0
+    kept = [word for word in args.words if word.partition("=")[0] not in best.settings]
+    print(f"next: keepstep train {shlex.join([*kept, *best.overrides])}")
 
 
 def _as_yaml(best: Trial) -> str:

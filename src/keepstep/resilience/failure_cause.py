@@ -55,7 +55,7 @@ _ERROR_KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...],
 )
 """Subclasses first. With each: what the operating system's error behind ours may say instead."""
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "gloo", "nccl", "broken pipe", "socket")
-_OOM_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_OOM_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "_status_alloc_failed")
 
 
 @dataclass(frozen=True)

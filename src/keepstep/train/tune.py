@@ -7,7 +7,7 @@ are measured. Then single settings of the fastest are changed, one after the oth
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,12 +22,14 @@ from keepstep.plan.memory import loss_chunks, plan_memory
 from keepstep.plan.search import MICROBATCHES, choose_recompute
 from keepstep.plan.speed import plan_speed
 from keepstep.plan.workload import Workload, is_valid, workload_of
+from keepstep.resilience.failure_cause import classify
 from keepstep.train.bench import bench_step
 from keepstep.train.device import describe_machine
 
 Settings = Mapping[str, str]
 """Fields of the run's configuration and their values, as overrides write them."""
 _WARMUP = 2
+_NO_MEMORY = "out of memory"
 _WORTHWHILE = 1.01
 """A change of one setting counts from here on: less is the noise of a short trial."""
 
@@ -52,11 +54,11 @@ class Trial:
 
 def tune(
     configured: Callable[[Settings], RunConfig], most: int, steps: int, report: Callable[[str], None]
-) -> list[Trial]:
-    """Measure at most `most` settings from the plan and a few changes of the best; fastest first.
+) -> Iterator[Trial]:
+    """Measure at most `most` settings from the plan and a few changes of the best, each as it is done.
 
     `configured` gives the run with these settings, and raises a ConfigError where they do not go together. A trial that
-    runs out of memory is one that failed.
+    runs out of memory, or whose kernels or compiler fail, is one that failed.
     """
     if from_environment().world_size > 1:
         raise UsageError(
@@ -65,29 +67,32 @@ def tune(
     device = choose_device(configured({}).compute.device, 0)
     trials: list[Trial] = []
 
-    def measure(planned: Trial) -> None:
+    def measure(planned: Trial) -> Trial:
         tried = _measured(planned, configured, steps)
         trials.append(tried)
         outcome = tried.failure or f"{tried.tokens_per_s:,.0f} tokens/s, {tried.peak_memory_gib:.1f} GiB"
         report(f"trial {len(trials)}: {' '.join(tried.overrides)}: {outcome}")
+        return tried
 
     planned = sorted(_planned(configured, device), key=lambda trial: -trial.planned_tokens_per_s)
     report(f"{len(planned)} settings fit by the plan; measuring {min(most, len(planned))}")
     for candidate in planned[:most]:
-        measure(candidate)
+        yield measure(candidate)
     for name, value in _changes(configured({}), device):
         best = fastest(trials)
         if best is None:
             break
         changed = _planned_trial({**best.settings, name: value}, configured, device)
         if changed is not None and changed.settings not in [trial.settings for trial in trials]:
-            measure(changed)
+            yield measure(changed)
     if fastest(trials) is None:
+        failures = {trial.failure for trial in trials} - {_NO_MEMORY}
+        if failures:
+            raise HardwareError(f"all trials failed: {min(failures)}", "keepstep bench step without --tune shows where")
         raise HardwareError("none of the trials fits this device", "keepstep plan --search, or a larger device")
-    return sorted(trials, key=lambda trial: -trial.tokens_per_s)
 
 
-def fastest(trials: list[Trial]) -> Trial | None:
+def fastest(trials: Sequence[Trial]) -> Trial | None:
     """The fastest trial; one with more settings must be faster by more than noise."""
     best: Trial | None = None
     for trial in sorted(trials, key=lambda each: len(each.settings)):
@@ -155,8 +160,10 @@ def _measured(planned: Trial, configured: Callable[[Settings], RunConfig], steps
     _free_memory()
     try:
         result = bench_step(configured(planned.settings), steps, warmup=_WARMUP, breakdown=False)
-    except (torch.OutOfMemoryError, MemoryError):
-        failure = "out of memory"
+    except (RuntimeError, MemoryError) as error:
+        # Compilers and kernels fail with a RuntimeError as well: the other settings may still run.
+        first_line = next(iter(str(error).splitlines()), "")
+        failure = _NO_MEMORY if classify(error) == "oom" else f"{type(error).__name__}: {first_line}"
     else:
         return replace(planned, tokens_per_s=result.tokens_per_s, peak_memory_gib=result.peak_memory_gib)
     # Outside the handler: the error holds the frames that hold the tensors.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.cli.main import main
+from keepstep.config.hf_config import hf_config_of
 from keepstep.config.load import load_config
 from keepstep.plan.cluster import Machine
 from keepstep.plan.report import plan_for_run
@@ -59,6 +60,31 @@ def test_plan_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     spent = ("matmul_s", "attention_s", "memory_s", "update_s", "bubble_s", "fixed_s")
     speed = answer["speed"]
     assert sum(speed[name] for name in spent) + sum(speed["exposed_s"].values()) == pytest.approx(speed["step_s"])
+
+
+def test_plan_of_a_finetune_is_for_the_model_it_starts_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "llama"
+    source.mkdir()
+    shape = load_config(None, ["model=llama-1b"]).config.model
+    (source / "config.json").write_text(json.dumps(dict(hf_config_of(shape, "bfloat16"))))
+    words = ["lora.rank=16", "lora.base=nf4", "--cluster", "h200:1", "--json"]
+    given = ["model.seq_len=2048", "microbatch=1", "global_batch=1"]
+    answers = []
+    for model in ("model=llama-1b", f"finetune.start_from={source}"):
+        assert main(["plan", model, *given, *words]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[1]["memory"] == answers[0]["memory"]
+    assert answers[1]["speed"]["step_s"] == answers[0]["speed"]["step_s"]
+
+
+def test_plan_of_weights_elsewhere_needs_their_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "finetune.start_from=OWNER/NAME", "global_batch=8", "microbatch=1", "--cluster", "h200:1"]
+    assert main(words) == 2
+    assert "its model's shape is unknown" in capsys.readouterr().err
+    assert main([*words, "model=smollm-135m"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("run       smollm-135m")
+    assert "the plan is for the given model (smollm-135m)" in printed.err
 
 
 # Everything that would be chosen otherwise.

@@ -7,12 +7,13 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.cli.parser import CONFIG_HELP, positive
-from keepstep.config.load import load_config, split_words
+from keepstep.config.load import LoadedConfig, load_config, split_words
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import EXIT_DONE, EXIT_PREFLIGHT, ConfigError, UsageError
 from keepstep.core.messages import invalid_value
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     profiles = read_profiles(args.profiles)
     if args.cluster == "list" or (args.cluster is None and not args.words):
         return _list(profiles, args)
-    loaded = load_config(*split_words(args.words))
+    loaded = _load(args.words)
     machine = _this_machine(loaded.config) if args.cluster is None else None
     cluster = cluster_from(machine) if machine else find_cluster(args.cluster, profiles)
     precision = machine.precision if machine else "bf16"
@@ -96,6 +97,25 @@ def run(args: argparse.Namespace) -> int:
         next_line = next_command(plan, shlex.join([*args.words, *plan.chosen]), where, shlex.join(profile_words))
         print("\n".join([*lines, "", verdict(plan), next_line]))
     return EXIT_DONE if plan.fits else EXIT_PREFLIGHT
+
+
+def _load(words: Sequence[str]) -> LoadedConfig:
+    """The configuration, with the shape of the weights that the run starts from; they are not downloaded for a plan."""
+    loaded = load_config(*split_words(words))
+    start = loaded.config.finetune.start_from
+    if not start:
+        return loaded
+    if Path(start).exists():
+        from keepstep.interop.run_source import adopt_initial_shape
+
+        return replace(loaded, config=adopt_initial_shape(loaded))
+    if not any(name.startswith("model.") and origin.kind != "default" for name, origin in loaded.origins.items()):
+        raise UsageError(
+            f"finetune.start_from is {start}, which is not on this machine, so its model's shape is unknown",
+            "model=PRESET, or model=PATH/config.json of that model",
+        )
+    progress(f"{start} is not on this machine: the plan is for the given model ({loaded.config.model.preset})")
+    return loaded
 
 
 def _this_machine(config: RunConfig) -> Machine:

@@ -25,7 +25,7 @@ from keepstep.models.norm import RMSNorm, add_norm, fp8_add_norm, fused_add_norm
 from keepstep.models.ops import fp8, matmul
 from keepstep.models.ops.backend import KernelBackend, backend, proven
 from keepstep.models.ops.fp8 import BACKWARD, FORWARD, to_fp8
-from keepstep.models.ops.fused_attention import ScoreRule, fused_attention, has_kernel
+from keepstep.models.ops.fused_attention import ScoreRule, fused_attention, has_kernel, heads_attention
 from keepstep.models.ops.fused_mlp import gelu_mlp_backward, gelu_mlp_forward, swiglu_mlp_backward, swiglu_mlp_forward
 from keepstep.models.ops.matmul import matmul_add_forward
 from keepstep.models.ops.qk_norm import split_norm_rope, split_norm_rope_backward
@@ -631,6 +631,32 @@ def test_attention_backward_stays_in_documents_and_windows(
         assert found[..., :-1, :].norm(dim=-1).max() < 1e-2 * found[..., -1, :].norm(dim=-1).mean()
         return
     check_gradients(gradient, expected, queries, size, slack=0.04)
+
+
+@hopper
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [96, 112])
+def test_attention_backward_of_padded_heads_matches_fp32(size: int, masked: bool) -> None:
+    torch.manual_seed(21)
+    documents = torch.randint(0, 5 if masked else 1, (2, 1024), device=CUDA).sort(dim=1).values
+    rule = ScoreRule()
+    if masked:
+        cu_seqlens, longest, *_ = spans_of(documents)
+        rule = ScoreRule(None, 0, longest, cu_seqlens, *make_block_mask(cu_seqlens, 2, 1024, 0, 4))
+    shapes = [(2, 1024, heads, size) for heads in (12, 4, 4)]
+    parts = [torch.randn(shape, device=CUDA).bfloat16().requires_grad_() for shape in shapes]
+    ours = heads_attention(*parts, rule)
+    seed = torch.randn_like(ours)
+    found = torch.autograd.grad(ours, parts, seed, retain_graph=True)
+    for _ in range(5):
+        assert all(map(torch.equal, torch.autograd.grad(ours, parts, seed, retain_graph=True), found))
+    exact = [part.detach().float().requires_grad_() for part in parts]
+    visible = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+    sides = (part.transpose(1, 2) for part in exact)
+    theirs = F.scaled_dot_product_attention(*sides, visible, enable_gqa=True).transpose(1, 2).flatten(2)
+    assert relative(ours, theirs) < 5e-3
+    for one, other in zip(found, torch.autograd.grad(theirs, exact, seed.float()), strict=True):
+        assert relative(one, other) < 0.02
 
 
 @hopper

@@ -537,12 +537,12 @@ class ComputeConfig:
     later blocks compute, and copied back one block ahead. Tensors below 1 MiB and those of the last block stay on the
     GPU. Not with the pipeline schedule zero_bubble."""
     attention: Literal["auto", "math", "flash", "cudnn"] = "auto"
-    """Attention kernel. auto lets torch choose, except for causal attention with head sizes 64 and 128 on Hopper
-    GPUs, which uses our own backward kernel, also inside packed documents and sliding windows. With auto and flash,
-    these are passed to the flash kernel as bounds, so tokens outside them cost nothing. math and cudnn compute these
-    tokens and mask them. auto does so too where flash cannot be used: no GPU, fp32, ALiBi, pipeline or context
-    parallelism, or a head size that is above 256 or no multiple of 8. In these cases `flash` is an error. cudnn needs
-    `reproducible: off`."""
+    """Attention kernel. auto lets torch choose, except for causal attention with head sizes 64 and 128 on Hopper GPUs,
+    which uses our own backward kernel, also inside packed documents and sliding windows; heads of 96 to 120 use that of
+    128 unless `reproducible: off`. With auto and flash, documents and windows are passed to the flash kernel as bounds,
+    so tokens outside them cost nothing. math and cudnn compute these tokens and mask them. auto does so too where flash
+    cannot be used: no GPU, fp32, ALiBi, pipeline or context parallelism, or a head size that is above 256 or no
+    multiple of 8. In these cases `flash` is an error. cudnn needs `reproducible: off`."""
     fused_matmuls: bool = True
     """Use matmuls with fused epilogues: the residual add on every GPU; SwiGLU, GELU and RoPE on Hopper GPUs. false
     computes each of these in its own kernel."""

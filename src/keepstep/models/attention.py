@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from keepstep.config.schema import ModelConfig
 from keepstep.models.attention_context import Context
 from keepstep.models.block_plan import BlockPlan
-from keepstep.models.kernels.attention_backward import supports
+from keepstep.models.kernels.attention_backward import is_padded, supports
 from keepstep.models.linear import Fp8Linear, is_plain, make_linear
 from keepstep.models.norm import RMSNorm, make_rms_norm
 from keepstep.models.ops.backend import backend
@@ -93,7 +93,7 @@ class Attention(nn.Module):
     def _attend_fused(self, x_btd: Tensor | Fp8Rows, rotary: tuple[Tensor, Tensor] | None, rule: ScoreRule) -> Tensor:
         if self._fuses_norms(rotary):
             return self._attend_normed(x_btd, rotary, rule)
-        if not self.plain_rope:
+        if not self.plain_rope or is_padded(self.head_size):
             return heads_attention(*self._project(x_btd, rotary), rule)
         if isinstance(x_btd, Tensor) and rotary is not None and self._fuses_projection():
             weight_md = self.qkv.weight.to(x_btd.dtype)
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
     def _fuses_norms(self, rotary: tuple[Tensor, Tensor] | None) -> bool:
         """Whether norms and rope are the plain ones, over whole heads."""
-        whole = rotary is None or 2 * rotary[0].shape[-1] == self.head_size
+        whole = (rotary is None or 2 * rotary[0].shape[-1] == self.head_size) and not is_padded(self.head_size)
         # A subclass reads its weight in another way.
         return whole and type(self.query_norm) is RMSNorm and type(self.key_norm) is RMSNorm
 

@@ -18,6 +18,9 @@ from keepstep.core.errors import ConfigError, HardwareError
 from keepstep.core.proc import available_memory_bytes
 from keepstep.core.ranks import from_environment
 from keepstep.models.block_plan import RecomputeMode
+from keepstep.models.kernels.attention_backward import supports
+from keepstep.models.kernels.attention_schedule import KEYS
+from keepstep.models.kernels.cuda import is_hopper
 from keepstep.models.ops.varlen_attention import flash_supports
 from keepstep.models.size import peak_flops
 from keepstep.parallel.world import choose_device
@@ -187,3 +190,22 @@ def uses_varlen_attention(config: RunConfig, layout: Layout, device: torch.devic
     whole = layout.context == 1 and layout.pipeline == 1 and plain
     # Without a GPU, flash means the variable-length form without the kernel.
     return whole and (supported or kernel == "flash")
+
+
+def attention_notice(config: RunConfig, device: torch.device) -> str:
+    """Why a run on a Hopper GPU does without our own attention kernels, where it did not ask for it; empty if not."""
+    model = config.model
+    plain = config.compute.attention == "auto" and compute_dtype(config.precision, device) == torch.bfloat16
+    if not (plain and device.type == "cuda" and is_hopper(device)):
+        return ""
+    rows = -(-model.seq_len // KEYS) * KEYS
+    reasons = {
+        "soft-capped scores are computed without a kernel, in memory for all pairs": model.attn_logit_softcapping > 0,
+        "attention sinks have no kernel of our own": model.attention_sinks,
+        "ALiBi needs a mask": model.positions == "alibi",
+        "latent attention has no kernel of our own": model.kv_lora_rank > 0,
+        f"heads of {model.head_size} have no kernel of our own": not supports(KEYS, model.head_size, torch.bfloat16),
+        f"model.seq_len is {model.seq_len}; {rows} would be a multiple of {KEYS}": model.seq_len != rows,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    return f"notice: attention is slower here than for other shapes: {reason}" if reason else ""

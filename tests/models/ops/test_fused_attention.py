@@ -14,7 +14,8 @@ from keepstep.models import attention as attention_module
 from keepstep.models.attention import Attention
 from keepstep.models.attention_context import Context, KeyValueCache, make_context
 from keepstep.models.block_plan import BlockPlan
-from keepstep.models.kernels.attention_backward import supports
+from keepstep.models.kernels import attention_backward
+from keepstep.models.kernels.attention_backward import SavedAttention, supports
 from keepstep.models.kernels.attention_schedule import (
     KEYS,
     BlockMask,
@@ -27,7 +28,15 @@ from keepstep.models.kernels.attention_schedule import (
 from keepstep.models.kernels.attention_schedule import (
     QUERIES as STEP,
 )
-from keepstep.models.ops.fused_attention import ScoreRule, fused_attention, has_kernel, qkv_fused_attention
+from keepstep.models.ops import fused_attention as fused_attention_module
+from keepstep.models.ops.fused_attention import (
+    ScoreRule,
+    _backward_by_torch,
+    attention_forward,
+    fused_attention,
+    has_kernel,
+    qkv_fused_attention,
+)
 from keepstep.models.ops.rope import split_apply_rope
 from keepstep.models.ops.varlen_attention import VarlenSpans, cu_seqlens_of
 from tests.models.model_variants import LLAMA
@@ -154,6 +163,7 @@ def test_qkv_fused_attention_matches_plain_attention(compiled: bool, trained: bo
         {}, {"positions": "learned"}, {"clip_qkv": 0.5}, {"bias": True}, {"qk_norm": True},
         {"qk_norm": True, "head_qk_norm": False}, {"partial_rotary_factor": 0.5}, {"qk_norm": True, "kv_heads": 4},
         {"qk_norm": True, "positions": "learned"}, {"qk_norm": True, "norm": "rmsnorm_1p"},
+        {"head_dim": 96}, {"head_dim": 96, "qk_norm": True}, {"head_dim": 96, "positions": "learned"},
     ],
 )  # fmt: skip
 def test_attention_gives_the_same_fused(change: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +186,9 @@ def test_attention_gives_the_same_fused(change: dict[str, object], monkeypatch: 
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-@pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"attention_multiplier": 0.3}, {"sliding_window": 40}])
+@pytest.mark.parametrize(
+    "change", [{}, {"qk_norm": True}, {"attention_multiplier": 0.3}, {"sliding_window": 40}, {"head_dim": 96}]
+)
 @pytest.mark.parametrize("packed", [True, False])
 def test_attention_gives_the_same_fused_in_packed_documents(change: dict[str, object], packed: bool) -> None:
     torch.manual_seed(4)
@@ -231,9 +243,51 @@ def test_sizes_that_the_kernels_support() -> None:
     assert not supports(192, 64, torch.bfloat16)
     assert not supports(0, 64, torch.bfloat16)
     assert supports(256, 128, torch.bfloat16)
-    assert not supports(256, 96, torch.bfloat16)
+    assert supports(256, 96, torch.bfloat16)
+    assert not supports(256, 80, torch.bfloat16)
+    assert not supports(256, 100, torch.bfloat16)
+    assert not supports(256, 192, torch.bfloat16)
     assert not supports(256, 64, torch.float16)
     assert not has_kernel(torch.device("cpu"), 64)
+
+
+@pytest.mark.parametrize("size", [96, 112])
+@pytest.mark.parametrize("scale", [None, 0.05])
+@pytest.mark.parametrize("window", [0, 5])
+def test_padded_heads_have_the_gradient_of_their_own_size(
+    size: int, scale: float | None, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(6)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [2] * TOKENS])
+    mask = BlockMask(*rule_of(documents, window)[-3:])
+    query, seed = (torch.randn(ROWS, TOKENS, 2 * GROUPS, size) for _ in range(2))
+    key, value = (torch.randn(ROWS, TOKENS, GROUPS, size) for _ in range(2))
+    attn_out, lse = attention_forward(query, key, value, None, mask.first_key_bt, scale=scale)
+    saved = SavedAttention(query, key, value, attn_out, lse, scale)
+    widths = []
+
+    def kernels(gradient: Tensor, wide: SavedAttention, tables: None, mask: BlockMask) -> Tensor:
+        widths.append(
+            {part.shape[3] for part in (gradient, wide.query_btne, wide.key_btge, wide.value_btge, wide.attn_out_btne)}
+        )
+        return _backward_by_torch(gradient, wide, tables, mask.first_key_bt)
+
+    monkeypatch.setattr(attention_backward, "attention_backward_kernels", kernels)
+    ours = attention_backward._with_padded_heads(seed, saved, mask)
+    assert widths == [{128}]
+    torch.testing.assert_close(ours, _backward_by_torch(seed, saved, None, mask.first_key_bt), rtol=1e-4, atol=1e-5)
+
+
+def test_padded_heads_replace_the_deterministic_flash_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(fused_attention_module, "is_hopper", lambda _: True)
+    monkeypatch.setattr(fused_attention_module, "works", lambda name, *_: bool(asked.append(name)) or True)
+    gpu = torch.device("cuda")
+    assert not has_kernel(gpu, 96)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert has_kernel(gpu, 96, masked=True)
+    assert not has_kernel(gpu, 80)
+    assert asked == ["attention_96_masked"]
 
 
 @pytest.mark.parametrize(("rows", "groups", "blocks"), [(1, 1, 1), (1, 3, 5), (8, 8, 32), (64, 1, 4), (2, 4, 64)])

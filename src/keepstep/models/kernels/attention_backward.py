@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from keepstep.models.kernels.attention_schedule import KEYS, QUERIES, BlockMask, plain_lists, processors_of
 from keepstep.models.kernels.cuda import Kernel, compile_source, source_of, tensor_map
 
 HEAD_SIZES = (64, 128)
+_PADDED_FROM = 96
+"""Heads from this size on are computed as heads of 128: smaller ones would be padding for the most part."""
 THREADS = {64: 512, 128: 384}
 """Of a block of the main kernel, by head size: four warpgroups or three."""
 _COLUMNS = 64
@@ -37,9 +40,15 @@ class SavedAttention:
     """What scores were multiplied by; None is 1 / √e."""
 
 
+def is_padded(head_size: int) -> bool:
+    """Whether heads of this size are filled up with zeros to the next one that has a kernel."""
+    return _PADDED_FROM <= head_size < HEAD_SIZES[-1] and head_size % 8 == 0
+
+
 def supports(tokens: int, head_size: int, dtype: torch.dtype) -> bool:
     """Whether the kernels support rows of this many tokens."""
-    return head_size in HEAD_SIZES and tokens > 0 and tokens % KEYS == 0 and dtype == torch.bfloat16
+    has_size = head_size in HEAD_SIZES or is_padded(head_size)
+    return has_size and tokens > 0 and tokens % KEYS == 0 and dtype == torch.bfloat16
 
 
 def attention_backward_kernels(
@@ -50,8 +59,12 @@ def attention_backward_kernels(
 ) -> Tensor:
     """The gradient [b, t, m] of the fused projection.
 
-    `tables` are the fp32 cosines and sines [1 or b, t, f] of rope. Without a mask a query sees all keys before it.
+    `tables` are the fp32 cosines and sines [1 or b, t, f] of rope, which padded heads must not have. Without a mask a
+    query sees all keys before it.
     """
+    if is_padded(gradient_btne.shape[3]):
+        assert tables is None
+        return _with_padded_heads(gradient_btne, saved, mask)
     b, t, n, e = gradient_btne.shape
     g, device = saved.key_btge.shape[2], gradient_btne.device
     stats, scales = (torch.empty((b, n, t, 2), dtype=torch.float32, device=device) for _ in range(2))
@@ -81,6 +94,20 @@ def attention_backward_kernels(
             b * g * t // QUERIES, 128, query_sums, scales, fused_btm, cosines, sines, table_rows, t, n, g
         )
     return fused_btm
+
+
+def _with_padded_heads(gradient_btne: Tensor, saved: SavedAttention, mask: BlockMask | None) -> Tensor:
+    """Zeros at the end of every head change neither scores nor the gradients of what is before them."""
+    size = gradient_btne.shape[3]
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(x, (0, HEAD_SIZES[-1] - size))
+
+    query, key, value = padded(saved.query_btne), padded(saved.key_btge), padded(saved.value_btge)
+    wide = SavedAttention(query, key, value, padded(saved.attn_out_btne), saved.lse_bnt, saved.scale or size**-0.5)
+    fused_btm = attention_backward_kernels(padded(gradient_btne), wide, None, mask)
+    own_btm: Tensor = fused_btm.unflatten(-1, (-1, HEAD_SIZES[-1]))[..., :size].flatten(2)
+    return own_btm
 
 
 def backward_files(head_size: int) -> tuple[str, str]:

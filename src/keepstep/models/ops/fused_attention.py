@@ -13,13 +13,19 @@ f rotary frequencies (half a head).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from keepstep.models.kernels.attention_backward import HEAD_SIZES, SavedAttention, attention_backward_kernels
+from keepstep.models.kernels.attention_backward import (
+    HEAD_SIZES,
+    SavedAttention,
+    attention_backward_kernels,
+    is_padded,
+)
 from keepstep.models.kernels.attention_schedule import BlockMask, make_block_mask
 from keepstep.models.kernels.cuda import CudaError, is_hopper, relative_difference, works
 from keepstep.models.ops.qk_norm import split_norm_rope, split_norm_rope_backward
@@ -47,10 +53,15 @@ _RULE_GRADIENTS = (None,) * len(CAUSAL)
 
 
 def has_kernel(device: torch.device, head_size: int, masked: bool = False) -> bool:
-    """Whether the kernels run on a device for heads of this size; `masked` in packed documents and sliding windows."""
-    if device.type != "cuda" or head_size not in HEAD_SIZES or not is_hopper(device):
+    """Whether the kernels run on a device for heads of this size; `masked` in packed documents and sliding windows.
+
+    Padded heads use them in place of the flash kernel's deterministic form, which is slower by more than the padding.
+    """
+    if is_padded(head_size) and not torch.are_deterministic_algorithms_enabled():
         return False
-    proof = _PROOFS[head_size, masked]
+    if device.type != "cuda" or not (head_size in HEAD_SIZES or is_padded(head_size)) or not is_hopper(device):
+        return False
+    proof = _proof_of(head_size, masked)
     return works(f"attention_{head_size}{'_masked' if masked else ''}", device, proof)
 
 
@@ -328,7 +339,7 @@ def _proof(device: torch.device, head_size: int, masked: bool) -> float:
         rule = ScoreRule(None, 300, tokens, cu_seqlens, *make_block_mask(cu_seqlens, rows, tokens, 300, groups))
     outcomes = []
     with torch.enable_grad():
-        for run in (fused_attention, _by_torch):
+        for run in (_by_kernels, _by_torch):
             inputs = qkv.clone().requires_grad_()
             try:
                 attn_out = run(inputs, tables, queries, head_size, rule)
@@ -338,11 +349,16 @@ def _proof(device: torch.device, head_size: int, masked: bool) -> float:
     return relative_difference(*outcomes)
 
 
-_PROOFS = {
-    (size, masked): functools.partial(_proof, head_size=size, masked=masked)
-    for size in HEAD_SIZES
-    for masked in (False, True)
-}
+@functools.cache
+def _proof_of(head_size: int, masked: bool) -> Callable[[torch.device], float]:
+    return functools.partial(_proof, head_size=head_size, masked=masked)
+
+
+def _by_kernels(qkv: Tensor, tables: RopeTables, queries: int, head_size: int, rule: ScoreRule) -> Tensor:
+    if is_padded(head_size):
+        query, key, value = split_apply_rope(qkv, *tables, queries, head_size)
+        return heads_attention(query, key, value, rule)
+    return fused_attention(qkv, tables, queries, head_size, rule)
 
 
 def _by_torch(qkv: Tensor, tables: RopeTables, queries: int, head_size: int, rule: ScoreRule) -> Tensor:

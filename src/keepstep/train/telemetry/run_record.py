@@ -17,7 +17,7 @@ from keepstep.observe.run_folder import read_last_step
 from keepstep.observe.screen import Progress
 from keepstep.observe.sinks.metric_sinks import MetricSinks, build_sinks
 from keepstep.train.context import RunContext
-from keepstep.train.device import compute_dtype, device_name, known_peak_flops
+from keepstep.train.device import attention_notice, compute_dtype, device_name, known_peak_flops
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.facts import collect_facts, known_facts, tracked
 from keepstep.train.telemetry.recorder import Rates, Recorder
@@ -64,7 +64,7 @@ class RunRecord:
         return sinks, Progress(steps, tokens_per_step) if context.is_first else None
 
     def announce(self) -> None:
-        """Print what is about to run, and what looks like a mistake in its schedule."""
+        """Print what is about to run, what looks like a mistake in its schedule, and what slows it down."""
         config, world = self._context.config, self._context.world
         self.recorder.note(
             f"{config.name}: {config.model.preset} {format_count(parameter_count(config.model))} parameters on "
@@ -78,6 +78,9 @@ class RunRecord:
                 f"{steps / warmup:.0%} of optimizer.lr; set schedule.warmup=1ba, or a smaller global_batch for more "
                 "steps of the same data"
             )
+
+        if notice := attention_notice(config, world.device):
+            self.recorder.note(notice)
 
     def write_description(self) -> None:
         """Write configuration, tokenizer and facts into the run's folder."""

@@ -102,3 +102,25 @@ def test_torchs_own_way_is_remembered_too(gpu: Callable[..., MadeUp]) -> None:
     again = gpu([1.0], 2.0)
     assert again.fastest() is None
     assert again.measured == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_are_compared_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name().startswith("aten::sum"):
+                added.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(cublaslt, "_SUMMED", 64)
+    out = torch.randn(33, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with Watch():
+        bits = cublaslt._bits(out)
+    assert max(added) <= 64
+    numbers = out.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).long()
+    assert torch.equal(bits, torch.cat([numbers.sum(0), numbers.sum(1)]))
+    other = out.clone()
+    other[32, 19] = -other[32, 19]
+    assert not torch.equal(cublaslt._bits(other), bits)

@@ -37,6 +37,8 @@ _WORKSPACE_BYTES = 1
 _SPLIT_K = 2
 _MOST_KERNELS = 8
 _ONE, _ZERO = c_float(1), c_float(0)
+_SUMMED = 1 << 24
+"""Numbers whose bits are added up at a time."""
 _FINALISTS = 4
 _ROUNDS, _ROUND_S, _LEAST_CALLS = 3, 0.02, 3
 """Long enough for the GPU to drop to the clock that it sustains under load."""
@@ -249,7 +251,13 @@ def _same_bits(
 def _bits(out_mn: Tensor) -> Tensor:
     """Sums of every row's and every column's bits: enough to compare, when a copy of all logits may not fit."""
     numbers_mn = out_mn.view({2: torch.int16, 4: torch.int32}[out_mn.element_size()])
-    return torch.cat([numbers_mn.sum(dim, dtype=torch.int64) for dim in (0, 1)])
+    columns_n = torch.zeros(out_mn.shape[1], dtype=torch.int64, device=out_mn.device)
+    rows = []
+    # Torch converts all that it adds up to the type of the sum first: for all logits, four times their memory.
+    for part_mn in numbers_mn.split(max(1, _SUMMED // out_mn.shape[1])):
+        columns_n += part_mn.sum(0, dtype=torch.int64)
+        rows.append(part_mn.sum(1, dtype=torch.int64))
+    return torch.cat([columns_n, *rows])
 
 
 def _fastest(ways: list[Callable[[], None]], worth: float) -> int | None:

@@ -84,8 +84,9 @@ def test_only_adapters_are_trained() -> None:
 
 def test_targets_a_model_lacks_are_an_error() -> None:
     plain = ModelConfig(layers=1, hidden=16, heads=2, vocab=31, seq_len=8)
-    with pytest.raises(ConfigError, match="gate"):
-        adapted(plain, LoraConfig(rank=2, targets=("q", "gate")))
+    with pytest.raises(ConfigError, match="gate") as refused:
+        adapted(plain, LoraConfig(rank=2))
+    assert refused.value.hint == "lora.targets=[q, k, v, o, up, down]"
 
 
 def test_compiled_adapters_compute_the_same() -> None:

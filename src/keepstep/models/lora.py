@@ -154,8 +154,9 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
             block.set_submodule(place, LoraLinear(linear, shape))
     missing = sorted(set(config.targets) - found)
     if missing:
+        kept = ", ".join(name for name in config.targets if name in found) or "q, v"
         raise ConfigError(
-            f"lora.targets names {', '.join(missing)}, which this model does not have", "leave them out of lora.targets"
+            f"lora.targets names {', '.join(missing)}, which this model does not have", f"lora.targets=[{kept}]"
         )
 
 

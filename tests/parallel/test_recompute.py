@@ -111,13 +111,13 @@ def test_recomputation_changes_no_bit(shape: dict[str, Any], fused: bool, mode: 
 
 
 def test_eager_recomputation_ends_without_an_exception_from_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stopped(Exception):
+    class StoppedError(Exception):
         """Would pass through C++ where an autograd function saves the block's last tensor, as with a quantised base."""
 
         def __init__(self) -> None:
             pytest.fail("recomputation was stopped inside an operator")
 
-    monkeypatch.setattr(torch.utils.checkpoint, "_StopRecomputationError", Stopped)
+    monkeypatch.setattr(torch.utils.checkpoint, "_StopRecomputationError", StoppedError)
     block = make_block(LLAMA, "full", True)
     run_block(block.forward, block, LLAMA, True)
 

@@ -21,8 +21,8 @@ before replicas that outlive each other, 59,500 before frozen weights in fp8 and
 63,800 before activation offloading, snapshots in memory for any layout and JSON schemas that are enforced or refused,
 65,000 before feed-forwards in chunks, 65,400 before literals of Java and JavaScript in generated calls, 65,700 before
 kernels that write fp8 directly, gradients of experts and of the head in fp8, and GRPO's choice of prompts, and 67,000
-before fp8 kernels that write both copies, a `--tune` that keeps what it has, plans of given weights
-and attention in heads of 96.
+before fp8 kernels that write both copies, rope inside the projection for heads of 128, a `--tune` that keeps what it
+has, plans of given weights and attention in heads of 96.
 """
 
 

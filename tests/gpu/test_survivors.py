@@ -56,13 +56,20 @@ def test_aborted_group_is_replaced_and_the_inner_group_stays(inner_group: None) 
 def test_peer_lost_while_the_collective_waits_aborts_it(inner_group: None) -> None:
     coordinator, control = socket.socketpair()
     ours, theirs = socket.socketpair()
-    # The collective itself is of this process alone: one GPU has no second rank.
-    exchange = DeviceExchange(control, 0, {1: ours}, lambda store, _rank, _size: nccl_group(store, 0, 1))
+
+    def make_group(store: dist.Store, _rank: int, _size: int) -> Group:
+        # The collective itself is of this process alone: one GPU has no second rank.
+        group = nccl_group(store, 0, 1)
+        # The first sum connects, which may take seconds.
+        summed(group)
+        # Work that the next one has to wait for, about two seconds of it.
+        torch.cuda._sleep(4 * 10**9)
+        return group
+
+    numbers = torch.tensor(VALUES, device="cuda")
+    exchange = DeviceExchange(control, 0, {1: ours}, make_group)
     theirs.recv(1000)
     peer = Exchange(control, 1, {0: theirs})
-    numbers = torch.tensor(VALUES, device="cuda")
-    # Work that the collective has to wait for, about two seconds of it.
-    torch.cuda._sleep(4 * 10**9)
 
     def leave() -> None:
         peer._wait_for_all()

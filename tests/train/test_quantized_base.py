@@ -49,6 +49,22 @@ def prepared(base: str) -> Transformer:
     return model.to_empty(device="cpu")
 
 
+@pytest.mark.parametrize(("base", "stops"), [("bf16", True), ("nf4", False)])
+def test_recomputation_is_not_stopped_in_a_quantised_matmul(
+    base: str, stops: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[Exception] = []
+
+    class StoppedError(Exception):
+        def __init__(self) -> None:
+            stopped.append(self)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "_StopRecomputationError", StoppedError)
+    words = [f"finetune.start_from={source}", *LORA, f"lora.base={base}", "compute.recompute=full", "max_duration=1ba"]
+    finetune_here(tmp_path, *words)
+    assert bool(stopped) == stops
+
+
 @pytest.mark.parametrize("base", ["fp8", "nf4"])
 def test_resume_repeats_every_loss_bitwise(base: str, source: Path, tmp_path: Path) -> None:
     words = [f"finetune.start_from={source}", *LORA, f"lora.base={base}", "max_duration=6ba"]

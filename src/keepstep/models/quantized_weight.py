@@ -116,6 +116,11 @@ def quantize_linears(blocks: nn.ModuleDict, kind: QuantizedFormat) -> None:
         blocks.set_submodule(name, QuantizedLinear(linear, kind))
 
 
+def holds_quantized_weights(model: nn.Module) -> bool:
+    """Whether any weight is frozen in few bits."""
+    return any(isinstance(module, QuantizedWeight) for module in model.modules())
+
+
 def weight_slots(model: nn.Module) -> Iterator[tuple[str, nn.Parameter | QuantizedWeight]]:
     """Where each weight of a model goes, by the name that it has without quantisation."""
     yield from model.named_parameters()

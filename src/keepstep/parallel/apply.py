@@ -23,6 +23,7 @@ from keepstep.config.schema import ComputeConfig, ParallelConfig
 from keepstep.models.block_plan import BlockPlan, RecomputeMode
 from keepstep.models.moe import MoE
 from keepstep.models.ops.chunked_mlp import MlpChunks, share_mlp
+from keepstep.models.quantized_weight import holds_quantized_weights
 from keepstep.models.transformer import Block, Transformer
 from keepstep.parallel.activation_offload import ActivationOffload
 from keepstep.parallel.context import split_rows
@@ -94,7 +95,7 @@ def apply_parallel(
             # A compiled block hands all that it saves to autograd, outputs of operators included.
             own_saves = None if compute.compile else offload
             # Where rows are split, a block ends in a reduction, which need not be repeated.
-            stops = compute.compile or split
+            stops = compute.compile or split or not holds_quantized_weights(block)
             apply_recompute(block, mode, save_attention=save_attention, offload=own_saves, early_stop=stops)
             if compute.compile:
                 name_compile_cache()
@@ -146,7 +147,7 @@ def apply_recompute(
     *,
     save_attention: bool = True,
     offload: ActivationOffload | None = None,
-    early_stop: bool = False,
+    early_stop: bool = True,
 ) -> None:
     """Wrap the block's forward in place, so that parameter names stay as they are.
 
@@ -156,8 +157,8 @@ def apply_recompute(
     """
     if mode == "none":
         return
-    # Torch stops early by an exception from the operator that saves last. Where that is an autograd function, the
-    # exception passes through C++, which lost it on a GPU with torch 2.11. Compiled blocks raise none.
+    # Torch stops early by an exception from the operator that saves last, which passes through C++. There it was lost
+    # where a quantised matmul saved last (torch 2.11 on a GPU). Compiled blocks raise none.
     options: dict[str, Any] = {"use_reentrant": False, "early_stop": early_stop}
     saved = (*_ATTENTION, *_MATMULS) if mode == "selective" else _ATTENTION if save_attention else ()
     if saved and offload is not None:

@@ -104,6 +104,15 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
     if "muon_over_adamw" in results:
         steps = [results["llama1b_muon"][key] * 1000 for key in ("step_s", "adamw_step_s")]
         said.append(f"llama-1b with Muon: {steps[0]:.0f} ms per step, with AdamW {steps[1]:.0f} in the same run.")
+    if "lora70b" in results:
+        large = results["lora70b"]
+        said.append(
+            f"llama-70b, LoRA on an {large['base']} base: {large['tokens_per_s']:,.0f} tokens/s, "
+            f"{large['memory_gib']:.1f} GiB at the peak, planned {large['plan_gib']:.1f}."
+        )
+    if "lora8b_fp8_loss_relative" in results:
+        bf16, fp8 = (results[f"loss8b_{base}"]["last_20_loss"] for base in PRECISIONS)
+        said.append(f"llama-8b, LoRA after 200 real steps: loss {bf16:.4f} on a bf16 base, {fp8:.4f} on an fp8 base.")
     if "side_costs" in results:
         waits, telemetry = results["data_wait_share"], results["telemetry_share"]
         said.append(

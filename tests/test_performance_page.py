@@ -38,6 +38,15 @@ def test_a_measured_step_becomes_a_line_and_is_no_longer_missing() -> None:
     assert "mpt-125m (bf16, fp8)" in h200_page.unmeasured({"mpt125m_fp8": part}, {})
 
 
+def test_adapters_are_reported_once_measured() -> None:
+    large = {"base": "fp8", "tokens_per_s": 2345.6, "memory_gib": 100.26, "plan_gib": 99.04}
+    reported = h200_page.sentences({"lora70b": large})
+    assert reported == ["- llama-70b, LoRA on an fp8 base: 2,346 tokens/s, 100.3 GiB at the peak, planned 99.0."]
+    losses = {f"loss8b_{base}": {"last_20_loss": loss} for base, loss in (("bf16", 4.0), ("fp8", 4.01))}
+    (reported,) = h200_page.sentences({**losses, "lora8b_fp8_loss_relative": 0.0025})
+    assert reported == "- llama-8b, LoRA after 200 real steps: loss 4.0000 on a bf16 base, 4.0100 on an fp8 base."
+
+
 def test_every_dense_preset_that_fits_is_a_part_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks" / "h200.py"))

@@ -133,7 +133,7 @@ def test_answers_of_another_model_are_not_continued(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert first.ask(questions, path) == lines
     assert path.read_bytes() == before
-    with pytest.raises(UsageError, match="other weights"):
+    with pytest.raises(UsageError, match=r"of max_new_tokens = 8, not 9$"):
         replace(first, max_new_tokens=9).ask(questions, path)
     assert isinstance(first.model, ChatModel)
     torch.nn.init.zeros_(next(first.model.model.parameters()))

@@ -244,7 +244,16 @@ def _open_lines(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any
         raise DataError(f"{path} is not a file of BFCL answers: {error}", "name another file with --answers") from None
     if first != identity:
         raise UsageError(
-            f"{path} holds answers of other weights, another template or another mode",
-            "delete it, or name another file with --answers",
+            f"{path} holds answers of {_difference(first, identity)}",
+            "ask as before, delete the file, or name another one with --answers",
         )
     return done
+
+
+def _difference(first: Any, identity: dict[str, Any]) -> str:
+    """In what a file's first line is not this evaluation's."""
+    stored = first if isinstance(first, dict) else {}
+    keys = [key for key in identity if stored.get(key) != identity[key]]
+    words = {"weights": "other weights", "template": "another chat template"}
+    found = [words.get(key, f"{key} = {stored.get(key)}, not {identity[key]}") for key in keys]
+    return " and ".join(found) or "another evaluation"

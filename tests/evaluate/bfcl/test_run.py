@@ -27,6 +27,8 @@ from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
 from keepstep.evaluate.bfcl.scores import score
 from keepstep.evaluate.bfcl.verdict import single_turn_error
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply
+from keepstep.observe.leaderboard import leaderboard
+from keepstep.observe.run_folder import RunFolder
 from tests.evaluate.bfcl.references import reference, written
 from tests.evaluate.test_chat_model import PLAIN, tiny_model
 from tests.patience import PATIENCE_S
@@ -195,6 +197,16 @@ def test_killed_run_continues_where_it_was(folder: Path, tmp_path: Path, capsys:
     assert shown["categories"]["simple_python"]["count"] == 20
     assert shown["live_ast"] is None
     assert "live_irrelevance" in table
+
+
+def test_command_leaves_its_scores_for_the_page_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--categories", "irrelevance", "--limit", "2", "--max-new-tokens", "2"]
+    assert main(["eval", "bfcl", str(folder), *asked, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "bfcl" / "step-0-native.json").read_text()) == shown
+    (score, questions) = leaderboard(RunFolder(folder)).rows
+    assert score == ["· irrelevance", f"{shown['categories']['irrelevance']['accuracy']:.2%}"]
+    assert questions == ["questions", "2"]
 
 
 def test_command_tells_what_is_missing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

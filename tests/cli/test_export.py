@@ -40,3 +40,18 @@ def test_export_says_that_later_steps_are_not_on_disk(
     out, err = capsys.readouterr()
     assert "step         4, the newest on disk; the run reached step 6" in out
     assert "warning: not on disk, so not in the export: steps 5 to 6" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--hf", "out", "--type", "q8_0"], "--type is q8_0, but it is for --gguf"),
+        (["--gguf", "out", "--dtype", "bf16"], "--dtype is bf16, but it is for --hf"),
+        (["--adapter", "out", "--dtype", "bf16"], "--dtype is bf16, but it is for --hf"),
+    ],
+)
+def test_export_refuses_an_option_of_another_format(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "run", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -211,6 +211,8 @@ def test_import_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.Captu
     assert "has no tokenizer" not in capsys.readouterr().err
     assert main(["import", str(tmp_path / "missing.gguf"), "--runs-dir", str(tmp_path)]) == 2
     assert "there is no file" in capsys.readouterr().err
+    assert main(["import", "folder/nothing.gguf"]) == 2, "no name of a model on the Hub"
+    assert "there is no file folder/nothing.gguf" in capsys.readouterr().err
 
 
 def sentencepiece() -> dict[str, Any]:

@@ -301,6 +301,9 @@ def test_page_never_executes_text_of_a_run(browser: Any, tmp_path: Path) -> None
     writer.event("warning", message=bad)
     writer.event("fault", what=bad)
     writer.samples.append({"step": 1, "prompt": bad, "text": bad})
+    writer.folder.bfcl.mkdir()
+    scores = {"categories": {bad: {"count": 4, "accuracy": 0.25}}}
+    (writer.folder.bfcl / "start-native.json").write_text(json.dumps(scores))
     writer.folder.config.write_text(f"name: {bad!r}\n")
     writer.metrics.append({**writer.line(), "step": 41, "sources": {bad: {"samples": 1}}})
     (writer.folder.logs / "trainer-00000.jsonl").write_text('{"time": 1, "role": "<b>", "traceback": "<b>x</b>"}\n')
@@ -312,6 +315,7 @@ def test_page_never_executes_text_of_a_run(browser: Any, tmp_path: Path) -> None
         assert page.locator("main img, main script, #runs b").count() == 0
         assert bad in page.locator("#samples").inner_text()
         assert bad in page.locator("#events").inner_text()
+        assert page.locator("#leaderboard td").all_inner_texts() == [f"· {bad}", "25.00%", "questions", "4"]
 
 
 def test_page_policy_blocks_inline_script(browser: Any, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from keepstep.core.files import write_json
 from keepstep.observe import report
 from keepstep.observe.history import History
 from keepstep.observe.plot import draw_figure
 from keepstep.observe.run_folder import JsonLines, Record, is_validation
 from keepstep.observe.sinks.trackers import FOUNDRY_TAGS, TensorBoardSink
-from keepstep.observe.view import SERIES, SPLIT, plan_and_measured, series
+from keepstep.observe.view import SERIES, SPLIT, overview, plan_and_measured, series
 from tests.observe.make_runs import Writer
 
 STEPS = 120
@@ -113,3 +114,46 @@ def test_page_draws_only_series_that_the_server_sends() -> None:
     charts = re.findall(r"names: \[([^\]]*)\], (?:optional|logs)", script)
     drawn = {name for names in charts for name in re.findall(r'"(\w+)"', names)}
     assert {"loss", "reward_mean", "expert_load_max"} <= drawn <= {*SERIES, "valid_loss"}
+
+
+def scores(**categories: float) -> dict[str, object]:
+    named = {name: {"count": 4, "right": 4 * share, "accuracy": share} for name, share in categories.items()}
+    return {"live_ast": None, "relevance": categories.get("live_relevance"), "categories": named}
+
+
+def test_page_and_report_compare_leaderboard_scores_with_the_start(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", steps=STEPS)
+    writer.start()
+    writer.take(STEPS)
+    history = History(writer.folder)
+    assert overview(history, writer.now)["leaderboard"]["rows"] == []
+    assert "Leaderboard" not in report.markdown(history, writer.now)
+    folder = writer.folder.bfcl
+    folder.mkdir()
+    write_json(folder / "step-100-native.json", scores(simple_python=0.75))
+    write_json(folder / "step-20-native.json", scores(simple_python=0.5, live_relevance=1.0))
+    write_json(folder / "start-prompt.json", scores(simple_python=0.25))
+    for name, text in (("step-1-native", "[]"), ("step-2-native", '{"categories": {"x": {"count": "?"}}}'),
+                       ("step-3-native", "{"), ("notes", "{}")):  # fmt: skip
+        (folder / f"{name}.json").write_text(text)
+    (folder / "step-4-native.json").symlink_to(folder / "start-prompt.json")
+    shown = overview(history, writer.now)["leaderboard"]
+    assert shown["heads"] == ["", "start, prompt", "step 20, native", "step 100, native"]
+    assert shown["rows"] == [
+        ["relevance", "–", "100.00%", "–"],
+        ["· simple_python", "25.00%", "50.00%", "75.00%"],
+        ["· live_relevance", "–", "100.00%", "–"],
+        ["questions", "4", "8", "4"],
+    ]
+    assert "| · simple_python | 25.00% | 50.00% | 75.00% |" in report.markdown(history, writer.now)
+    assert "<td>25.00%</td><td>50.00%</td><td>75.00%</td>" in report.page(history, writer.now)
+
+
+def test_report_has_the_newest_samples(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    writer.start()
+    writer.take(20)
+    writer.samples.append({"step": 20, "prompt": "Is it <wet>?", "text": " No."})
+    history = History(writer.folder)
+    assert "| 20 | Is it &lt;wet&gt;? |  No. |" in report.markdown(history, writer.now)
+    assert "<td>Is it &lt;wet&gt;?</td><td> No.</td>" in report.page(history, writer.now)

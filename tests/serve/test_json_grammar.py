@@ -108,6 +108,15 @@ def test_numbers_may_end_or_go_on() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "fitting"),
+    [("-18446744073709551615", True), ("1" * 21, False), (f"0.{'3' * 20}e-99", True), (f"0.{'3' * 21}", False),
+     ("1e100", False)],
+)  # fmt: skip
+def test_numbers_do_not_go_on_without_end(text: str, fitting: bool) -> None:
+    assert fits({"type": "array", "items": {"type": "number"}}, f"[{text}, 1]") == fitting
+
+
+@pytest.mark.parametrize(
     ("schema", "reason"),
     [
         ({"$ref": "#"}, "without end"),

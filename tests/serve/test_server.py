@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from keepstep.cli.main import main
+from keepstep.core.errors import HardwareError
 from keepstep.data.chat.template import BUILT_IN
 from keepstep.evaluate.ast_check import parse_calls
 from keepstep.evaluate.bfcl.benchmark import open_benchmark
@@ -203,6 +206,25 @@ def test_answer_follows_a_schema(client: Any) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_end_of_an_answer_is_no_text_inside_a_string(
+    client: Any, served: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The likeliest token ends the answer, and inside a string the grammar has room for its text."""
+    end, quote = (served.model.tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in ("d", '"'))
+
+    def bent(*settings: Any) -> Any:
+        choose = chooser(*settings)
+        likely = torch.zeros(served.model.config.model.vocab)
+        likely[end], likely[quote] = 200.0, 100.0
+        return lambda logits_v: choose(logits_v + likely)
+
+    monkeypatch.setattr(server_module, "chooser", bent)
+    monkeypatch.setattr(served, "model", replace(served.model, stop_tokens=frozenset({end})))
+    form = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"type": "string"}}}
+    answer = ask(client, response_format=form, max_completion_tokens=20).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ('""', "stop")
+
+
 def test_stop_text_ends_an_answer_before_it(client: Any) -> None:
     text = ask(client, max_completion_tokens=40).choices[0].message.content
     stop = text[10:12]
@@ -239,6 +261,12 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any, settings: Any, para
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": "tiny", "messages": ASKED} | settings)
     assert caught.value.param == param
+
+
+def test_taken_port_is_an_error_with_a_remedy(served: ChatServer) -> None:
+    with pytest.raises(HardwareError, match="cannot listen") as caught:
+        ChatServer(Access(port=served.server_address[1]), served.model, "second", most_rows=1)
+    assert "--port" in str(caught.value.hint)
 
 
 def test_unknown_model_and_wrong_token_are_refused(client: Any, served: ChatServer) -> None:

@@ -271,6 +271,10 @@ def test_dry_run_prints_only_what_would_be_submitted(tmp_path: Path, capsys: pyt
 def test_starting_from_nothing_says_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a run's folder nor a Hugging Face model"):
         adopt_initial_shape(load_config(None, [f"finetune.start_from={tmp_path}"]))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UsageError) as caught:
+        adopt_initial_shape(load_config(None, [f"finetune.start_from={tmp_path}/model.gguf"]))
+    assert caught.value.hint == f"keepstep import {tmp_path}/model.gguf"
 
 
 def test_finetune_needs_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

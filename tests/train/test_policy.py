@@ -22,12 +22,14 @@ from keepstep.evaluate.continuous_batching import Request
 from keepstep.evaluate.draw import Sampler
 from keepstep.interop.run_data import open_run_data
 from keepstep.models.transformer import Transformer
+from keepstep.observe.history import open_history
+from keepstep.observe.run_folder import RunFolder
 from keepstep.train.objectives.policy import Policy, PolicyObjective
 from keepstep.train.objectives.preference import Reference
 from keepstep.train.objectives.rewards import Answered, load_rewards
 from keepstep.train.objectives.rollout import answer_seed, confirm, roll_out
 from keepstep.train.objectives.tasks import PromptTasks
-from tests.train.preference_rows import TOOL, letter_share, rl_words
+from tests.train.preference_rows import TOOL, letter_share, questions, rl_words
 from tests.train.test_preference import LORA, call_on, log_probability, moved_models
 from tests.train.tiny_runs import TINY, BackgroundRun, committed_steps, metrics, run_here, run_processes
 from tests.train.tiny_worlds import run_world
@@ -203,6 +205,21 @@ def test_sampler_and_training_have_equal_log_probabilities_in_elastic_mode(tmp_p
     more = ["max_duration=2ba", "reproducible=elastic", "evaluate.at_end=false", "checkpoint.at_end=false"]
     run_here(tmp_path, *rl_words(tmp_path / "data"), *more)
     assert [line["sampler_difference"] for line in learnt(tmp_path, "run")] == [0.0, 0.0]
+
+
+def test_validation_shows_answers_with_their_rewards(tmp_path: Path) -> None:
+    run_here(
+        tmp_path, *rl_words(tmp_path / "data"), "max_duration=1ba", "evaluate.batches=1", "checkpoint.at_end=false"
+    )
+    samples = open_history(RunFolder(tmp_path / "run")).newest_samples()
+    asked = {row["messages"][0]["content"] + "\n" for row in questions()}
+    assert samples
+    for line in samples:
+        answer, _, reward = line["text"].rpartition("\nreward ")
+        share = letter_share([{"role": "user"}], answer, [{"name": "weather"}])
+        assert line["step"] == 1
+        assert line["prompt"] in asked
+        assert float(reward) in (pytest.approx(share, abs=1e-3), pytest.approx(share + 0.5, abs=1e-3))
 
 
 def test_answer_ends_at_a_stop_token(tmp_path: Path) -> None:

@@ -49,12 +49,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "--gguf", type=Path, metavar="OUT", help="write a GGUF file and an Ollama Modelfile into a folder"
     )
     types = ("f16", "q8_0", "q4_k", "bf16", "f32")
-    parser.add_argument(
-        "--type", choices=types, default="f16", help="type of the tensors in a GGUF file (default: f16)"
-    )
+    parser.add_argument("--type", choices=types, help="type of the tensors in a GGUF file (default: f16)")
     parser.add_argument("--adapter", type=Path, metavar="OUT", help="write the adapters of a LoRA run as PEFT files")
     dtypes = ("auto", "fp32", "bf16", "fp16")
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="precision of the weights (default: auto)")
+    parser.add_argument("--dtype", choices=dtypes, help="precision of the weights of --hf (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(call=_export)
 
@@ -66,6 +64,12 @@ def _export(args: argparse.Namespace) -> int:
 
     if sum(out is not None for out in (args.hf, args.gguf, args.adapter)) != 1:
         raise UsageError("export needs exactly one of --hf, --gguf and --adapter", "keepstep export RUN --hf OUT")
+    for option, value, needs, folder in (
+        ("--type", args.type, "--gguf", args.gguf),
+        ("--dtype", args.dtype, "--hf", args.hf),
+    ):
+        if value and folder is None:
+            raise UsageError(f"{option} is {value}, but it is for {needs}", f"leave it out, or {needs} OUT")
     if args.gguf is not None:
         return _export_gguf(args)
     if args.adapter is not None:
@@ -74,7 +78,7 @@ def _export(args: argparse.Namespace) -> int:
         text = f"wrote        {args.adapter}: load it with peft.PeftModel\nstep         {_describe(shipped)}"
         print(json.dumps(facts) if args.json else text)
         return 0
-    exported = export_model(args.run, args.hf, args.dtype)
+    exported = export_model(args.run, args.hf, args.dtype or "auto")
     shipped = _shipped(args.run, exported.step)
     if args.json:
         print(json.dumps({**asdict(exported), "folder": str(exported.folder), **asdict(shipped)}, indent=2))
@@ -94,7 +98,7 @@ def _export(args: argparse.Namespace) -> int:
 def _export_gguf(args: argparse.Namespace) -> int:
     from keepstep.interop.gguf.export import export_gguf
 
-    exported = export_gguf(args.run, args.gguf, args.type)
+    exported = export_gguf(args.run, args.gguf, args.type or "f16")
     shipped = _shipped(args.run, exported.step)
     if args.json:
         print(json.dumps({**asdict(exported), "folder": str(exported.folder), **asdict(shipped)}, indent=2))

@@ -165,6 +165,9 @@ def _bfcl(args: argparse.Namespace) -> int:
     run = BenchmarkRun(model, benchmark, mode, args.batch, args.max_new_tokens, progress)
     scores = score(run.ask(questions, answers))
     facts = {"model": str(args.model), "step": step, "mode": mode, "answers": str(answers), **as_json(scores)}
+    if not args.answers:
+        # The run's page and report show it.
+        write_atomic(answers.with_suffix(".json"), json.dumps(facts, indent=2) + "\n")
     return _report(args, facts, f"{table(scores)}\nnext: keepstep data check DATA --against bfcl")
 
 

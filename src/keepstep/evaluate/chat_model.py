@@ -115,11 +115,13 @@ class ChatModel:
                 )
         return self._answers(encoded, sampling, batch, progress)
 
-    def answers_that_fit(self, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> list[str | None]:
+    def answers_that_fit(
+        self, prompts: Sequence[Prompt], sampling: Sampling, batch: int, progress: Callable[[int], None]
+    ) -> list[str | None]:
         """The answers, and None for each prompt that leaves no room for one."""
         encoded = [self.encode(prompt) for prompt in prompts]
         fitting = [ids for ids in encoded if len(ids) < self.context_length]
-        answers = iter(self._answers(fitting, sampling, batch))
+        answers = iter(self._answers(fitting, sampling, batch, progress))
         return [next(answers) if len(ids) < self.context_length else None for ids in encoded]
 
     def _answers(

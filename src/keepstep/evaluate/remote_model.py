@@ -51,11 +51,18 @@ class RemoteModel:
         """What answers depend on, as far as it can be known from here."""
         return {"url": self._url, "model": self.name}
 
-    def answers_that_fit(self, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> list[str | None]:
+    def answers_that_fit(
+        self, prompts: Sequence[Prompt], sampling: Sampling, batch: int, progress: Callable[[int], None]
+    ) -> list[str | None]:
         """The answers, and None for each prompt that leaves no room for one."""
-        answers: list[str | None] = [None] * len(prompts)
-        self.converse(prompts, lambda number, text: answers.__setitem__(number, text), sampling, batch)
-        return answers
+        answers: dict[int, str | None] = {}
+
+        def reply(number: int, text: str | None) -> None:
+            answers[number] = text
+            progress(len(answers))
+
+        self.converse(prompts, reply, sampling, batch)
+        return [answers[number] for number in range(len(prompts))]
 
     def converse(self, prompts: Sequence[Prompt], reply: Reply, sampling: Sampling, batch: int) -> None:
         """Hold several conversations, `batch` of them at a time."""

@@ -31,7 +31,7 @@ def fetch_source(source: str) -> Path:
     """The folder of a model: a local one, or a copy of a repository on the Hub. Also the path of a GGUF file."""
     if Path(source).is_dir() or is_gguf(Path(source)):
         return Path(source)
-    if not is_model_name(source):
+    if source.endswith(".gguf") or not is_model_name(source):
         hint = "give a folder with config.json, a .gguf file, or OWNER/NAME on the Hub"
         raise UsageError(f"there is no {'file' if source.endswith('.gguf') else 'folder'} {source}", hint)
     return fetch_model(source, ["config.json", "*.safetensors", "*.safetensors.index.json", *FILES])

@@ -62,9 +62,8 @@ def read_run_config(where: Path) -> RunConfig:
     """The configuration that the run was started with, its relative paths resolved."""
     folder = RunFolder(where)
     if not folder.config.is_file():
-        raise UsageError(
-            f"{where} is neither a run's folder nor a Hugging Face model", "it needs a config.yaml or a config.json"
-        )
+        hint = f"keepstep import {where}" if where.suffix == ".gguf" else "it needs a config.yaml or a config.json"
+        raise UsageError(f"{where} is neither a run's folder nor a Hugging Face model", hint)
     return _resolve_paths(load_config(folder.config).config, where)
 
 

@@ -15,6 +15,7 @@ from keepstep.core.requests import KINDS
 from keepstep.core.units import format_bytes, format_count, format_seconds
 from keepstep.observe.goodput import CAUSES, account
 from keepstep.observe.history import History
+from keepstep.observe.leaderboard import leaderboard
 from keepstep.observe.plot import Curve, png_bytes, text_plot
 from keepstep.observe.run_folder import number, whole
 from keepstep.observe.screen import LISTED_EVENTS, clock, shown
@@ -56,7 +57,9 @@ class Table:
 def tables(history: History, now: float) -> list[Table]:
     """All tables of the report, in reading order; empty ones are left out."""
     made = [_facts(history, now), _plan(history), _goodput(history, now), _requests(history)]
+    scores = leaderboard(history.folder)
     made += [_events(history), _evaluations(history)]
+    made += [Table("Berkeley Function Calling Leaderboard", scores.heads, scores.rows), _samples(history)]
     return [table for table in made if table.rows]
 
 
@@ -134,6 +137,14 @@ def _evaluations(history: History) -> Table:
     names = [name for name in (found[0] if found else {}) if name != "step"]
     rows = [(f"{row['step']:,.0f}", *(shown(row[name], "{:.5g}") for name in names)) for row in found]
     return Table("Evaluations", ("step", *(name.replace("_", " ") for name in names)), rows)
+
+
+def _samples(history: History) -> Table:
+    rows = [
+        (f"{number(line.get('step')):,.0f}", str(line.get("prompt", "")), str(line.get("text", "")))
+        for line in history.newest_samples()
+    ]
+    return Table("Samples", ("step", "prompt", "text"), rows)
 
 
 def curves(history: History) -> list[tuple[str, list[Curve]]]:

@@ -69,6 +69,8 @@ class RunFolder:
     """Step folders of the checkpointer."""
     profile = _Inside("profile")
     """Profiler traces and memory snapshots."""
+    bfcl = _Inside("bfcl")
+    """Answers and scores of `keepstep eval bfcl`."""
     logs = _Inside("logs")
     """Structured logs, one file per role and rank."""
 

@@ -15,6 +15,7 @@ from keepstep.config.values import plain
 from keepstep.observe.columns import Columns, FloatArray, downsample, smooth
 from keepstep.observe.goodput import CAUSES, account
 from keepstep.observe.history import History
+from keepstep.observe.leaderboard import leaderboard
 from keepstep.observe.run_folder import Record, RunFolder, number
 from keepstep.observe.verdict import Verdict, judge, own_seconds
 
@@ -51,6 +52,7 @@ def overview(history: History, now: float) -> dict[str, Any]:
         "sources": history.sources,
         "samples": history.newest_samples(),
         "evaluations": evaluations(history.valid),
+        "leaderboard": asdict(leaderboard(history.folder)),
         "facts": history.facts(),
     }
 

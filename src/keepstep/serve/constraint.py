@@ -110,12 +110,13 @@ class Constraint:
             token = choose(logits_v)
             if token in ends and may_end(self.states):
                 return None
-            if self._accept(token):
+            # A token that ends an answer is no text, not even inside a string.
+            if token not in ends and self._accept(token):
                 return token
             # Drawn again without it: the same as a draw among those that fit.
             logits_v[token] = float("-inf")
         order: list[int] = logits_v.argsort(descending=True).tolist()
-        return next((token for token in order if self._accept(token)), None)
+        return next((token for token in order if token not in ends and self._accept(token)), None)
 
     def _accept(self, token: int) -> bool:
         text = self.texts[token]

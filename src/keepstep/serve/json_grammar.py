@@ -84,6 +84,8 @@ class _InText:
 class _InNumber:
     whole: bool
     phase: str
+    length: int = 1
+    """Characters of this phase so far."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _next(state: State, character: str) -> Iterator[State]:
             yield from _in_text(part, rest, character)
         case _InNumber():
             if phase := _number_phase(part, character):
-                yield (_InNumber(part.whole, phase), *rest)
+                yield (_InNumber(part.whole, phase, part.length + 1 if phase == part.phase else 1), *rest)
             elif part.phase in _COMPLETE:
                 yield from _next(rest, character)
         case _InArray():
@@ -236,6 +238,8 @@ def _in_text(part: _InText, rest: State, character: str) -> Iterator[State]:
 
 
 _COMPLETE = ("zero", "digits", "fraction", "exponent")
+_LONGEST = {"digits": 20, "fraction": 20, "exponent": 2}
+"""Digits of a number's parts, enough for 64 bits: some models would write digits without end."""
 _PHASES: Mapping[str, Iterable[tuple[str, str]]] = {
     "start": (("-", "minus"), ("0", "zero"), ("123456789", "digits")),
     "minus": (("0", "zero"), ("123456789", "digits")),
@@ -252,7 +256,8 @@ _PHASES: Mapping[str, Iterable[tuple[str, str]]] = {
 def _number_phase(part: _InNumber, character: str) -> str:
     """The phase of a number after one more character; empty if it is none of its characters."""
     for characters, phase in _PHASES[part.phase]:
-        if character in characters and not (part.whole and phase in ("point", "e")):
+        is_too_long = phase == part.phase and part.length >= _LONGEST[phase]
+        if character in characters and not is_too_long and not (part.whole and phase in ("point", "e")):
             return phase
     return ""
 

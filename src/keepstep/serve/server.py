@@ -231,9 +231,10 @@ class ChatServer(AccessServer):
     )
 
     def __init__(self, access: Access, model: ChatModel, name: str, most_rows: int) -> None:
-        super().__init__(access)
         self.model, self.name = model, name
+        # First, because server_close() is called where the port cannot be opened.
         self.batcher = Batcher(model.model, most_rows, MOST_WAITING)
+        super().__init__(access)
         self.refused = self.answered = self.prompt_tokens = 0
         self._since = int(time.time())
         self._texts = TokenTexts(model.decode)

@@ -74,6 +74,8 @@ class Evaluation:
             self._recorder.note(f"step {state.clock.step}: stop requested, validation is left for the next start")
             return None
         self._recorder.validated(state.clock.step, result)
+        for prompt, text in objective.samples:
+            self._recorder.sample(state.clock.step, prompt, text)
         return result
 
     def _write_samples(self, state: TrainState) -> None:

@@ -125,5 +125,6 @@ def test_command_writes_a_report_and_says_so(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["data_sha256"] != report["data_sha256"]
     (tmp_path / "corpus.txt").write_text("I was asked to find the area of a triangle with a base of 10 units today.")
     assert main(["data", "check", str(tmp_path / "corpus.txt"), "--against", "bfcl"]) == EXIT_DATA
+    assert "--kept" not in capsys.readouterr().out, "which is for conversations alone"
     assert main(["data", "check", str(tmp_path / "absent.jsonl"), "--against", "bfcl"]) == EXIT_DATA
     assert "absent.jsonl" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from keepstep.cli.main import main
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data.chat.template import BUILT_IN
 from keepstep.data.chat.tokenizer import VOCAB, prepare_tokenizer
+from keepstep.evaluate.bfcl import run as run_module
 from keepstep.evaluate.bfcl.benchmark import CATEGORIES, Question, open_benchmark
 from keepstep.evaluate.bfcl.run import BenchmarkRun, choose_mode
 from keepstep.evaluate.bfcl.scores import score
 from keepstep.evaluate.bfcl.verdict import single_turn_error
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply
+from keepstep.observe.leaderboard import leaderboard
+from keepstep.observe.run_folder import RunFolder
 from tests.evaluate.bfcl.references import reference, written
 from tests.evaluate.test_chat_model import PLAIN, tiny_model
 from tests.patience import PATIENCE_S
@@ -38,7 +41,10 @@ class KnowingModel(ChatModel):
 
     known: dict[str, list[str]] = field(default_factory=dict)
 
-    def answers_that_fit(self, prompts: Sequence[Prompt], *_: Any) -> list[str | None]:
+    def answers_that_fit(
+        self, prompts: Sequence[Prompt], _: Any, batch: int, progress: Callable[[int], None]
+    ) -> list[str | None]:
+        progress(len(prompts))
         return [self._answer(prompt) for prompt in prompts]
 
     def converse(self, prompts: Sequence[Prompt], reply: Reply, *_: Any) -> None:
@@ -125,6 +131,20 @@ def test_question_that_does_not_fit_is_wrong_in_every_category(tmp_path: Path) -
     assert [line["error"] for line in lines] == ["context_length"] * 4 + ["multi_turn:force_terminated"] * 2
 
 
+def test_progress_is_shown_before_a_group_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of single questions and of conversations, whose last group may take hours."""
+    pytest.importorskip("mpmath")
+    monkeypatch.setattr(run_module, "_SHOW_EVERY_S", 0.0)
+    benchmark, path = open_benchmark(), tmp_path / "answers.jsonl"
+    questions, shown = benchmark.questions(["simple_python", "multi_turn_base"], 2), list[str]()
+    knows = knowing(tmp_path, questions)
+    BenchmarkRun(knows, benchmark, "prompt", 2, 8, shown.append).ask(questions, path)
+    assert "simple_python: 2 of the next 2, not yet on disk" in shown
+    counts = [line for line in shown if line.startswith("multi_turn_base") and "next" in line]
+    assert counts[0] == "multi_turn_base: 0 of the next 2, not yet on disk"
+    assert counts[-1] == "multi_turn_base: 2 of the next 2, not yet on disk"
+
+
 def test_answers_of_another_model_are_not_continued(tmp_path: Path) -> None:
     benchmark, path = open_benchmark(), tmp_path / "answers.jsonl"
     questions = benchmark.questions(["irrelevance"], 3)
@@ -133,7 +153,7 @@ def test_answers_of_another_model_are_not_continued(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert first.ask(questions, path) == lines
     assert path.read_bytes() == before
-    with pytest.raises(UsageError, match="other weights"):
+    with pytest.raises(UsageError, match=r"of max_new_tokens = 8, not 9$"):
         replace(first, max_new_tokens=9).ask(questions, path)
     assert isinstance(first.model, ChatModel)
     torch.nn.init.zeros_(next(first.model.model.parameters()))
@@ -195,6 +215,16 @@ def test_killed_run_continues_where_it_was(folder: Path, tmp_path: Path, capsys:
     assert shown["categories"]["simple_python"]["count"] == 20
     assert shown["live_ast"] is None
     assert "live_irrelevance" in table
+
+
+def test_command_leaves_its_scores_for_the_page_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--categories", "irrelevance", "--limit", "2", "--max-new-tokens", "2"]
+    assert main(["eval", "bfcl", str(folder), *asked, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "bfcl" / "step-0-native.json").read_text()) == shown
+    (score, questions) = leaderboard(RunFolder(folder)).rows
+    assert score == ["· irrelevance", f"{shown['categories']['irrelevance']['accuracy']:.2%}"]
+    assert questions == ["questions", "2"]
 
 
 def test_command_tells_what_is_missing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def add_actions(actions: Actions) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Print what the data and the benchmark have in common; exit code 4 if that is anything."""
+    from keepstep.data.chat.files import holds_conversations
     from keepstep.evaluate.bfcl.benchmark import open_benchmark
     from keepstep.evaluate.bfcl.contamination import BenchmarkIndex, check_contamination
 
@@ -86,12 +87,13 @@ def _check(args: argparse.Namespace) -> int:
             print("  {row}  {kind} by {by}: {text!r} is in {benchmark_id}".format(**match))
         if report["rejected_rows"]:
             print(f"rejected  {report['rejected_rows']:,} rows that training rejects, too")
-        data = shlex.quote(str(args.kept or args.path))
-        print(
-            "next: add --kept CLEAN.jsonl, which gets the other rows"
-            if report["contaminated_rows"] and not args.kept
-            else f"next: keepstep finetune --from MODEL --data {data}"
-        )
+        data, is_chat = shlex.quote(str(args.kept or args.path)), holds_conversations(args.path, args.field)
+        build = f"keepstep data build {data} --out TOKENS --tokenizer TOKENIZER"
+        following = f"keepstep finetune --from MODEL --data {data}" if is_chat else build
+        if report["contaminated_rows"] and not args.kept:
+            kept = "add --kept CLEAN.jsonl, which gets the other rows"
+            following = kept if is_chat else "remove these documents, and check again"
+        print(f"next: {following}")
     return EXIT_DATA if report["contaminated_rows"] else EXIT_DONE
 
 

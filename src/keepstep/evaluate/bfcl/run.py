@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from keepstep.evaluate.bfcl.verdict import TOO_LONG, decoded_steps, multi_turn_e
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply, Sampling
 
 _PROBE = "probed_function"
+_SHOW_EVERY_S = 10.0
 
 
 class AskedModel(Protocol):
@@ -30,7 +32,9 @@ class AskedModel(Protocol):
     def identity(self) -> dict[str, Any]:
         """What answers depend on."""
 
-    def answers_that_fit(self, prompts: Sequence[Prompt], sampling: Sampling, batch: int) -> list[str | None]:
+    def answers_that_fit(
+        self, prompts: Sequence[Prompt], sampling: Sampling, batch: int, progress: Callable[[int], None]
+    ) -> list[str | None]:
         """The answers, and None for each prompt that leaves no room for one."""
 
     def converse(self, prompts: Sequence[Prompt], reply: Reply, sampling: Sampling, batch: int) -> None:
@@ -73,7 +77,7 @@ class BenchmarkRun:
         """Lines, group by group. A group has the same questions after a resume, so that answers round alike."""
         for asked in self._groups(questions, done):
             prompts = [self._first_prompt(question) for question in asked]
-            texts = self.model.answers_that_fit(prompts, self._sampling, self.batch)
+            texts = self.model.answers_that_fit(prompts, self._sampling, self.batch, self._shown_at_times(asked))
             errors = [
                 TOO_LONG if text is None else single_turn_error(question, text, self.mode)
                 for question, text in zip(asked, texts, strict=True)
@@ -93,9 +97,12 @@ class BenchmarkRun:
 
     def _hold(self, conversations: Sequence[_Conversation]) -> None:
         prompts = [conversation.prompt() for conversation in conversations]
+        show = self._shown_at_times([conversation.question for conversation in conversations])
 
         def reply(number: int, text: str | None) -> Prompt | None:
-            return conversations[number].take(text)
+            following = conversations[number].take(text)
+            show(sum(conversation.ended for conversation in conversations))
+            return following
 
         self.model.converse(prompts, reply, self._sampling, self.batch)
 
@@ -108,6 +115,18 @@ class BenchmarkRun:
         ordered = sorted(questions, key=lambda question: len(json.dumps([question.turns, question.functions])))
         groups = (ordered[start : start + size] for start in range(0, len(ordered), size))
         return (group for group in groups if any(question.id not in done for question in group))
+
+    def _shown_at_times(self, asked: Sequence[Question]) -> Callable[[int], None]:
+        """Shows how many of a group are answered, every few seconds: all of them may take an hour."""
+        last = time.monotonic()
+
+        def show(count: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SHOW_EVERY_S:
+                last = time.monotonic()
+                self.progress(f"{asked[0].category}: {count} of the next {len(asked)}, not yet on disk")
+
+        return show
 
     def _conversation_line(self, conversation: _Conversation) -> dict[str, Any]:
         turns = [decoded_steps(texts, self.mode) for texts in conversation.answers]
@@ -136,7 +155,7 @@ class _Conversation:
         first = run._first_prompt(question)
         self._messages: list[Message] = list(first.messages)
         self._tools = first.tools
-        self._ended = False
+        self.ended = False
 
     def prompt(self) -> Prompt:
         return Prompt(self._messages, self._tools)
@@ -147,7 +166,7 @@ class _Conversation:
             self._force_end()
         else:
             self._continue(text)
-        return None if self._ended else self.prompt()
+        return None if self.ended else self.prompt()
 
     def _continue(self, text: str) -> None:
         """Run the answer's calls, and show their results to the model; without calls, the user's next turn follows."""
@@ -176,11 +195,11 @@ class _Conversation:
             {"role": "tool", "name": name, "content": result} for name, result in zip(names, results, strict=True)
         ]
         # In the last turn, such a conversation is still judged, as on the leaderboard.
-        self._ended = len(self.answers[-1]) > self._run.benchmark.most_steps
+        self.ended = len(self.answers[-1]) > self._run.benchmark.most_steps
 
     def _next_turn(self) -> None:
         if len(self.answers) == len(self.question.turns):
-            self._ended = True
+            self.ended = True
             return
         self._messages += self.question.turns[len(self.answers)]
         self.answers.append([])
@@ -188,7 +207,7 @@ class _Conversation:
     def _force_end(self) -> None:
         """A conversation that cannot reach its end is wrong: it has fewer turns than the question."""
         self.answers = self.answers[: len(self.question.turns) - 1]
-        self._ended = True
+        self.ended = True
 
 
 def choose_mode(model: AskedModel) -> Mode:
@@ -244,7 +263,16 @@ def _open_lines(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any
         raise DataError(f"{path} is not a file of BFCL answers: {error}", "name another file with --answers") from None
     if first != identity:
         raise UsageError(
-            f"{path} holds answers of other weights, another template or another mode",
-            "delete it, or name another file with --answers",
+            f"{path} holds answers of {_difference(first, identity)}",
+            "ask as before, delete the file, or name another one with --answers",
         )
     return done
+
+
+def _difference(first: Any, identity: dict[str, Any]) -> str:
+    """In what a file's first line is not this evaluation's."""
+    stored = first if isinstance(first, dict) else {}
+    keys = [key for key in identity if stored.get(key) != identity[key]]
+    words = {"weights": "other weights", "template": "another chat template"}
+    found = [words.get(key, f"{key} = {stored.get(key)}, not {identity[key]}") for key in keys]
+    return " and ".join(found) or "another evaluation"

@@ -26,6 +26,8 @@ class Objective:
     sum_count = 0
     """Sums that the metrics are computed from."""
     best_is = "lowest validation loss"
+    samples: Sequence[tuple[str, str]] = ()
+    """Prompts and answers of the last micro batch, where the model wrote any."""
     prepares = False
     """Whether a step starts with work for all of its micro batches."""
 

@@ -32,6 +32,9 @@ from keepstep.train.objectives.tasks import PromptTasks
 EPSILON = 1e-4
 """Added to the deviation of a group's rewards, as TRL does: a group without a difference has no signal."""
 
+_SAMPLES = 4
+"""Answers of a validation that are shown."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -83,6 +86,15 @@ def kl_estimates(log_probabilities_bt: Tensor, reference_bt: Tensor) -> Tensor:
     return torch.exp(difference_bt) - difference_bt - 1
 
 
+def _samples(answers: Sequence[Answered], rewards: Sequence[float], group: int) -> list[tuple[str, str]]:
+    """The first answer to each of a few prompts, with its reward."""
+    shown = list(zip(answers, rewards, strict=True))[::group][:_SAMPLES]
+    return [
+        (f"{answer.prompted.messages[-1]['content']}\n", f"{answer.text}\nreward {reward:.4g}")
+        for answer, reward in shown
+    ]
+
+
 class PolicyObjective(Objective):
     """The mean loss of answers that the policy writes itself."""
 
@@ -121,6 +133,7 @@ class PolicyObjective(Objective):
         rewards_bn = torch.tensor(
             [[reward(answer) for reward in self._rewards] for answer in answers], dtype=torch.float64
         )
+        self.samples = _samples(answers, (rewards_bn @ self._weights).tolist(), self._config.num_generations)
         return self._learn(call, [prompted.tokens for prompted in prompts], rollouts, rewards_bn, batch.first_sample)
 
     def prepare(self, batches: Sequence[Batch]) -> None:

@@ -81,7 +81,7 @@ async function loadView() {
   if (asked !== known.change) return;
   known.view = answer.run; known.version = answer.version;
   if (answer.series) { known.series = answer.series; drawCharts(); }
-  for (const draw of [drawVerdict, drawFigures, drawTimeline, drawGoodput, drawEvents, drawRanks, drawEvaluations, drawData, drawSamples]) draw(answer.run);
+  for (const draw of [drawVerdict, drawFigures, drawTimeline, drawGoodput, drawEvents, drawRanks, drawEvaluations, drawData, drawLeaderboard, drawSamples]) draw(answer.run);
   if (known.config !== state.run + "/" + byId("against").value) await loadConfig();
   if (byId("logs-open").open && known.logs !== state.run) await loadLogs();
   document.body.dataset.ready = "yes";

@@ -104,6 +104,12 @@ function drawData(run) {
   byId("data").replaceChildren(...bars, el("p", { class: "muted", text: `position ${whole(now.samples)} samples, ${count(now.tokens)} tokens` }));
 }
 
+function drawLeaderboard(run) {
+  const { heads, rows } = run.leaderboard;
+  byId("leaderboard-card").hidden = !rows.length;
+  byId("leaderboard").replaceChildren(el("table", {}, table(heads.map((text, at) => ({ text, n: at ? 1 : 0 })), rows)));
+}
+
 function drawSamples(run) {
   byId("samples-card").hidden = !run.samples.length;
   byId("samples").replaceChildren(...run.samples.map((sample) => el("div", { class: "sample" }, el("small", { text: "step " + whole(sample.step) }), el("pre", {}, el("span", { class: "prompt", text: String(sample.prompt ?? "") }), el("span", { text: String(sample.text ?? "") })))));

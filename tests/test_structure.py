@@ -22,7 +22,7 @@ before replicas that outlive each other, 59,500 before frozen weights in fp8 and
 65,000 before feed-forwards in chunks, 65,400 before literals of Java and JavaScript in generated calls, 65,700 before
 kernels that write fp8 directly, gradients of experts and of the head in fp8, and GRPO's choice of prompts, and 67,000
 before fp8 kernels that write both copies, rope inside the projection for heads of 128, a `--tune` that keeps what it
-has, plans of given weights, attention in heads of 96, the leaderboard and rewarded answers on the page and in the report.
+has, plans of given weights, attention in heads of 96, and the leaderboard and rewarded answers on the page.
 """
 
 

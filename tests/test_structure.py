@@ -11,7 +11,7 @@ import pytest
 
 from tests.doc_blocks import ROOT
 
-MOST_LINES = 67_500
+MOST_LINES = 67_650
 """Python lines in src. Delete before you add; raise this on purpose, not by accident.
 
 It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion, priced requests, `serve`, GGUF
@@ -20,9 +20,10 @@ before replicas that outlive each other, 59,500 before frozen weights in fp8 and
 --tune`, kernels for experts and survivors on several nodes, 62,400 before attention kernels for packed documents, and
 63,800 before activation offloading, snapshots in memory for any layout and JSON schemas that are enforced or refused,
 65,000 before feed-forwards in chunks, 65,400 before literals of Java and JavaScript in generated calls, 65,700 before
-kernels that write fp8 directly, gradients of experts and of the head in fp8, and GRPO's choice of prompts, and 67,000
+kernels that write fp8 directly, gradients of experts and of the head in fp8, and GRPO's choice of prompts, 67,000
 before fp8 kernels that write both copies, rope inside the projection for heads of 128, a `--tune` that keeps what it
-has, plans of given weights, attention in heads of 96, and the leaderboard and rewarded answers on the page.
+has, plans of given weights, attention in heads of 96, the leaderboard and rewarded answers on the page, and
+`microbatch: auto`.
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from keepstep.config.fields import all_fields, value_at
+from keepstep.config.fields import all_fields, shown_at, value_at
 from keepstep.config.rules import Rule, experts, model, parallel, run
 from keepstep.config.rules.parallel import flash_needs_bounds
 from keepstep.config.schema import ModelConfig, RunConfig
@@ -40,7 +40,7 @@ def broken_rules(config: RunConfig) -> Iterator[Broken]:
         found = None if out_of_range.intersection(rule.fields) else rule.find(config)
         if found is not None:
             needs, hint = found
-            yield Broken(rule.fields, invalid_value(rule.fields[0], value_at(config, rule.fields[0]), needs), hint)
+            yield Broken(rule.fields, invalid_value(rule.fields[0], shown_at(config, rule.fields[0]), needs), hint)
 
 
 def check_shape(shape: ModelConfig) -> None:

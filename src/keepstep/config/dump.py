@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from keepstep import __version__
-from keepstep.config.fields import all_fields, all_sections, value_at
+from keepstep.config.fields import all_fields, all_sections, shown_at, value_at
 from keepstep.config.hf_config import is_model_file
 from keepstep.config.load import LoadedConfig
 from keepstep.config.parse import read_scalar
@@ -53,7 +53,7 @@ def show_config(loaded: LoadedConfig, changed_only: bool = False) -> str:
 def show_as_json(loaded: LoadedConfig, changed_only: bool = False) -> dict[str, Any]:
     """Each dotted field with its value and origin; `changed_only` leaves out defaults."""
     return {
-        path: {"value": plain_value(value_at(loaded.config, path)), "origin": str(loaded.origins[path])}
+        path: {"value": plain_value(shown_at(loaded.config, path)), "origin": str(loaded.origins[path])}
         for path in all_fields()
         if not changed_only or loaded.origins[path].kind != "default"
     }
@@ -68,7 +68,7 @@ def _yaml_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
             opened = section
             outer, _, last = section.rpartition(".")
             yield f"{_indent(outer)}{last}:", section
-        yield f"{_indent(section)}{name}: {written(value_at(config, path))}", path
+        yield f"{_indent(section)}{name}: {written(shown_at(config, path))}", path
 
 
 def _indent(section: str) -> str:

@@ -109,6 +109,11 @@ def value_at(config: Any, path: str) -> Any:
     return attrgetter(path)(config)
 
 
+def shown_at(config: Any, path: str) -> Any:
+    """The value of a dotted path as a user writes it: `auto` where a number stands for that."""
+    return (all_fields()[path].range or Range()).shown(value_at(config, path))
+
+
 def type_name(kind: Any) -> str:
     """The type as the reference page writes it."""
     if allows_none(kind):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from math import prod
 
+from keepstep.config.check import RULES
 from keepstep.config.rules import around, divisors, multiples_around
 from keepstep.config.schema import ParallelConfig, RunConfig
 from keepstep.core.errors import ConfigError
@@ -68,6 +70,8 @@ class Layout:
 
 def check_layout(config: RunConfig, world_size: int) -> Layout:
     """How this many processes share the run. Raises a ConfigError where they cannot."""
+    if not config.microbatch:
+        return check_layout(replace(config, microbatch=microbatch_choices(config, world_size)[0]), world_size)
     layout = resolve_layout(config.parallel, world_size)
     if config.replica_size > 1:
         # Any number of replicas works. Each takes one micro batch for every process of it at a time.
@@ -79,6 +83,25 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     _check_experts(config, layout)
     check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
     return layout
+
+
+def microbatch_choices(config: RunConfig, world_size: int) -> list[int]:
+    """Rows per forward pass that obey all rules on this many processes, in order, whatever the configuration has.
+
+    Raises a ConfigError where there is none.
+    """
+    rules = [rule for rule in RULES if "microbatch" in rule.fields]
+    given = [replace(config, microbatch=rows) for rows in divisors(config.global_batch)]
+    given = [each for each in given if not any(rule.find(each) for rule in rules)]
+    found: list[int] = []
+    for each in given:
+        with suppress(ConfigError):
+            check_layout(each, world_size)
+            found.append(each.microbatch)
+    if not found:
+        # Its error says which numbers would divide.
+        check_layout(next(iter(given), replace(config, microbatch=config.rl.num_generations)), world_size)
+    return found
 
 
 def _check_experts(config: RunConfig, layout: Layout) -> None:

@@ -21,6 +21,8 @@ class Range:
     below: float | None = None
     or_equal: float | None = None
     """One value outside the bounds that is allowed as well, for example -1 for "choose for me"."""
+    word: str = ""
+    """What users write and see in place of `or_equal`: `auto`."""
     limit: int | None = None
     """An upper bound far above any use, named only where it is broken: what is computed from the number (divisors,
     layers, bytes) ends in time."""
@@ -55,7 +57,15 @@ class Range:
             for word, bound in words.items()
             if bound is not None
         )
-        return bounds + (f", or {self.or_equal:.17g}" if self.or_equal is not None else "")
+        return bounds + (f", or {self.word or f'{self.or_equal:.17g}'}" if self.or_equal is not None else "")
+
+    def read(self, value: Any) -> Any:
+        """The number that a word stands for; other values unchanged."""
+        return self.or_equal if self.word and value == self.word else value
+
+    def shown(self, value: Any) -> Any:
+        """The word that users write for a number; other values unchanged."""
+        return self.word if self.word and value == self.or_equal else value
 
     def json_schema(self) -> dict[str, float]:
         """The bounds as keywords of JSON Schema."""
@@ -64,6 +74,7 @@ class Range:
         return {word: bound for word, bound in words.items() if bound is not None}
 
 
+PositiveIntOrAuto = Annotated[int, Range(above=0, or_equal=0, word="auto", limit=10**12)]
 PositiveInt = Annotated[int, Range(above=0, limit=10**12)]
 NonNegativeInt = Annotated[int, Range(min=0, limit=10**12)]
 ModelSize = Annotated[int, Range(above=0, limit=2**24)]

@@ -140,6 +140,6 @@ def _plain_kind(path: str, kind: Any) -> dict[str, Any]:
     if kind in (int, float):
         bounds = all_fields()[path].range or Range()
         schema = {"type": "integer" if kind is int else "number", **bounds.json_schema()}
-        return schema if bounds.or_equal is None else {"anyOf": [schema, {"const": bounds.or_equal}]}
+        return schema if bounds.or_equal is None else {"anyOf": [schema, {"const": bounds.shown(bounds.or_equal)}]}
     # The loader reads a bare `125` or `true` as text where a text is expected.
     return {"type": "boolean"} if kind is bool else {"type": ["string", "number", "boolean"]}

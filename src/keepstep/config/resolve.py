@@ -18,6 +18,7 @@ from keepstep.config.hf_config import find_model_file
 from keepstep.config.hints import hint_for
 from keepstep.config.parse import COMMAND_LINE, Node, Problems
 from keepstep.config.presets import ALIASES, PRESETS, preset_fields
+from keepstep.config.ranges import Range
 from keepstep.config.schema import RENAMED
 from keepstep.config.values import Misfit, convert
 from keepstep.core.errors import KeepstepError
@@ -86,12 +87,14 @@ class Resolver:
         node = self.given.get(field.path)
         if node is None:
             return self._not_given(field)
-        value = self._expand(node)
+        bounds = field.range or Range()
+        value = bounds.read(self._expand(node))
         self.origins[field.path] = _origin(node)
         try:
             result = convert(field.type, value, node.text if value == node.value else "")
         except Misfit as misfit:
-            self.problems.add(node.place, invalid_value(field.path, value, misfit.rule), misfit.hint)
+            rule = f"{misfit.rule}, or {bounds.word}" if bounds.word else misfit.rule
+            self.problems.add(node.place, invalid_value(field.path, value, rule), misfit.hint)
             raise Unusable from None
         return self._known_preset(result, node) if field.path == "model.preset" else result
 

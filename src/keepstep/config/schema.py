@@ -22,6 +22,7 @@ from keepstep.config.ranges import (
     PositiveDuration,
     PositiveFloat,
     PositiveInt,
+    PositiveIntOrAuto,
     Range,
 )
 from keepstep.core.units import ByteSize, Duration
@@ -734,8 +735,9 @@ class RunConfig:
     """Length of the run. A time (`2h`) needs `schedule.name: constant`."""
     global_batch: PositiveInt = 256
     """Rows per optimizer step over all processes. Gradient accumulation follows from it."""
-    microbatch: PositiveInt = 8
-    """Rows per forward pass of one process."""
+    microbatch: PositiveIntOrAuto = 8
+    """Rows per forward pass of one process. auto: as many as the plan says is fastest among those that fit into the
+    GPU's memory, at most 8 on CPUs. A run keeps the number that it started with."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """auto is bf16 on GPUs that support it, otherwise fp32. fp8 is bf16 with fp8 matmuls inside the blocks and for
     the gradients of the output head. Master weights and optimizer state are always fp32."""

@@ -144,7 +144,8 @@ def _with_choice(request: RunRequest, profile: AnyProfile) -> tuple[RunConfig, t
     chosen: tuple[str, ...] = ()
     if cluster is not None:
         plan = _planned(config, open_fields, cluster)
-        config, chosen = plan.config, plan.chosen
+        if plan.chosen:  # else the run itself chooses what is `auto`
+            config, chosen = plan.config, plan.chosen
     if not _suits(config, world_sizes):
         batch = choose_batch(config, open_fields, world_sizes)
         if batch is not None:  # else _check_layout raises the error with its remedy

@@ -10,20 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from keepstep.config.layout import microbatch_choices
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import PreflightError
-from keepstep.plan.cluster import GIB, Cluster, Machine, cluster_from
+from keepstep.plan.calibrate import calibrate, shipped_runs
+from keepstep.plan.cluster import CPU, GIB, Cluster, Machine, cluster_from
 from keepstep.plan.goodput import saved_bytes
 from keepstep.plan.memory import moment_bytes, offloaded_bytes, plan_memory
-from keepstep.plan.search import recompute_modes, remedies
-from keepstep.plan.speed import UNCALIBRATED
+from keepstep.plan.search import MARGIN, recompute_modes, remedies, settled_work
+from keepstep.plan.speed import UNCALIBRATED, Factors, plan_speed
 from keepstep.plan.tensors import FP32, block_matrices, stage_parameters
-from keepstep.plan.workload import Workload, workload_of
+from keepstep.plan.workload import Precision, Workload, workload_of
 
 TOLERANCE = 0.03
 """An estimate may be wrong by this much: a run that exceeds its memory by less starts, with a warning."""
 PIPELINE_TOLERANCE = 0.15
 """The same for pipeline schedules other than 1f1b, whose peak the formula overestimates."""
+ENOUGH_SPEED = 0.99
+"""`microbatch: auto` treats layouts that reach this share of the best speed as equally fast."""
+ENOUGH_TOKENS = 16384
+"""Among those it takes the fewest rows with this many tokens: with fewer, kernels may be too short for a GPU, which the
+plan does not count. An assumption, not a measurement."""
+CPU_ROWS = 8
+"""The most rows of a forward pass that `microbatch: auto` chooses on CPUs."""
 GPU_PROCESS_BYTES = 2 * GIB
 """Host memory of a process that uses a GPU: Python, torch and the CUDA context."""
 CPU_PROCESS_BYTES = GIB // 2
@@ -157,6 +166,47 @@ def _host_remedies(config: RunConfig, machine: HostMachine) -> Iterator[str]:
         yield "lora.rank=16"
     if config.parallel.offload or config.compute.offload_activations or not machine.gpu:
         yield f"{machines_for_host(_host_of(config, machine), 1)} machines like this one"
+
+
+def choose_microbatch(
+    config: RunConfig, world_size: int, cluster: Cluster, factors: Factors, precision: Precision
+) -> Workload:
+    """The step of `config`; of `microbatch: auto` with as many rows as make it fastest among those that fit.
+
+    A CPU's speed is not planned well enough for that: there it is the most rows that fit, at most `CPU_ROWS`.
+    """
+    on_cpu = cluster.gpu.name == CPU
+    fitting: list[Workload] = []
+    for rows in [config.microbatch] if config.microbatch else microbatch_choices(config, world_size):
+        work = settled_work(replace(config, microbatch=rows), world_size, cluster, factors, precision)
+        # Elastic runs and survivors may have fewer micro batches than processes, of which some would then do nothing.
+        too_many = rows * work.degrees.data_ranks > work.global_batch or (on_cpu and rows > CPU_ROWS)
+        # Memory grows with the rows. Where nothing fits, whoever checks memory says so of the fewest.
+        if fitting and (too_many or not _fits_with_margin(config, work, cluster)):
+            break
+        fitting.append(work)
+    if on_cpu:
+        return fitting[-1]
+    speeds = [plan_speed(work, cluster, factors).tokens_per_s for work in fitting]
+    fast = [work for work, speed in zip(fitting, speeds, strict=True) if speed >= ENOUGH_SPEED * max(speeds)]
+    return next((work for work in fast if work.tokens_per_microbatch >= ENOUGH_TOKENS), fast[-1])
+
+
+def _fits_with_margin(config: RunConfig, work: Workload, cluster: Cluster) -> bool:
+    if work.offload_activations and not plan_host(work, cluster, saved_bytes(config, work)).fits:
+        return False
+    return plan_memory(work).needed <= (1 - MARGIN) * work.device_bytes
+
+
+def microbatch_on(config: RunConfig, machine: Machine, host_bytes: int = 0) -> tuple[Workload, float]:
+    """`choose_microbatch` on the machine that a run has started on, and the planned seconds of its step.
+
+    `host_bytes` is the machine's free host memory, which activations may be moved to; 0 where it does not say.
+    """
+    cluster = replace(cluster_from(machine), host_memory_gib=host_bytes / GIB)
+    factors = calibrate(shipped_runs(), cluster)
+    work = choose_microbatch(config, machine.processes, cluster, factors, machine.precision)
+    return work, plan_speed(work, cluster, factors).step.total_s
 
 
 def check_device_memory(config: RunConfig, machine: Machine) -> Iterator[str]:

@@ -52,6 +52,7 @@ def not_given(loaded: LoadedConfig) -> frozenset[str]:
     open_fields = {name for name in _OPEN if origins[name].kind == "default"}
     open_fields |= {f"parallel.{axis}" for axis in _SHARES if getattr(config.parallel, axis) == -1}
     is_new = (config.global_batch, config.microbatch) == NEW_RUN_BATCH
+    open_fields |= set() if config.microbatch else {"microbatch"}
     return frozenset(open_fields.union(_BATCH if is_new and all(origins[n].kind == "file" for n in _BATCH) else ()))
 
 
@@ -223,7 +224,7 @@ def choose_batch(config: RunConfig, open_fields: frozenset[str], world_sizes: Se
     rows = [each for each in _MICROBATCHES if each <= config.microbatch] if "microbatch" in open_fields else []
     found: list[tuple[int, int]] = []
     for microbatch in rows or [config.microbatch]:
-        unit = lcm(*(microbatch * each.data_ranks * each.pipeline for each in layouts))
+        unit = lcm(*((microbatch or 1) * each.data_ranks * each.pipeline for each in layouts))
         found.append((-(-config.global_batch // unit) * unit, -microbatch))
     batch, microbatch = min(found)
     chosen = replace(config, global_batch=batch, microbatch=-microbatch)

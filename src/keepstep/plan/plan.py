@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from keepstep.config.schema import RunConfig
 from keepstep.core.units import Duration, Pace
 from keepstep.plan.calibrate import calibrate, shipped_runs
-from keepstep.plan.capacity import HostPlan, plan_host
+from keepstep.plan.capacity import HostPlan, choose_microbatch, plan_host
 from keepstep.plan.cluster import GIB, Cluster, Machine, cluster_from
 from keepstep.plan.goodput import (
     GoodputPlan,
@@ -21,10 +21,10 @@ from keepstep.plan.goodput import (
     saved_bytes,
 )
 from keepstep.plan.memory import MemoryPlan, plan_memory
-from keepstep.plan.search import Remedy, choose_recompute, remedies
+from keepstep.plan.search import Remedy, remedies
 from keepstep.plan.speed import UNCALIBRATED, Factors, SpeedPlan, plan_speed
 from keepstep.plan.survival import Replica, SurvivalPlan, plan_scales
-from keepstep.plan.workload import RECOMPUTE, Precision, Recompute, Workload, workload_of
+from keepstep.plan.workload import RECOMPUTE, Precision, Recompute, Workload
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Plan:
     assumptions: Assumptions
     chosen: tuple[str, ...] = ()
     """Overrides that nobody gave: the run needs them on this cluster."""
+    chose_microbatch: bool = False
+    """Whether the configuration has `microbatch: auto`; `config` has the number."""
 
     @property
     def fits(self) -> bool:
@@ -117,9 +119,7 @@ class Plan:
 
 def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, precision: Precision = "bf16") -> Plan:
     """Plan a run on all GPUs of a cluster; a ConfigError where its degrees do not multiply to their number."""
-    work = workload_of(config, cluster.gpus, precision, int(cluster.gpu.memory_gib * GIB))
-    if config.compute.recompute == "auto":
-        work = choose_recompute(work, cluster, assumptions.factors)
+    work = choose_microbatch(config, cluster.gpus, cluster, assumptions.factors, precision)
     memory = plan_memory(work)
     speed = plan_speed(work, cluster, assumptions.factors)
     fits = memory.needed <= cluster.gpu.memory_gib * GIB
@@ -128,7 +128,7 @@ def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, pre
     if not recovery.lag_s:
         recovery = replace(recovery, lag_s=_lag_s(storage))
     return Plan(
-        config=config,
+        config=replace(config, microbatch=work.microbatch),
         cluster=cluster,
         work=work,
         memory=memory,
@@ -142,6 +142,7 @@ def make_plan(config: RunConfig, cluster: Cluster, assumptions: Assumptions, pre
             cluster.failures_per_gpu_hour, cluster.gpus, recovery, _save_interval_s(config, work, speed)
         ),
         assumptions=replace(assumptions, recovery=recovery),
+        chose_microbatch=not config.microbatch,
     )
 
 

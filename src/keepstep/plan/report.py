@@ -144,8 +144,9 @@ def _run(plan: Plan) -> Iterator[str]:
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} {cluster.gpu.name}"
     yield f"cluster   {cluster.name}: {machines}{f' ({cluster.sku})' if cluster.sku else ''}"
+    auto = " (auto)" if plan.chose_microbatch else ""
     yield (
-        f"layout    {work.degrees.text()}; {work.microbatches} micro batches of {work.microbatch} per process, "
+        f"layout    {work.degrees.text()}; {work.microbatches} micro batches of {work.microbatch}{auto} per process, "
         f"{format_count(work.tokens_per_step)} tokens per step"
     )
     if plan.chosen:

@@ -36,11 +36,18 @@ _Change = tuple[str, dict[str, object]]
 
 def recompute_modes(config: RunConfig, machine: Machine) -> tuple[Recompute, ...]:
     """What each block recomputes on this machine."""
-    work = workload_of(config, machine.processes, machine.precision, machine.memory_bytes)
-    if config.compute.recompute == "auto":
-        cluster = cluster_from(machine)
-        work = choose_recompute(work, cluster, calibrate(shipped_runs(), cluster))
-    return work.modes
+    if config.compute.recompute != "auto":
+        return workload_of(config, machine.processes, machine.precision, machine.memory_bytes).modes
+    cluster = cluster_from(machine)
+    return settled_work(config, machine.processes, cluster, calibrate(shipped_runs(), cluster), machine.precision).modes
+
+
+def settled_work(
+    config: RunConfig, world_size: int, cluster: Cluster, factors: Factors, precision: Precision
+) -> Workload:
+    """The step of `config` on devices of this cluster, with what its blocks recompute there."""
+    work = workload_of(config, world_size, precision, int(cluster.gpu.memory_gib * GIB))
+    return choose_recompute(work, cluster, factors) if config.compute.recompute == "auto" else work
 
 
 def choose_recompute(work: Workload, cluster: Cluster, factors: Factors = UNCALIBRATED) -> Workload:

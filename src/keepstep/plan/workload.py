@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from keepstep.config.check import RULES
-from keepstep.config.layout import Layout, check_layout
+from keepstep.config.layout import Layout, check_layout, microbatch_choices
 from keepstep.config.schema import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from keepstep.core.errors import ConfigError
 
@@ -164,7 +164,7 @@ def workload_of(
 ) -> Workload:
     """The step of `config` on `world_size` processes; `precision` is used where the config has `auto`.
 
-    Where the config leaves recomputation to the device's memory, none is assumed.
+    Where the config leaves recomputation or the rows of a micro batch to the device's memory, the least is assumed.
     """
     if config.precision != "auto":
         # Under adapters fp8 is the format of frozen weights; all else is as in bf16.
@@ -173,7 +173,7 @@ def workload_of(
         model=config.model,
         degrees=check_layout(config, world_size),
         global_batch=config.global_batch,
-        microbatch=config.microbatch,
+        microbatch=config.microbatch or microbatch_choices(config, world_size)[0],
         precision=precision,
         recompute="none" if config.compute.recompute == "auto" else config.compute.recompute,
         keep_gathered=config.parallel.keep_gathered,

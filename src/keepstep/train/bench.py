@@ -13,13 +13,21 @@ import torch
 from keepstep.config.layout import check_layout
 from keepstep.config.schema import RunConfig
 from keepstep.core.ranks import from_environment
+from keepstep.core.verbosity import progress
 from keepstep.data.batch import Batch, SyntheticRows
 from keepstep.data.loader import Loader
 from keepstep.models.size import flops_per_token, parameter_count
 from keepstep.parallel.mesh import build_mesh
 from keepstep.parallel.world import choose_device, joined_world, share_cores
 from keepstep.train.build import build_learner
-from keepstep.train.device import chosen_kernels, compute_dtype, device_name, known_peak_flops, peak_memory_gib
+from keepstep.train.device import (
+    chosen_kernels,
+    compute_dtype,
+    device_name,
+    known_peak_flops,
+    peak_memory_gib,
+    settle_microbatch,
+)
 from keepstep.train.telemetry.async_metrics import AsyncMetrics
 
 _KINDS = (
@@ -68,6 +76,9 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
     threads = config.compute.threads or int(config.reproducible == "elastic")
     share_cores(threads, ranks.local_world_size)
     with chosen_kernels(config), joined_world(ranks, device):
+        config, line = settle_microbatch(config)
+        if line and ranks.is_first:
+            progress(line)
         dtype = compute_dtype(config.precision, device)
         mesh = build_mesh(layout, device.type)
         train_step = build_learner(config, mesh, device).step

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from keepstep.checkpoint.in_memory.snapshots import newest_snapshot
 from keepstep.checkpoint.protocol.lease import Leases, this_process
-from keepstep.config.layout import check_layout
+from keepstep.config.layout import check_layout, microbatch_choices
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError
 from keepstep.core.ranks import Ranks, from_environment
@@ -23,7 +23,7 @@ from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.resilience.survivors.device_exchange import nccl_group
 from keepstep.resilience.survivors.replica import Replica
 from keepstep.resilience.survivors.siblings import Siblings
-from keepstep.train.device import check_memory, chosen_kernels
+from keepstep.train.device import check_memory, chosen_kernels, settle_microbatch
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.profiler import memory_snapshot_on_oom
 
@@ -41,6 +41,8 @@ class RunContext:
     leases: Leases
     replica: Replica | None = None
     """This process among replicas that outlive each other; None where all processes start and end together."""
+    microbatch_line: str = ""
+    """What `microbatch: auto` chose; `config` has the number."""
 
     @property
     def processes(self) -> int:
@@ -74,7 +76,8 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
         ranks = replace(ranks, world_size=config.replica_size, all_processes=ranks.world_size)
     elif config.resilience.survive and ranks.world_size > config.replica_size:
         raise ConfigError("resilience.survive needs the agent of keepstep train", "keepstep train --procs N")
-    layout = check_layout(config, ranks.all_processes or ranks.world_size)
+    processes = ranks.all_processes or ranks.world_size
+    layout = check_layout(config, processes)
     if ranks.coordinator:
         layout = replace(layout, replicate=1)
     device = choose_device(config.compute.device, ranks.local_rank)
@@ -97,15 +100,18 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
         with (
             recording(folder.logs, "trainer", ranks.rank),
             joined_world(ranks, device, config.resilience.start_timeout_s) as world,
-            memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device),
         ):
+            # Here, where all processes can agree, and before anything is built.
+            config, microbatch_line = settle_microbatch(config, folder.config)
+            smaller = [rows for rows in microbatch_choices(config, processes) if rows < config.microbatch]
             if replica is not None and config.resilience.exchange == "nccl":
                 replica.make_group = nccl_group
             heartbeat = Heartbeat(ranks.heartbeat_file, ranks.local_rank, config.resilience)
             if replica is not None:
                 replica.waiting = heartbeat.busy
             mesh = build_mesh(layout, device.type)
-            yield RunContext(config, world, mesh, folder, stop, heartbeat, leases, replica)
+            with memory_snapshot_on_oom(config.profile, folder.profile, ranks.rank, device, smaller[-1:]):
+                yield RunContext(config, world, mesh, folder, stop, heartbeat, leases, replica, microbatch_line)
 
 
 @contextmanager

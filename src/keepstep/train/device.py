@@ -6,17 +6,22 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepstep.config.layout import Layout
+from keepstep.config.layout import Layout, microbatch_choices
+from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError, HardwareError
 from keepstep.core.proc import available_memory_bytes
 from keepstep.core.ranks import from_environment
+from keepstep.core.units import format_seconds
 from keepstep.models.block_plan import RecomputeMode
 from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.kernels.attention_schedule import KEYS
@@ -24,8 +29,9 @@ from keepstep.models.kernels.cuda import is_hopper
 from keepstep.models.ops.varlen_attention import flash_supports
 from keepstep.models.size import peak_flops
 from keepstep.parallel.world import choose_device
-from keepstep.plan.capacity import HostMachine, check_device_memory, check_host_memory
-from keepstep.plan.cluster import Machine
+from keepstep.plan.capacity import HostMachine, check_device_memory, check_host_memory, microbatch_on
+from keepstep.plan.cluster import GIB, Machine
+from keepstep.plan.memory import plan_memory
 from keepstep.plan.search import recompute_modes as plan_recompute
 from keepstep.plan.workload import Precision
 
@@ -123,6 +129,46 @@ def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> 
     processes = ranks.world_size if config.replica_size > 1 else layout.world_size
     per_node = min(processes, ranks.local_world_size)
     return plan_recompute(config, describe_machine(config, device, processes, per_node))
+
+
+def settle_microbatch(config: RunConfig, stored: Path | None = None) -> tuple[RunConfig, str]:
+    """The configuration with a number in place of `microbatch: auto`, and a line about it; every process gets the same.
+
+    A run keeps the number of its `stored` configuration where that obeys the rules on this many processes, so that a
+    restart computes the same bits. Else each process plans for its own device, and the smallest number counts: it obeys
+    the rules, which are the same everywhere, and fits on all. Every process of the process group calls this.
+    """
+    if config.microbatch:
+        return config, ""
+    ranks = from_environment()
+    device = choose_device(config.compute.device, ranks.local_rank)
+    machine = describe_machine(config, device, ranks.world_size, ranks.local_world_size)
+    before = _stored_microbatch(config, stored)
+    kept = before if before in microbatch_choices(config, ranks.world_size) else 0
+    planned = kept or microbatch_on(config, machine, available_memory_bytes())[0].microbatch
+    # Only some processes may see the run's folder.
+    largest = torch.tensor([kept, -planned])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    kept, planned = int(largest[0]), -int(largest[1])
+    config = replace(config, microbatch=kept or planned)
+    work, step_s = microbatch_on(config, machine)
+    facts = f"{plan_memory(work).needed / GIB:.2f} of {machine.memory_bytes / GIB:.1f} GiB planned"
+    if device.type == "cuda":
+        facts += f", {format_seconds(step_s)} a step"
+    why = f"; kept from {stored}" if kept else f"; it was {before}, which does not suit {ranks.world_size} processes"
+    line = f"microbatch auto: {config.microbatch} rows per forward pass ({facts}{why if kept or before else ''})"
+    return config, line
+
+
+def _stored_microbatch(config: RunConfig, stored: Path | None) -> int:
+    """The number of an earlier start of this run; 0 where there is none, or the folder has the run of another model."""
+    if stored is None or not stored.is_file():
+        return 0
+    with suppress(ConfigError):
+        before = load_config(stored).config
+        if replace(before.model, preset="") == replace(config.model, preset=""):
+            return before.microbatch
+    return 0
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import KeepstepError, RunTakenError, StopRequested
+from keepstep.core.errors import HardwareError, KeepstepError, RunTakenError, StopRequested
 from keepstep.resilience.fault_injection import FaultInjector
 from keepstep.train.build import build_learner
 from keepstep.train.clock import Clock
@@ -18,7 +18,7 @@ from keepstep.train.hooks import LoopParts
 from keepstep.train.loop import run_loop
 from keepstep.train.recovery.corruption_check import check_corruption
 from keepstep.train.recovery.replicas import CommonState
-from keepstep.train.recovery.resume import Resume, learning_rates, may_resume
+from keepstep.train.recovery.resume import Resume, may_resume, step_settings
 from keepstep.train.recovery.rollback import Rollback
 from keepstep.train.recovery.saver import Saver, run_metadata
 from keepstep.train.recovery.snapshot_policy import SnapshotPolicy
@@ -91,6 +91,12 @@ class Trainer:
             self._step.warm_up(self._loaders.train.rows(0, self._context.config.microbatch))
             common = CommonState(self._state, self._step, self._values)
             values = self._context.replica.copy_from_members(common)
+            theirs, mine = values["rates"]["microbatch"], str(self._context.config.microbatch)
+            if theirs != mine:
+                # `auto` may choose another number for another kind of GPU.
+                raise HardwareError(
+                    f"microbatch is {mine} here, but {theirs} in the other replicas", f"microbatch={theirs}"
+                )
             common.adopt(values)
             newest.adopt("living replicas", values)
             return
@@ -273,5 +279,5 @@ class Trainer:
             "order": self._loaders.train.order_facts,
             "origin": self._state.origin,
             "run": {"name": self._context.config.name, "seed": self._context.config.seed},
-            "rates": learning_rates(self._context.config),
+            "rates": step_settings(self._context.config),
         }

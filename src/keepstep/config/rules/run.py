@@ -23,7 +23,7 @@ def name_is_a_folder(config: RunConfig) -> Found:
 @rule("global_batch", "microbatch")
 def microbatches_fill_the_batch(config: RunConfig) -> Found:
     """A step is a whole number of micro batches."""
-    if config.global_batch % config.microbatch == 0:
+    if not config.microbatch or config.global_batch % config.microbatch == 0:
         return None
     batches = multiples_around(config.microbatch, config.global_batch)
     micro = around(divisors(config.global_batch), config.microbatch)
@@ -100,14 +100,15 @@ def _whole_answers(config: RunConfig) -> Found:
     return None
 
 
-@rule("microbatch", "rl.num_generations", "rl.method")
+@rule("microbatch", "global_batch", "rl.num_generations", "rl.method")
 def groups_are_whole(config: RunConfig) -> Found:
     """A micro batch holds all answers to a prompt, which are compared with each other."""
+    # Where the plan chooses it, some divisor of the global batch must do.
+    name, rows = ("microbatch", config.microbatch) if config.microbatch else ("global_batch", config.global_batch)
     group = config.rl.num_generations
-    if config.rl.method == "none" or config.microbatch % group == 0:
+    if config.rl.method == "none" or rows % group == 0:
         return None
-    sizes = multiples_around(group, config.microbatch)
-    return f"must be a multiple of rl.num_generations ({group})", f"microbatch={listed(sizes)}"
+    return f"must be a multiple of rl.num_generations ({group})", f"{name}={listed(multiples_around(group, rows))}"
 
 
 @rule("rl.max_new_tokens", "rl.method", "model.seq_len")

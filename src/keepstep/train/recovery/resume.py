@@ -22,10 +22,11 @@ from keepstep.train.state import TrainState
 from keepstep.train.telemetry.recorder import Recorder
 
 
-def learning_rates(config: RunConfig) -> dict[str, str]:
-    """The settings that decide the learning rate of a step, as a user writes them."""
+def step_settings(config: RunConfig) -> dict[str, str]:
+    """Settings that change the bits of a step and need no new run, as a user writes them."""
     schedule = config.schedule
     return {
+        "microbatch": str(config.microbatch),
         "optimizer.lr": f"{config.optimizer.lr:g}",
         "schedule.name": schedule.name,
         "schedule.warmup": str(schedule.warmup),
@@ -136,7 +137,7 @@ class Resume:
                     f"notice: {key} is {wanted}, but the steps up to {clock.step} are of a run with {key}={was}; to "
                     "start a new run, use another name, and another checkpoint.folder if you set one"
                 )
-        for key, wanted in learning_rates(self._config).items():
+        for key, wanted in step_settings(self._config).items():
             if (was := values.get("rates", {}).get(key, wanted)) != wanted:
                 self._recorder.note(
                     f"notice: {key} is {wanted} from here on; the steps up to {clock.step} had {was}, and {key}={was} "

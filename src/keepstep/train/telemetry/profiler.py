@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,8 +61,13 @@ class Profiler:
 
 
 @contextmanager
-def memory_snapshot_on_oom(config: ProfileConfig, folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Record allocations; when a GPU runs out of memory, write a snapshot for https://pytorch.org/memory_viz."""
+def memory_snapshot_on_oom(
+    config: ProfileConfig, folder: Path, rank: int, device: torch.device, microbatches: Sequence[int] = ()
+) -> Iterator[None]:
+    """Record allocations; when a GPU runs out of memory, write a snapshot for https://pytorch.org/memory_viz.
+
+    `microbatches` are smaller ones that the run may have, for the error.
+    """
     recording = config.memory_snapshot and device.type == "cuda"
     if recording:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -75,9 +80,10 @@ def memory_snapshot_on_oom(config: ProfileConfig, folder: Path, rank: int, devic
             path = folder / f"oom_rank{rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
             where = f"; allocations are in {path}"
+        less = "".join(f"set microbatch={rows}, " for rows in microbatches)
         raise HardwareError(
             f"GPU {device.index} ran out of memory: {str(error).splitlines()[0]}",
-            f"halve microbatch, set compute.recompute=full, or use more processes{where}",
+            f"{less}set compute.recompute=full, or use more processes{where}",
         ) from error
     finally:
         if recording:

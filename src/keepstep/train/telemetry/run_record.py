@@ -71,6 +71,8 @@ class RunRecord:
             f"{self._context.processes} × {device_name(world.device)}, "
             f"{format_count(config.global_batch * config.model.seq_len)} tokens a step, until {config.max_duration}"
         )
+        if self._context.microbatch_line:
+            self.recorder.note(self._context.microbatch_line)
         steps, warmup = (self._pace.steps(item) for item in (config.max_duration, config.schedule.warmup))
         if steps and warmup and warmup > steps:
             self.recorder.note(

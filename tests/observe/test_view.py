@@ -149,6 +149,24 @@ def test_page_and_report_compare_leaderboard_scores_with_the_start(tmp_path: Pat
     assert "<td>25.00%</td><td>50.00%</td><td>75.00%</td>" in report.page(history, writer.now)
 
 
+def test_page_and_report_tell_what_the_training_data_has_of_the_benchmark(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run", steps=STEPS)
+    writer.start()
+    writer.take(STEPS)
+    history, check = History(writer.folder), writer.folder.bfcl / "data-check.json"
+    check.parent.mkdir()
+    expected = [["training rows compared", "36,000"], ["with something of the benchmark", "2"]]
+    write_json(check, {"rows": 36000, "contaminated_rows": 2, "matches": []})
+    assert overview(history, writer.now)["leaderboard"] == {"heads": ["", "training data"], "rows": expected}
+    for name in ("start", "step-100"):
+        write_json(check.parent / f"{name}-native.json", scores(simple_python=0.25))
+    assert overview(history, writer.now)["leaderboard"]["rows"][-2:] == [[*row, ""] for row in expected]
+    assert "| training rows compared | 36,000 |  |" in report.markdown(history, writer.now)
+    for damaged in ("", "[]", '{"rows": 1}', '{"rows": "x", "contaminated_rows": 0}'):
+        check.write_text(damaged)
+        assert overview(history, writer.now)["leaderboard"]["rows"][-1][0] == "questions"
+
+
 def test_report_has_the_newest_samples(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run")
     writer.start()

@@ -1,4 +1,7 @@
-"""Scores of the Berkeley Function Calling Leaderboard before and after a run, as `keepstep eval bfcl` leaves them."""
+"""Scores of the Berkeley Function Calling Leaderboard before and after a run, as `keepstep eval bfcl` leaves them.
+
+With them what `keepstep data check` found of the benchmark in the training data.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from keepstep.observe.run_folder import Record, RunFolder, number
 
 SUMMARIES = ("non_live_ast", "live_ast", "irrelevance", "relevance", "multi_turn_base")
 """The leaderboard's columns."""
+DATA_CHECK = "data-check.json"
+"""The report of `keepstep data check`, in the folder of the scores."""
 _MISSING = "–"
 
 
@@ -36,7 +41,11 @@ def leaderboard(folder: RunFolder) -> Leaderboard:
     counts = [sum(number(score["count"]) for score in scores.values()) for scores in categories]
     rows.append(["questions", *(f"{count:,.0f}" for count in counts)])
     known = [row for row in rows if set(row[1:]) - {_MISSING}]
-    return Leaderboard(["", *(head for _, head, _ in found)], known)
+    heads = [head for _, head, _ in found]
+    if check := _data_check(folder.bfcl):
+        heads = heads or ["training data"]
+        known += [[name, count, *[""] * (len(heads) - 1)] for name, count in check]
+    return Leaderboard(["", *heads], known)
 
 
 def _reports(folder: Path) -> list[tuple[int, str, Record]]:
@@ -58,6 +67,18 @@ def _report(path: Path) -> Record | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return report if all(map(math.isfinite, numbers)) else None
+
+
+def _data_check(folder: Path) -> list[tuple[str, str]]:
+    """How many training rows were compared with the benchmark, and how many have something of it."""
+    try:
+        report: Record = json.loads("" if folder.is_symlink() else read_regular(folder / DATA_CHECK, 2**20))
+        rows, contaminated = (number(report[key]) for key in ("rows", "contaminated_rows"))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+    if not math.isfinite(rows + contaminated):
+        return []
+    return [("training rows compared", f"{rows:,.0f}"), ("with something of the benchmark", f"{contaminated:,.0f}")]
 
 
 def _percent(share: Any) -> str:

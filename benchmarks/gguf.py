@@ -44,7 +44,8 @@ F32 = 0
 
 def keepstep(*words: str) -> None:
     print(f"── keepstep {' '.join(words)}", flush=True)
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "keepstep", *words], check=True)
+    if subprocess.run([sys.executable, "-W", "ignore", "-m", "keepstep", *words]).returncode:
+        sys.exit("error: a stage failed\n hint: its message is above; the same command continues from it")
 
 
 def downloaded_model() -> Path:
@@ -64,7 +65,7 @@ def tuned_run(folder: Path, model: Path | None, steps: int) -> Path:
     settings = {
         "runs_dir": folder, "name": run.name, "data": "toolcalls", "chat.generated_rows": 1000,
         "chat.template": template, "model.seq_len": 768, "global_batch": 4, "microbatch": 2,
-        "max_duration": f"{steps}ba", "schedule.warmup": "5ba", "checkpoint.interval": "5ba",
+        "max_duration": f"{steps}ba", "schedule.warmup": "5ba", "checkpoint.interval": f"{max(5, steps // 10)}ba",
         "observe.log_interval": 1, "compute.device": "cpu",
     }  # fmt: skip
     words = [f"{name}={value}" for name, value in settings.items()]

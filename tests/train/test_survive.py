@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from keepstep.config.load import load_config
-from keepstep.core import failpoints, proc
+from keepstep.core import proc
 from keepstep.core.errors import ConfigError
-from tests.train.tiny_runs import BackgroundRun, committed_steps, losses, run_here
+from tests.train.tiny_runs import BackgroundRun, committed_steps, held_until, losses, run_here
 
 STEPS = 60
 WORDS = ["reproducible=elastic", "microbatch=1", f"max_duration={STEPS}ba", "checkpoint.interval=1000ba"]
@@ -44,7 +44,8 @@ def events(root: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path) -> None:
-    run = BackgroundRun(tmp_path / "survive", 3, *SURVIVE, output=tmp_path / "output")
+    seen = tmp_path / "seen"
+    run = BackgroundRun(tmp_path / "survive", 3, *SURVIVE, output=tmp_path / "output", environment=held_until(seen))
     run.wait_for("step 1/")
     before = workers(run)
     leader = next(int(event["rank"]) for event in events(tmp_path / "survive", "start"))
@@ -56,6 +57,7 @@ def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path
     run.wait_for(f"replica {stopped} joined")
     kept = next(number for number in before if number not in (leader, stopped))
     assert workers(run)[kept] == before[kept]
+    seen.touch()
     assert run.end() == 0, run.output
     run_here(tmp_path / "alone", *WORDS)
     assert losses(tmp_path / "survive") == losses(tmp_path / "alone")
@@ -66,10 +68,9 @@ def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path
 
 def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     # In the default mode: with one thread even the bits are those of an elastic run, so the samples are.
-    # Slow steps leave time for two more processes, whatever the machine.
-    slow = {failpoints.VARIABLE: "applied:sleep=0.1"}
     words = [*SURVIVE, "reproducible=resume", "max_duration=150ba", "--spares", "1"]
-    run = BackgroundRun(tmp_path / "survive", 2, *words, output=tmp_path / "output", environment=slow)
+    seen = tmp_path / "seen"
+    run = BackgroundRun(tmp_path / "survive", 2, *words, output=tmp_path / "output", environment=held_until(seen))
     root, before = tmp_path / "survive", dict[int, int]()
 
     def ready_spare(count: int) -> int:
@@ -89,6 +90,7 @@ def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     os.kill(before[lost], signal.SIGSTOP)
     assert ready_spare(3) == lost
     assert [event["replica"] for event in events(root, "spare_lost")] == [lost]
+    seen.touch()
     assert run.end() == 0, run.output
     run_here(tmp_path / "alone", *WORDS, "max_duration=150ba")
     assert losses(root) == losses(tmp_path / "alone")

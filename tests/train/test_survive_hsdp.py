@@ -19,9 +19,9 @@ from keepstep.resilience.agent import AgentSettings
 from keepstep.resilience.agent import run_processes as run_processes_of_agent
 from keepstep.resilience.workers import Task
 from tests.train.test_survive import SURVIVE, events, workers
-from tests.train.tiny_runs import BackgroundRun, committed_steps, losses, run_processes
+from tests.train.tiny_runs import BackgroundRun, committed_steps, held_until, losses, run_processes
 
-STEPS = 16
+STEPS = 60
 SHARDED = [*SURVIVE, "parallel.shard=2", "parallel.replicate=-1", f"max_duration={STEPS}ba"]
 
 
@@ -36,13 +36,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def start(tmp_path: Path, failpoint: str, *words: str) -> BackgroundRun:
-    """Two replicas of two processes; the first process that reaches the failpoint is killed."""
+    """Two replicas of two processes; the first process that reaches the failpoint is killed. Steps wait for `check`."""
     mark = {failpoints.MARK_VARIABLE: str(tmp_path / "mark")}
-    environment = {failpoints.VARIABLE: failpoint, **mark}
+    environment = {failpoints.VARIABLE: failpoint, **mark, **held_until(tmp_path / "seen")}
     return BackgroundRun(tmp_path / "run", 4, *SHARDED, *words, output=tmp_path / "output", environment=environment)
 
 
 def check(tmp_path: Path, run: BackgroundRun, undisturbed: list[float]) -> None:
+    (tmp_path / "seen").touch()
     assert run.end() == 0, run.output
     assert (tmp_path / "mark").exists()
     assert losses(tmp_path / "run") == undisturbed
@@ -51,8 +52,8 @@ def check(tmp_path: Path, run: BackgroundRun, undisturbed: list[float]) -> None:
 
 
 def test_lost_process_takes_its_replica_alone_also_while_it_joins(tmp_path: Path, undisturbed: list[float]) -> None:
-    # The replacement is killed when it has applied its first step, and is replaced in its turn. Slow steps leave time.
-    run = start(tmp_path, "replayed:1,applied:sleep=0.2")
+    # The replacement is killed when it has applied its first step, and is replaced in its turn.
+    run = start(tmp_path, "replayed:1")
     root = tmp_path / "run"
 
     def is_back() -> bool:

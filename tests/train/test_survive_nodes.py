@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 
 from keepstep.chaos.experiment import kill_session, session_members, wait_for_event, wait_for_step
-from keepstep.core import failpoints, proc
+from keepstep.core import proc
 from keepstep.core.errors import EXIT_STOPPED
 from keepstep.core.ranks import RENDEZVOUS_SECRET
 from keepstep.observe.run_folder import RunFolder
-from keepstep.resilience.fault_injection import ALL_RANKS, Fault, to_environment
 from tests.patience import PATIENCE_S
 from tests.resilience.test_rendezvous import free_port
 from tests.train.test_survive import SURVIVE, WORDS, events
-from tests.train.tiny_runs import TINY, committed_steps, losses, run_here
+from tests.train.tiny_runs import TINY, committed_steps, held_until, losses, run_here
 
 pytestmark = pytest.mark.slow
 STEPS = 200
@@ -78,9 +77,22 @@ def node(
         process.wait()
 
 
-def test_lost_node_is_replaced_while_the_other_one_trains(tmp_path: Path) -> None:
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the steps of runs started from here wait until the function is called that this returns."""
+    seen = tmp_path / "seen"
+    for name, value in held_until(seen).items():
+        monkeypatch.setenv(name, value)
+
+    def release() -> None:
+        seen.touch()
+        monkeypatch.undo()
+
+    return release
+
+
+def test_lost_node_is_replaced_while_the_other_one_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, port = tmp_path / "survive", free_port()
-    folder = RunFolder(root / "run")
+    folder, release = RunFolder(root / "run"), hold(tmp_path, monkeypatch)
     with node(0, port, root) as first:
         with node(1, port, root):
             assert wait_for_step(folder, 3, PATIENCE_S), (tmp_path / "node-0.log").read_text()
@@ -88,6 +100,7 @@ def test_lost_node_is_replaced_while_the_other_one_trains(tmp_path: Path) -> Non
         assert wait_for_event(folder, "left", PATIENCE_S), (tmp_path / "node-0.log").read_text()
         with node(1, port, root) as second:
             assert wait_for_event(folder, "joined", PATIENCE_S), (tmp_path / "node-1.log").read_text()
+            release()
             assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (0, 0)
     run_here(tmp_path / "alone", *WORDS, LENGTH)
     assert losses(root) == losses(tmp_path / "alone")
@@ -96,9 +109,9 @@ def test_lost_node_is_replaced_while_the_other_one_trains(tmp_path: Path) -> Non
     assert [event["replica"] for event in events(root, "left")] == [1]
 
 
-def test_process_of_another_node_is_replaced_alone(tmp_path: Path) -> None:
+def test_process_of_another_node_is_replaced_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, port = tmp_path / "survive", free_port()
-    folder = RunFolder(root / "run")
+    folder, release = RunFolder(root / "run"), hold(tmp_path, monkeypatch)
 
     def replicas(agent: subprocess.Popen[bytes]) -> dict[str, int]:
         names = {proc.name(pid): pid for pid in session_members(agent.pid)}
@@ -112,6 +125,7 @@ def test_process_of_another_node_is_replaced_alone(tmp_path: Path) -> None:
         after = replicas(second)
         assert after["keepstep r2"] == before["keepstep r2"]
         assert after["keepstep r3"] != before["keepstep r3"]
+        release()
         assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (0, 0)
     assert [event["replica"] for event in events(root, "left")] == [3]
 
@@ -124,9 +138,11 @@ def test_process_of_another_node_is_replaced_alone(tmp_path: Path) -> None:
         (["resilience.snapshot_interval=1"], "start", "memory"),
     ],
 )
-def test_lost_first_node_started_again_resumes(tmp_path: Path, words: list[str], event: str, source: str) -> None:
+def test_lost_first_node_started_again_resumes(
+    tmp_path: Path, words: list[str], event: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, port, short = tmp_path / "survive", free_port(), ["max_duration=40ba", *words]
-    folder = RunFolder(root / "run")
+    folder, release = RunFolder(root / "run"), hold(tmp_path, monkeypatch)
     with node(1, port, root, 1, *short) as second:
         with node(0, port, root, 1, *short):
             assert wait_for_event(folder, event, PATIENCE_S), (tmp_path / "node-0.log").read_text()
@@ -135,6 +151,7 @@ def test_lost_first_node_started_again_resumes(tmp_path: Path, words: list[str],
         steps = len(losses(root))
         with node(0, port, root, 1, *short) as again:
             assert wait_for_event(folder, "resume", PATIENCE_S), (tmp_path / "node-0.log").read_text()
+            release()
             assert (again.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (0, 0)
     resumed = events(root, "resume")[0]
     assert resumed["folder"].startswith(source)
@@ -151,11 +168,7 @@ def test_fewer_processes_resume_from_memory(tmp_path: Path, survive: bool, monke
     root, port, steps = tmp_path / "survive", free_port(), 60
     folder, short = RunFolder(root / "run"), f"max_duration={steps}ba"
     words = [short, "resilience.snapshot_interval=1", f"resilience.survive={str(survive).lower()}"]
-    # However long the second node takes to start: the run does not end before it has joined and the first one is lost.
-    released = tmp_path / "released"
-    wait = Fault("wait", 1, ALL_RANKS, {"file": str(released), "longest_s": 1.0})
-    for name, value in to_environment([wait], tmp_path).items():
-        monkeypatch.setenv(name, value)
+    release = hold(tmp_path, monkeypatch)
 
     def both_train() -> bool:
         """The second node joins survivors while they train. Without them the run starts with it, or starts again."""
@@ -168,13 +181,12 @@ def test_fewer_processes_resume_from_memory(tmp_path: Path, survive: bool, monke
             assert wait_for_step(folder, len(losses(root)) + 3, PATIENCE_S), (tmp_path / "node-0.log").read_text()
             (worker,) = [pid for pid in session_members(first.pid) if proc.name(pid).startswith("keepstep r")]
             os.kill(worker, signal.SIGKILL)
-        released.touch()
+        release()
         assert first.wait(PATIENCE_S) == 0, (tmp_path / "node-0.log").read_text()
     resumed = events(root, "resume")[-1]
     assert (resumed["folder"], steps > resumed["step"]) == ("memory", True)
     # A run that makes room for another node saves first; survivors have saved nothing.
     assert [step for step in committed_steps(root) if step > resumed["step"] or survive] == [steps]
-    monkeypatch.undo()
     run_here(tmp_path / "alone", *WORDS, short)
     assert losses(root) == losses(tmp_path / "alone")
 
@@ -188,8 +200,7 @@ def test_nodes_join_and_leave_and_too_few_wait_with_their_state(
     def one_of(number: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
         return node(number, port, root, 1, short, nodes="2:3")
 
-    # Time for another node to start, whatever the machine.
-    monkeypatch.setenv(failpoints.VARIABLE, "applied:sleep=0.1")
+    release = hold(tmp_path, monkeypatch)
     with one_of(0) as first:
         with one_of(1):
             assert wait_for_step(folder, 3, PATIENCE_S), (tmp_path / "node-0.log").read_text()
@@ -198,10 +209,10 @@ def test_nodes_join_and_leave_and_too_few_wait_with_their_state(
             assert wait_for_event(folder, "left", PATIENCE_S), (tmp_path / "node-0.log").read_text()
             assert not events(root, "paused")
         assert wait_for_event(folder, "paused", PATIENCE_S), (tmp_path / "node-0.log").read_text()
+        release()
         # Any number will do, as long as no other node has it.
         with one_of(7) as last:
             assert (first.wait(PATIENCE_S), last.wait(PATIENCE_S)) == (0, 0)
-    monkeypatch.undo()
     run_here(tmp_path / "alone", *WORDS, short)
     assert losses(root) == losses(tmp_path / "alone")
     changes = [(event["replica"], event["ranks"]) for event in events(root, "joined") + events(root, "left")]
@@ -211,8 +222,9 @@ def test_nodes_join_and_leave_and_too_few_wait_with_their_state(
     assert not events(root, "restart") + events(root, "resume")
 
 
-def test_too_few_nodes_save_and_stop_when_none_joins(tmp_path: Path) -> None:
+def test_too_few_nodes_save_and_stop_when_none_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, port = tmp_path / "survive", free_port()
+    hold(tmp_path, monkeypatch)
     folder = RunFolder(root / "run")
     with node(0, port, root, nodes="2:3", command=["-c", IMPATIENT]) as first:
         with node(1, port, root, nodes="2:3"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config.load import load_config
+from keepstep.resilience.fault_injection import ALL_RANKS, Fault, to_environment
 from keepstep.train.trainer import train
 from tests.patience import PATIENCE_S
 
@@ -51,6 +52,14 @@ def run_processes(root: Path, processes: int, *overrides: str) -> subprocess.Com
         text=True,
         timeout=PATIENCE_S,
     )
+
+
+def held_until(file: Path) -> dict[str, str]:
+    """The environment of a run whose steps wait, a second each, until this file exists.
+
+    So it does not end before its test has seen what it waits for, however slow the machine is.
+    """
+    return to_environment([Fault("wait", 1, ALL_RANKS, {"file": str(file), "longest_s": 1.0})], file.parent)
 
 
 class BackgroundRun:

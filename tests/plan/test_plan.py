@@ -62,6 +62,15 @@ def test_plan_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(speed[name] for name in spent) + sum(speed["exposed_s"].values()) == pytest.approx(speed["step_s"])
 
 
+def test_fp8_without_a_rate_for_it_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "model=mpt-tiny", "precision=fp8", "microbatch=1"]
+    assert main([*words, "--cluster", "a100-80:1"]) == 0
+    assert "a100-80 has no rate for fp8" in capsys.readouterr().out
+    for others in (["--cluster", "h100:1"], ["lora.rank=4", "--cluster", "a100-80:1"]):
+        assert main([*words, *others]) == 0
+        assert "has no rate for fp8" not in capsys.readouterr().out
+
+
 def test_plan_of_a_finetune_is_for_the_model_it_starts_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "llama"
     source.mkdir()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from keepstep.config.load import load_config
+from keepstep.core.errors import HardwareError
 from keepstep.train import device
-from keepstep.train.device import attention_notice, known_peak_flops
+from keepstep.train.device import known_peak_flops, speed_notice
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,7 +44,28 @@ def test_attention_notice_names_what_is_slow(words: str, reason: str, monkeypatc
     config = load_config(None, words.split()).config
     monkeypatch.setattr(device, "is_hopper", lambda _: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    found = attention_notice(config, torch.device("cuda"))
+    found = speed_notice(config, torch.device("cuda"))
     assert reason in found
     assert bool(found) == bool(reason)
-    assert attention_notice(config, torch.device("cpu")) == ""
+    assert speed_notice(config, torch.device("cpu")) == ""
+
+
+def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, full, adapters = torch.device("cuda"), ["model=mpt-tiny", "precision=fp8"], ["lora.rank=4"]
+    monkeypatch.setattr(device, "choose_device", lambda *_: gpu)
+    monkeypatch.setattr(device, "device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(device, "multiplies_fp8", lambda _: False)
+    monkeypatch.setattr(device, "describe_machine", lambda *_: None)
+    monkeypatch.setattr(device, "check_device_memory", lambda *_: [])
+    with pytest.raises(HardwareError, match="NVIDIA A100 has no fp8 matmuls"):
+        device.check_device(load_config(None, full).config)
+    # Frozen weights in fp8 are dequantised there.
+    device.check_device(load_config(None, full + adapters).config)
+    monkeypatch.setattr(device, "multiplies_fp8", lambda _: True)
+    device.check_device(load_config(None, full).config)
+
+
+def test_fp8_on_a_cpu_is_named_as_slow() -> None:
+    config = load_config(None, ["model=mpt-tiny", "precision=fp8"]).config
+    assert "saves no time on a CPU" in speed_notice(config, torch.device("cpu"))
+    assert speed_notice(load_config(None, ["model=mpt-tiny"]).config, torch.device("cpu")) == ""

@@ -15,7 +15,7 @@ from keepstep.cli.main import main
 from keepstep.config.hf_config import hf_config_of
 from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import HardwareError, UsageError
+from keepstep.core.errors import HardwareError, PreflightError, UsageError
 from keepstep.train import tune as tuning
 from keepstep.train.tune import Settings, Trial, fastest, tune
 
@@ -101,6 +101,7 @@ def test_no_trial_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), "out of memory"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of memory"),
         (RuntimeError("no C compiler found\nTraceback"), "RuntimeError: no C compiler found"),
+        (PreflightError("the run needs about 90.0 GiB", "a smaller microbatch"), "out of memory"),
     ],
 )
 def test_a_failing_trial_leaves_the_others(monkeypatch: pytest.MonkeyPatch, error: Exception, failure: str) -> None:
@@ -155,6 +156,14 @@ def test_a_run_from_given_weights_is_measured_in_their_shape(
     words = [f"finetune.start_from={tmp_path}", "global_batch=2", "microbatch=1", "compute.device=cpu"]
     assert main(["bench", "step", *words, "model.seq_len=16", "--tune", "--trials", "1"]) == 0
     assert {(config.model.hidden, config.model.kv_heads) for config in tried} == {(2048, 8)}
+
+
+def test_a_model_beyond_host_memory_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "model=llama-405b", "global_batch=1", "microbatch=1", "compute.device=cpu"]) == 3
+    message = capsys.readouterr().err
+    assert "GiB of host memory free, and the run needs about" in message
+    # Nothing is saved, so there is no copy of the state for it.
+    assert "a copy for saves" not in message
 
 
 def test_settings_never_replace_the_runs_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

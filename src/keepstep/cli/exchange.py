@@ -170,8 +170,10 @@ def _import(args: argparse.Namespace) -> int:
             return 0
     progress(f"imported {source} as {where}")
     if find_tokenizer(where) is None:
+        from keepstep.data.tokenization import MAKES_TOKENIZER_JSON
+
         needs = "fine-tuning on conversations, generation and serving need one"
-        hint = f"remove {where} and import with --tokenizer FOLDER"
+        hint = f"remove {where} and import with --tokenizer FOLDER; {MAKES_TOKENIZER_JSON}"
         print(f"warning: {source} has no tokenizer; {needs}\n hint: {hint}", file=sys.stderr)
     print(f"next: keepstep finetune --from {where} --data CONVERSATIONS.jsonl")
     return 0

@@ -14,6 +14,7 @@ from keepstep.config.check import broken_rules
 from keepstep.config.fields import all_fields, all_sections, assemble
 from keepstep.config.hints import hint_for, hint_for_section
 from keepstep.config.parse import COMMAND_LINE, Node, Problems, read_word, read_yaml
+from keepstep.config.presets import PRESETS
 from keepstep.config.resolve import Origin, Resolver, Unusable
 from keepstep.config.schema import RENAMED, SHORT_FORMS, RunConfig
 from keepstep.config.values import plain
@@ -44,6 +45,8 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _hint_to_set(word: str, otherwise: str) -> str:
+    if word in PRESETS:
+        return f"write model={word} to choose this preset"
     return f"write {word}=VALUE to set it" if word in all_fields() else otherwise
 
 

@@ -24,6 +24,8 @@ FILES = (
     "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
 )  # fmt: skip
 """Files that may belong to a tokenizer."""
+MAKES_TOKENIZER_JSON = "transformers makes a tokenizer.json: AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)"
+"""The remedy for models that have a tokenizer.model, or vocab.json and merges.txt, alone."""
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path, *, special: Sequence[str] = (END_OF_TEXT,)) -> int:

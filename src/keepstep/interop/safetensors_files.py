@@ -93,9 +93,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
             raise CheckpointError(f"{folder} lacks {missing[0]}, which its index names", "download the folder again")
         return index
     if not (folder / SINGLE).is_file():
-        raise CheckpointError(
-            f"{folder} holds neither {INDEX} nor {SINGLE}", "weights must be safetensors: save_pretrained writes them"
-        )
+        hint = "weights must be safetensors: save_pretrained writes them"
+        if any(folder.glob("model-*-of-*.safetensors")):
+            hint = f"its files are parts that {INDEX} names: download the folder again"
+        raise CheckpointError(f"{folder} holds neither {INDEX} nor {SINGLE}", hint)
     return dict.fromkeys(_read_kinds(folder / SINGLE), SINGLE)
 
 

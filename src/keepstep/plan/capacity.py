@@ -121,6 +121,8 @@ class HostMachine:
     """Whether the processes compute on GPUs; else all their tensors are in host memory."""
     available_bytes: int
     """Host memory that this machine can give; 0 where it does not say."""
+    saves: bool = True
+    """Whether a copy for saves is held; a measurement of steps holds none."""
 
 
 def check_host_memory(config: RunConfig, machine: HostMachine) -> Iterator[str]:
@@ -146,7 +148,7 @@ def _host_of(config: RunConfig, machine: HostMachine) -> HostPlan:
     return HostPlan(
         offloaded=state_bytes(work, pinned=machine.gpu) * here if in_host else 0,
         activations=offloaded_bytes(work) * here if machine.gpu else 0,
-        copy=saved_bytes(config, work) * here // machine.processes,
+        copy=saved_bytes(config, work) * here // machine.processes if machine.saves else 0,
         processes=(GPU_PROCESS_BYTES if machine.gpu else CPU_PROCESS_BYTES) * here,
         available_gib=machine.available_bytes / GIB,
     )

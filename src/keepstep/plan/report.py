@@ -154,6 +154,8 @@ def _run(plan: Plan) -> Iterator[str]:
         yield f"chosen    {' '.join(plan.chosen)}  (not given: {why})"
     if cluster.gpu.note:
         yield f"note      {cluster.gpu.note}"
+    if work.precision == "fp8" and "fp8" not in cluster.gpu.tflops:
+        yield f"note      {cluster.gpu.name} has no rate for fp8: it saves no time, and GPUs without it are refused"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

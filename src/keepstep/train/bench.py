@@ -21,6 +21,7 @@ from keepstep.parallel.mesh import build_mesh
 from keepstep.parallel.world import choose_device, joined_world, share_cores
 from keepstep.train.build import build_learner
 from keepstep.train.device import (
+    check_device,
     chosen_kernels,
     compute_dtype,
     device_name,
@@ -79,6 +80,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
         config, line = settle_microbatch(config)
         if line and ranks.is_first:
             progress(line)
+        check_device(config, saves=False)
         dtype = compute_dtype(config.precision, device)
         mesh = build_mesh(layout, device.type)
         train_step = build_learner(config, mesh, device).step

@@ -23,7 +23,7 @@ from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.resilience.survivors.device_exchange import nccl_group
 from keepstep.resilience.survivors.replica import Replica
 from keepstep.resilience.survivors.siblings import Siblings
-from keepstep.train.device import check_memory, chosen_kernels, settle_microbatch
+from keepstep.train.device import check_device, chosen_kernels, settle_microbatch
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.profiler import memory_snapshot_on_oom
 
@@ -69,7 +69,7 @@ class RunContext:
 @contextmanager
 def run_context(config: RunConfig) -> Iterator[RunContext]:
     """Join the other processes and hold the run's folder for the length of a run."""
-    check_memory(config)
+    check_device(config)
     ranks = from_environment()
     if ranks.coordinator:
         # The others may come and go: to torch every replica is alone.

@@ -25,7 +25,7 @@ from keepstep.core.units import format_seconds
 from keepstep.models.block_plan import RecomputeMode
 from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.kernels.attention_schedule import KEYS
-from keepstep.models.kernels.cuda import is_hopper
+from keepstep.models.kernels.cuda import is_hopper, multiplies_fp8
 from keepstep.models.ops.varlen_attention import flash_supports
 from keepstep.models.size import peak_flops
 from keepstep.parallel.world import choose_device
@@ -101,17 +101,21 @@ def measured_peak_flops(device: torch.device) -> float:
     return 2 * size**3 / min(seconds)
 
 
-def check_memory(config: RunConfig) -> None:
-    """Raise a PreflightError where the run would exceed device or host memory; the first process prints warnings."""
+def check_device(config: RunConfig, *, saves: bool = True) -> None:
+    """Raise where this process's device lacks fp8 matmuls or memory for the run; the first process prints warnings."""
     ranks = from_environment()
     device = choose_device(config.compute.device, ranks.local_rank)
+    # Under adapters fp8 is the format of the frozen weights, which are dequantised where they cannot be multiplied.
+    if config.precision == "fp8" and not config.lora.rank and device.type == "cuda" and not multiplies_fp8(device):
+        raise HardwareError(f"precision is fp8, but {device_name(device)} has no fp8 matmuls", "precision=bf16")
     warnings: list[str] = []
     if device.type == "cuda":
         machine = describe_machine(config, device, ranks.world_size, ranks.local_world_size)
         warnings += check_device_memory(config, machine)
     # Once per machine, and before its first start only: later its agent holds snapshots in the same memory.
     if ranks.local_rank == 0 and not ranks.restarts:
-        here = HostMachine(ranks.world_size, ranks.local_world_size, device.type == "cuda", available_memory_bytes())
+        processes, gpu = (ranks.world_size, ranks.local_world_size), device.type == "cuda"
+        here = HostMachine(*processes, gpu, available_memory_bytes(), saves)
         warnings += check_host_memory(config, here)
     if ranks.is_first:
         for warning in warnings:
@@ -238,8 +242,10 @@ def uses_varlen_attention(config: RunConfig, layout: Layout, device: torch.devic
     return whole and (supported or kernel == "flash")
 
 
-def attention_notice(config: RunConfig, device: torch.device) -> str:
-    """Why a run on a Hopper GPU does without our own attention kernels, where it did not ask for it; empty if not."""
+def speed_notice(config: RunConfig, device: torch.device) -> str:
+    """Why fp8 is slow on a CPU, or a Hopper GPU does without our own attention kernels unasked; empty if neither."""
+    if config.precision == "fp8" and device.type != "cuda":
+        return "notice: precision=fp8 saves no time on a CPU: numbers are rounded to fp8 and multiplied unrounded"
     model = config.model
     plain = config.compute.attention == "auto" and compute_dtype(config.precision, device) == torch.bfloat16
     if not (plain and device.type == "cuda" and is_hopper(device)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from keepstep.config.schema import RunConfig
-from keepstep.core.errors import ConfigError, HardwareError, UsageError
+from keepstep.core.errors import ConfigError, HardwareError, PreflightError, UsageError
 from keepstep.core.ranks import from_environment
 from keepstep.parallel.world import choose_device
 from keepstep.plan.calibrate import calibrate, shipped_runs
@@ -160,10 +160,11 @@ def _measured(planned: Trial, configured: Callable[[Settings], RunConfig], steps
     _free_memory()
     try:
         result = bench_step(configured(planned.settings), steps, warmup=_WARMUP, breakdown=False)
-    except (RuntimeError, MemoryError) as error:
+    except (PreflightError, RuntimeError, MemoryError) as error:
         # Compilers and kernels fail with a RuntimeError as well: the other settings may still run.
         first_line = next(iter(str(error).splitlines()), "")
-        failure = _NO_MEMORY if classify(error) == "oom" else f"{type(error).__name__}: {first_line}"
+        no_room = isinstance(error, PreflightError) or classify(error) == "oom"
+        failure = _NO_MEMORY if no_room else f"{type(error).__name__}: {first_line}"
     else:
         return replace(planned, tokens_per_s=result.tokens_per_s, peak_memory_gib=result.peak_memory_gib)
     # Outside the handler: the error holds the frames that hold the tensors.

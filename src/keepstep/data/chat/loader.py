@@ -146,7 +146,8 @@ def _tokenizer_path(source: ChatSource, cache_dir: Path) -> Path:
         return prepare_tokenizer(cache_dir, source.seed)
     raise DataError(
         "conversations need a tokenizer, and none was named",
-        "data.tokenizer=PATH/tokenizer.json, or finetune.start_from a folder that has one",
+        "data.tokenizer=PATH/tokenizer.json, or finetune.start_from a folder that has one; "
+        f"{tokenization.MAKES_TOKENIZER_JSON}",
     )
 
 

@@ -32,6 +32,7 @@ _L2_LINES_OF_128_BYTES = 2
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAX_SHARED_BYTES = 8
 _HOPPER = (9, 0)
+_FIRST_WITH_FP8 = (8, 9)
 _AGREED = 0.01
 """Both sides of a proof round to bf16, which is 0.004."""
 
@@ -46,6 +47,11 @@ class CudaError(RuntimeError):
 def is_hopper(device: torch.device) -> bool:
     """Whether a GPU has the instructions of compute capability 9.0, which no other generation has."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == _HOPPER
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether torch's fp8 matmuls run on a GPU; AMD's decide for themselves."""
+    return torch.version.cuda is None or torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 @functools.cache

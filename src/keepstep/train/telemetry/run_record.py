@@ -17,7 +17,7 @@ from keepstep.observe.run_folder import read_last_step
 from keepstep.observe.screen import Progress
 from keepstep.observe.sinks.metric_sinks import MetricSinks, build_sinks
 from keepstep.train.context import RunContext
-from keepstep.train.device import attention_notice, compute_dtype, device_name, known_peak_flops
+from keepstep.train.device import compute_dtype, device_name, known_peak_flops, speed_notice
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.facts import collect_facts, known_facts, tracked
 from keepstep.train.telemetry.recorder import Rates, Recorder
@@ -81,7 +81,7 @@ class RunRecord:
                 "steps of the same data"
             )
 
-        if notice := attention_notice(config, world.device):
+        if notice := speed_notice(config, world.device):
             self.recorder.note(notice)
 
     def write_description(self) -> None:

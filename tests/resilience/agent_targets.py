@@ -161,6 +161,11 @@ def loses_its_scratch_folder(words: list[str]) -> int:
 
 def hangs_and_will_not_stop(words: list[str]) -> int:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "0.5"
+    return waits_for_others(words)
+
+
+def waits_for_others(words: list[str]) -> int:
+    """Before its first heartbeat, in code that no signal interrupts."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     mark = Path(words[0]) / "pid.new"
     mark.write_text(str(os.getpid()))

@@ -19,6 +19,7 @@ from keepstep.config.schema import ResilienceConfig
 from keepstep.core.errors import EXIT_STOPPED, EXIT_STORAGE_FULL
 from keepstep.core.interrupts import ONE_REQUEST_S
 from keepstep.resilience.agent import AgentSettings, run_processes
+from keepstep.resilience.signals import SHUTDOWN_S
 from keepstep.resilience.workers import Task
 from tests.patience import PATIENCE_S
 from tests.resilience import agent_targets
@@ -103,7 +104,8 @@ def test_agent_restarts_after_its_scratch_folder_vanished(tmp_path: Path) -> Non
     assert [event["kind"] for event in events] == ["fault", "restart"]
 
 
-def test_hanging_process_ends_after_its_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["hangs_and_will_not_stop", "waits_for_others"])
+def test_hanging_process_ends_after_its_agent(tmp_path: Path, target: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -111,7 +113,7 @@ def test_hanging_process_ends_after_its_agent(tmp_path: Path) -> None:
         "0",
         "0",
         "1",
-        "hangs_and_will_not_stop",
+        target,
         str(tmp_path),
     ]
     agent = subprocess.Popen(command, cwd=ROOT)
@@ -122,6 +124,8 @@ def test_hanging_process_ends_after_its_agent(tmp_path: Path) -> None:
     worker = int((tmp_path / "pid").read_text())
     agent.kill()
     agent.wait()
+    # One that had begun to work would have nine minutes, and all that time nobody could start the run again.
+    deadline = time.monotonic() + SHUTDOWN_S / 3
     try:
         while is_running(worker):
             assert time.monotonic() < deadline

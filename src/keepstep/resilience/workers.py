@@ -25,9 +25,11 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from keepstep.config.schema import ResilienceConfig
 from keepstep.core import proc
+from keepstep.core.ranks import HEARTBEAT_FILE
 from keepstep.resilience.failure_cause import Cause
-from keepstep.resilience.heartbeat import HeartbeatRecord
+from keepstep.resilience.heartbeat import Heartbeat, HeartbeatRecord
 from keepstep.resilience.signals import STOP_SIGNALS, active_stop_signals, shutdown_s
 
 STACKS_FILE = "KEEPSTEP_STACKS_FILE"
@@ -37,6 +39,8 @@ STACKS_WAIT_S = 0.5
 WRITER_GRACE_S = 0.5
 WRITER_TIMEOUT_S = 120.0
 """How long a save under way may take after a second Ctrl-C."""
+BEFORE_WORK_S = 10.0
+"""How long a process that has nothing to save yet may live longer than its agent: it holds the run's folder."""
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a file system"}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
 _BLOCKED_IN_FORK_SERVER = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -189,7 +193,8 @@ def _work(task: Task, environment: dict[str, str], stop_signals: Sequence[int]) 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_IN_FORK_SERVER)
     os.environ.update(environment)
     proc.set_process_name(f"keepstep r{environment.get('RANK', '')}")
-    threading.Thread(target=_stop_with_agent, name="agent-watch", daemon=True).start()
+    heartbeat = _own_heartbeat(environment)
+    threading.Thread(target=_stop_with_agent, args=(heartbeat,), name="agent-watch", daemon=True).start()
     stacks = environment.get(STACKS_FILE)
     if stacks:
         # The handler is C code, so it works while the interpreter waits inside a collective.
@@ -197,13 +202,23 @@ def _work(task: Task, environment: dict[str, str], stop_signals: Sequence[int]) 
     raise SystemExit(task.target(list(task.arguments)))
 
 
-def _stop_with_agent() -> None:
+def _own_heartbeat(environment: Mapping[str, str]) -> Heartbeat | None:
+    """What this process reports; None if the agent, in whose memory it is, is gone already."""
+    try:
+        return Heartbeat(Path(environment[HEARTBEAT_FILE]), int(environment["LOCAL_RANK"]), ResilienceConfig())
+    except FileNotFoundError:
+        return None
+
+
+def _stop_with_agent(heartbeat: Heartbeat | None) -> None:
     """When the agent dies, save and stop as on any request: nobody is left to restart this process."""
     agent = multiprocessing.parent_process()
     assert agent is not None
     connection.wait([agent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(shutdown_s())
+    # Before its first heartbeat it has nothing to save, and may wait for processes that never join.
+    has_begun = heartbeat is not None and heartbeat.newest.count > 0
+    time.sleep(shutdown_s() if has_begun else min(BEFORE_WORK_S, shutdown_s()))
     # It hangs, and no agent is left to notice: release its GPU and its helpers.
     os.killpg(os.getpgrp(), signal.SIGKILL)
 

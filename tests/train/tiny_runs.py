@@ -55,11 +55,11 @@ def run_processes(root: Path, processes: int, *overrides: str) -> subprocess.Com
 
 
 def held_until(file: Path) -> dict[str, str]:
-    """The environment of a run whose steps wait, a second each, until this file exists.
+    """The environment of a run whose steps wait, a quarter of a second each, until this file exists.
 
     So it does not end before its test has seen what it waits for, however slow the machine is.
     """
-    return to_environment([Fault("wait", 1, ALL_RANKS, {"file": str(file), "longest_s": 1.0})], file.parent)
+    return to_environment([Fault("wait", 1, ALL_RANKS, {"file": str(file), "longest_s": 0.25})], file.parent)
 
 
 class BackgroundRun:

@@ -84,7 +84,12 @@ def test_zero_is_refused_where_something_must_be(path: str) -> None:
             [*MIXTURE, "precision=fp8", "model.experts.bias=true"],
             "precision is 'fp8', but it does not support experts with biases or clipped SwiGLU",
         ),
-        ([*MIXTURE, "lora.rank=8"], "has gate, and experts take no such adapter"),
+        ([*MIXTURE, "lora.rank=8", "lora.targets=[q, up]"], "has up, and experts take no such adapter"),
+        (
+            ["model=gpt3-125m", "lora.rank=8", "lora.targets=[q, gate]"],
+            "has gate, and model.activation gelu_tanh has no gate",
+        ),
+        (["lora.targets=[all, w1]"], "must be all or name some of q, k, v, o, gate, up, down"),
         (["model=deepseek-v3", "lora.rank=8", "lora.targets=[q, k, o]"], "has k, and latent attention takes no such"),
         (["lora.base=fp8"], "lora.base is 'fp8', but it is for the frozen weights under adapters, and lora.rank is 0"),
         (

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from keepstep.config.hf_config import export_family
-from keepstep.config.schema import LoraConfig, ModelConfig
-from keepstep.core.errors import ConfigError
+from keepstep.config.schema import ExpertsConfig, LoraConfig, ModelConfig
 from keepstep.interop.peft import save_adapter
 from keepstep.models.init import init_weights
-from keepstep.models.lora import adapter_parameters, apply_lora, init_adapters, merge_lora
+from keepstep.models.lora import adapter_parameters, apply_lora, init_adapters, lora_modules, merge_lora
 from keepstep.models.ops.backend import KernelBackend, use_backend
 from keepstep.models.transformer import Transformer
 from tests.models.model_variants import FusedOnCpu, random_tokens
@@ -82,11 +82,20 @@ def test_only_adapters_are_trained() -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in adapters.values())
 
 
-def test_targets_a_model_lacks_are_an_error() -> None:
-    plain = ModelConfig(layers=1, hidden=16, heads=2, vocab=31, seq_len=8)
-    with pytest.raises(ConfigError, match="gate") as refused:
-        adapted(plain, LoraConfig(rank=2))
-    assert refused.value.hint == "lora.targets=[q, k, v, o, up, down]"
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}),
+        ({"activation": "swiglu"}, {"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}),
+        (
+            {"activation": "swiglu", "bias": False, "experts": ExpertsConfig(count=4, top_k=2, ffn_hidden=16)},
+            {"attention.qkv", "attention.out"},
+        ),
+    ],
+)
+def test_all_is_what_the_model_has(settings: dict[str, Any], expected: set[str]) -> None:
+    model = adapted(ModelConfig(layers=1, hidden=16, heads=2, vocab=31, seq_len=8, **settings), LoraConfig(rank=2))
+    assert {name.split(".", 2)[2] for name, _ in lora_modules(model)} == expected
 
 
 def test_compiled_adapters_compute_the_same() -> None:

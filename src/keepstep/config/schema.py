@@ -248,6 +248,13 @@ class ModelConfig:
         return self.activation in ("swiglu", "geglu_tanh")
 
     @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """The projections that can have an adapter: none of experts, nor keys and values of latent attention."""
+        attention = ("q", "o") if self.kv_lora_rank else ("q", "k", "v", "o")
+        feed_forward = ("gate", "up", "down") if self.gated else ("up", "down")
+        return attention if self.experts.count else attention + feed_forward
+
+    @property
     def expert_size(self) -> int:
         """`experts.ffn_hidden` with its default resolved."""
         return self.experts.ffn_hidden or self.ffn_size
@@ -430,12 +437,17 @@ class LoraConfig:
     """Adapters are scaled by alpha / rank."""
     dropout: FractionBelowOne = 0.0
     """Dropout on the input of the adapters."""
-    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-    """Projections that get an adapter: any of q, k, v, o, gate, up, down."""
+    targets: tuple[str, ...] = ("all",)
+    """Projections that get an adapter: any of q, k, v, o, gate, up, down. all stands for those that the model has,
+    without experts."""
     base: Literal["bf16", "fp8", "nf4"] = "bf16"
     """Format of the frozen matrices inside the blocks, quantised one at a time while they are loaded. bf16 keeps them
     in the precision of the run. fp8 has a scale per output and fp8 matmuls on Hopper GPUs; `precision: fp8` chooses it
     too. nf4 is QLoRA's 4 bits, computed in the precision of the run. Embeddings, norms and head stay as they are."""
+
+    def targets_in(self, model: ModelConfig) -> tuple[str, ...]:
+        """`targets`, with `all` resolved for a model."""
+        return model.adapter_targets if "all" in self.targets else self.targets
 
 
 @dataclass(frozen=True)

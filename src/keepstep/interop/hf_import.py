@@ -57,7 +57,7 @@ def import_weights(source: Path, config: RunConfig, tokenizer: Path | None = Non
     """
     ranks = from_environment()
     device = choose_device("cpu", ranks.local_rank)
-    folder = RunFolder(Path(config.runs_dir) / config.name).create()
+    folder = RunFolder(Path(config.runs_dir) / config.name)
     with joined_world(ranks, device) as world:
         mesh = build_mesh(resolve_layout(config.parallel, ranks.world_size), device.type)
         with torch.device("meta"):
@@ -65,6 +65,8 @@ def import_weights(source: Path, config: RunConfig, tokenizer: Path | None = Non
         apply_parallel(model, mesh, config.parallel, config.compute, torch.float32, ["none"] * config.model.layers)
         model.to_empty(device=device)
         load_hf(model, source)
+        # Weights that do not load leave no folder behind.
+        folder.create()
         if world.is_first and not folder.config.exists():
             # An import that was killed may have left its weights.
             shutil.rmtree(folder.checkpoints / "step_00000000", ignore_errors=True)

@@ -66,7 +66,7 @@ def _their_factors(model: Transformer, lora: LoraConfig, family: Family) -> Iter
     for name, linear in lora_modules(model):
         rule = weights[f"{name}.weight"]
         theirs = [item.removesuffix(".weight") for item in rule.theirs]
-        factors = projection_factors(name, linear, lora.targets)
+        factors = projection_factors(name, linear, lora.targets_in(model.config))
         if len(theirs) > 1:
             for short, (factor_a, factor_b) in factors.items():
                 yield next(item for item in theirs if f"{short}_proj" in item), factor_a, factor_b

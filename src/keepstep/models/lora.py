@@ -138,26 +138,19 @@ def apply_lora(model: Transformer, config: LoraConfig) -> None:
     """Freeze the model and put adapters on the projections that `config.targets` names, in place."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    found: set[str] = set()
+    targets = config.targets_in(model.config)
     for block in model.blocks.values():
         linears = dict(block.named_modules())
         for place, names in _FUSED.items():
             linear = linears.get(place)
-            if linear is None or not set(names) & set(config.targets):
+            if linear is None or not set(names) & set(targets):
                 continue
             if type(linear) not in (nn.Linear, QuantizedLinear):
                 raise ConfigError(f"{place} is a {type(linear).__name__}, which takes no adapter", "model.linear=dense")
-            found.update(names)
-            slots, width = _slots(place, model.config, config.targets)
+            slots, width = _slots(place, model.config, targets)
             shape = AdapterShape(config.rank, config.alpha / config.rank, config.dropout, slots, width)
             assert isinstance(linear, nn.Linear)
             block.set_submodule(place, LoraLinear(linear, shape))
-    missing = sorted(set(config.targets) - found)
-    if missing:
-        kept = ", ".join(name for name in config.targets if name in found) or "q, v"
-        raise ConfigError(
-            f"lora.targets names {', '.join(missing)}, which this model does not have", f"lora.targets=[{kept}]"
-        )
 
 
 def prepare_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype) -> None:

@@ -191,7 +191,7 @@ def workload_of(
         elastic=config.whole_weights,
         survives=config.resilience.survive,
         lora_rank=config.lora.rank,
-        lora_targets=config.lora.targets if config.lora.rank else (),
+        lora_targets=config.lora.targets_in(config.model) if config.lora.rank else (),
         lora_base=config.adapters.base if config.lora.rank else "bf16",
         reference=config.has_reference and not config.lora.rank,
     )

@@ -119,15 +119,3 @@ def fp8_experts_are_plain(config: RunConfig) -> Found:
     if experts.bias or experts.swiglu_limit:
         return "does not support experts with biases or clipped SwiGLU", "precision=bf16"
     return None
-
-
-@rule("lora.targets", "lora.rank", "model.experts.count", "model.kv_lora_rank")
-def adapters_are_on_attention(config: RunConfig) -> Found:
-    """Experts take no adapters, and latent attention takes them on queries and outputs."""
-    model, allowed = config.model, ["q", "o"] if config.model.kv_lora_rank else ["q", "k", "v", "o"]
-    feed_forward = [] if model.experts.count else ["gate", "up", "down"]
-    refused = [name for name in config.lora.targets if name not in (*allowed, *feed_forward)]
-    if not config.lora.rank or not refused or not (model.experts.count or model.kv_lora_rank):
-        return None
-    which = "latent attention takes" if refused[0] in "kv" else "experts take"
-    return f"has {refused[0]}, and {which} no such adapter", f"lora.targets=[{', '.join(allowed + feed_forward)}]"

@@ -176,10 +176,27 @@ _LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 @rule("lora.targets")
 def lora_targets_exist(config: RunConfig) -> Found:
     """At least one projection gets an adapter, and each name is known."""
-    unknown = [name for name in config.lora.targets if name not in _LORA_TARGETS]
+    unknown = [name for name in config.lora.targets if name not in (*_LORA_TARGETS, "all")]
     if config.lora.targets and not unknown:
         return None
-    return f"must name some of {', '.join(_LORA_TARGETS)}", "lora.targets=[q, v] is the smallest usual choice"
+    hint = "lora.targets=[all], and [q, v] is the smallest usual choice"
+    return f"must be all or name some of {', '.join(_LORA_TARGETS)}", hint
+
+
+@rule("lora.targets", "lora.rank", "model.experts.count", "model.kv_lora_rank", "model.activation")
+def lora_targets_are_in_the_model(config: RunConfig) -> Found:
+    """Experts take no adapters, latent attention takes them on queries and outputs, and some models have no gate."""
+    model = config.model
+    targets = config.lora.targets_in(model)
+    refused = [name for name in targets if name in _LORA_TARGETS and name not in model.adapter_targets]
+    if not config.lora.rank or not refused:
+        return None
+    name, hint = refused[0], f"lora.targets=[{', '.join(model.adapter_targets)}]"
+    if name in "kv":
+        return f"has {name}, and latent attention takes no such adapter", hint
+    if model.experts.count:
+        return f"has {name}, and experts take no such adapter", hint
+    return f"has {name}, and model.activation {model.activation} has no gate", hint
 
 
 @rule("model.linear", "precision")

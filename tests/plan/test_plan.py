@@ -65,7 +65,10 @@ def test_plan_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
 def test_fp8_without_a_rate_for_it_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "model=mpt-tiny", "precision=fp8", "microbatch=1"]
     assert main([*words, "--cluster", "a100-80:1"]) == 0
-    assert "a100-80 has no rate for fp8" in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert "a100-80 has no rate for fp8" in report
+    # Training would be refused there.
+    assert report.endswith("precision=bf16 --cluster a100-80:1\n")
     for others in (["--cluster", "h100:1"], ["lora.rank=4", "--cluster", "a100-80:1"]):
         assert main([*words, *others]) == 0
         assert "has no rate for fp8" not in capsys.readouterr().out

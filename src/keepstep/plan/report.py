@@ -120,9 +120,11 @@ def verdict(plan: Plan) -> str:
 
 def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> str:
     """What to do after reading the plan: train, or plan again with a change that fits."""
+    where = f"{profiles} {cluster}".strip()
+    if _lacks_fp8(plan) and plan.cluster.unit == "GPU":
+        return f"next: keepstep plan {words} precision=bf16 {where}"
     if plan.fits:
         return f"next: keepstep train {words}".rstrip()
-    where = f"{profiles} {cluster}".strip()
     if plan.fits_device:
         more = f"{profiles} --cluster {plan.cluster.name}:{machines_for_host(plan.host, plan.cluster.nodes)}".strip()
         return f"next: keepstep plan {words} {more}, or machines with more memory"
@@ -130,6 +132,10 @@ def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> st
         return f"next: keepstep plan {words} {' '.join(plan.remedies[0].overrides)} {where}"
     larger = "more or larger GPUs" if plan.cluster.unit == "GPU" else "a machine with more memory"
     return f"next: keepstep plan {words} {where} --search, or {larger}"
+
+
+def _lacks_fp8(plan: Plan) -> bool:
+    return plan.work.precision == "fp8" and "fp8" not in plan.cluster.gpu.tflops
 
 
 def _run(plan: Plan) -> Iterator[str]:
@@ -154,7 +160,7 @@ def _run(plan: Plan) -> Iterator[str]:
         yield f"chosen    {' '.join(plan.chosen)}  (not given: {why})"
     if cluster.gpu.note:
         yield f"note      {cluster.gpu.note}"
-    if work.precision == "fp8" and "fp8" not in cluster.gpu.tflops:
+    if _lacks_fp8(plan):
         yield f"note      {cluster.gpu.name} has no rate for fp8: it saves no time, and GPUs without it are refused"
 
 

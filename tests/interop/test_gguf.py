@@ -20,7 +20,7 @@ from keepstep.core.errors import CheckpointError, ConfigError, DataError, Keepst
 from keepstep.data import tokenization
 from keepstep.data.chat.template import ChatTemplate
 from keepstep.interop.full_model import load_full_model
-from keepstep.interop.gguf.export import check_gguf, export_gguf, modelfile
+from keepstep.interop.gguf.export import check_gguf, export_gguf
 from keepstep.interop.gguf.model import open_gguf_model, write_gguf_model
 from keepstep.interop.gguf.quantization import TYPES, TensorType, decoded, encoded
 from keepstep.interop.gguf.reader import GgufFile, open_gguf
@@ -319,7 +319,7 @@ def test_export_writes_what_import_reads(
 ) -> None:
     run = imported(tmp_path, replace(SMALL, hidden=64, heads=4, ffn_hidden=256, head_dim=16))
     assert main(["export", str(run), "--gguf", str(tmp_path / "out"), "--type", kind]) == 0
-    assert "template     in the file and in the Modelfile" in capsys.readouterr().out
+    assert "template     in the file and, without tools, in the Modelfile" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "model.gguf"]
     file = open_gguf(tmp_path / "out" / "model.gguf")
     assert {stored.kind.name for stored in file.tensors.values()} <= types
@@ -331,20 +331,6 @@ def test_export_writes_what_import_reads(
     first, again = (load_full_model(tmp_path / name)[0].state_dict() for name in ("run", "again"))
     assert all((again[name] - first[name]).norm() <= 0.1 * first[name].norm() for name in first)
     assert main(["export", str(run), "--gguf", str(tmp_path / "out")]) == 2
-
-
-def test_export_modelfile_has_chatml_and_stop_tokens(tmp_path: Path) -> None:
-    source = TOKENIZER["tokenizer.chat_template"]
-    system = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
-    text = modelfile(ChatTemplate(f"{system}{source}"), ["<|im_end|>", 'a"b'])
-    assert text.startswith("FROM ./model.gguf\n")
-    assert 'TEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}' in text
-    assert 'SYSTEM """Be brief."""\n' in text
-    assert text.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "a\\"b"\n')
-    assert "SYSTEM" not in modelfile(ChatTemplate(), [])
-    other = modelfile(ChatTemplate(str(source).replace("im_start", "start")), [])
-    assert 'TEMPLATE "' not in other
-    assert "Jinja" in other
 
 
 def test_export_refuses_tokenizers_that_llama_cpp_lacks(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ class Writer:
             },
         )
 
+    def __del__(self) -> None:
+        for file in (self.metrics, self.events, self.rank_lines, self.samples):
+            file.close()
+
     def event(self, kind: str, **facts: object) -> None:
         if self.real_time:
             self.now = time.time()

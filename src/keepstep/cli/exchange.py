@@ -103,16 +103,14 @@ def _export_gguf(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**asdict(exported), "folder": str(exported.folder), **asdict(shipped)}, indent=2))
         return 0
-    template = (
-        "in the file and in the Modelfile" if exported.ollama_template else "in the file; Ollama does not read it"
-    )
+    in_modelfile = {"tools": " and in the Modelfile", "chat": " and, without tools, in the Modelfile", "": ""}
     print(
         f"wrote        {exported.folder}/model.gguf: {exported.family}, {format_count(exported.parameters)} parameters"
     )
     print(f"step         {_describe(shipped)}")
     print(f"weights      {exported.type}, {format_bytes(exported.file_bytes)}")
     print(f"read back    weights within {exported.difference:.1e} of the trained model")
-    print(f"template     {template}")
+    print(f"template     in the file{in_modelfile[exported.ollama_template] or '; Ollama does not read it'}")
     print(f"next: llama-server -m {exported.folder}/model.gguf --jinja")
     return 0
 

@@ -14,10 +14,11 @@ from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import CheckpointError, UsageError
 from keepstep.core.files import finished_in, is_vacant, write_atomic
 from keepstep.data import tokenization
-from keepstep.data.chat.template import ChatTemplate, find_template
+from keepstep.data.chat.template import find_template
 from keepstep.data.chat.tokenizer import end_tokens
 from keepstep.interop.full_model import load_full_model
 from keepstep.interop.gguf.model import open_gguf_model, write_gguf_model
+from keepstep.interop.gguf.ollama import Turns, modelfile
 from keepstep.interop.gguf.tokenizer import tokenizer_metadata
 from keepstep.interop.hf_names import export_parameters
 from keepstep.interop.run_source import find_chat_template, find_tokenizer
@@ -41,8 +42,8 @@ class ExportedGguf:
     file_bytes: int
     difference: float
     """Largest difference of a tensor, relative to its norm."""
-    ollama_template: bool
-    """Whether the Modelfile has the chat template; Ollama does not read the one in the file."""
+    ollama_template: Turns
+    """How much of the chat template the Modelfile has; Ollama does not read the one in the file."""
 
 
 def export_gguf(where: Path, out: Path, kind: str) -> ExportedGguf:
@@ -63,11 +64,11 @@ def export_gguf(where: Path, out: Path, kind: str) -> ExportedGguf:
         difference = check_gguf(unfinished / MODEL, model, kind)
         loaded = tokenization.load(tokenizer)
         stops = [loaded.id_to_token(number) for number in sorted(end_tokens(tokenizer, loaded, template))]
-        text = modelfile(template, stops)
+        text, turns = modelfile(template, stops)
         write_atomic(unfinished / MODELFILE, text)
         family, size = hf_config_of(config.model, "float32")["model_type"], (unfinished / MODEL).stat().st_size
         count = parameter_count(config.model)
-    return ExportedGguf(out, step, family, kind, count, size, difference, "\nTEMPLATE" in text)
+    return ExportedGguf(out, step, family, kind, count, size, difference, turns)
 
 
 def check_gguf(path: Path, model: Transformer, kind: str) -> float:
@@ -93,24 +94,3 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
     described = {**hf_config_of(config, "float32"), "initializer_range": None}
     found: dict[str, Any] = json.loads(json.dumps(described), parse_float=lambda text: float(np.float32(text)))
     return found
-
-
-def modelfile(template: ChatTemplate, stops: list[str]) -> str:
-    """Ollama's description of the model. ChatML can be said in its template language; tools are left out there."""
-    lines = ["FROM ./model.gguf"]
-    users = [{"role": "user", "content": "?"}]
-    turns = [{"role": "system", "content": "#"}, *users, {"role": "assistant", "content": "!"}, *users]
-    chatml = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
-    end = "<|im_start|>assistant\n"
-    first, _, rest = template.prompt(users).partition("<|im_start|>user\n")
-    default = first.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
-    if template.prompt(turns) == chatml + end and rest == f"?<|im_end|>\n{end}" and '"""' not in default:
-        body = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}" + end
-        lines += [
-            "# Without tools: llama-server --jinja uses the template in the file, which has all.",
-            f'TEMPLATE """{body}"""',
-        ]
-        lines += [f'SYSTEM """{default}"""'] if default else []
-    else:
-        lines.append("# The chat template is in the file (Jinja). Ollama needs it as TEMPLATE in its own language.")
-    return "\n".join([*lines, *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops), ""])

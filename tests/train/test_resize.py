@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.resilience.fault_injection import ALL_RANKS, Fault, to_environment
 from tests.resilience.test_rendezvous import free_port
 from tests.train.test_survive_nodes import node, wait_until
-from tests.train.tiny_runs import losses
+from tests.train.tiny_runs import held_until, losses
 from tests.train.tiny_worlds import run_world
 
 pytestmark = pytest.mark.slow
@@ -63,7 +62,7 @@ def disk_losses(root: Path, words: list[str], history: list[Attempt], steps: int
 
 @pytest.mark.parametrize(
     ("layout", "nodes", "steps"),
-    [("parallel.shard=-1", 4, 150), ("parallel.shard=2 parallel.replicate=-1", 2, 24)],
+    [("parallel.shard=-1", 4, 150), ("parallel.shard=2 parallel.replicate=-1", 2, 60)],
     ids=["FSDP", "HSDP"],
 )
 def test_lost_nodes_and_a_new_one_continue_from_memory(
@@ -72,8 +71,7 @@ def test_lost_nodes_and_a_new_one_continue_from_memory(
     """Every second node is lost, and the others hold copies of its state. Four nodes get a new third one after that."""
     processes = 4 // nodes
     root, port, words = tmp_path / "nodes", free_port(), [*WORDS, *layout.split()]
-    slow = [Fault("slow", step, ALL_RANKS, {"steps": steps, "seconds": 0.2}) for step in range(1, steps)]
-    for name, value in to_environment(slow, tmp_path).items():
+    for name, value in held_until(seen := tmp_path / "seen").items():
         monkeypatch.setenv(name, value)
 
     def start(number: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
@@ -88,6 +86,7 @@ def test_lost_nodes_and_a_new_one_continue_from_memory(
         if nodes == 4:
             left.enter_context(start(1))
             wait_until(lambda: has_trained(root, 3), agents[0])
+        seen.touch()
         wait_until(lambda: '"finish"' in (root / "run" / "events.jsonl").read_text(), agents[0])
     monkeypatch.undo()
     history = attempts(root)

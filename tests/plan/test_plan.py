@@ -68,7 +68,7 @@ def test_fp8_without_a_rate_for_it_is_noted(capsys: pytest.CaptureFixture[str]) 
     report = capsys.readouterr().out
     assert "a100-80 has no rate for fp8" in report
     # Training would be refused there.
-    assert report.endswith("precision=bf16 --cluster a100-80:1\n")
+    assert report.endswith("next: keepstep plan model=mpt-tiny precision=bf16 microbatch=1 --cluster a100-80:1\n")
     for others in (["--cluster", "h100:1"], ["lora.rank=4", "--cluster", "a100-80:1"]):
         assert main([*words, *others]) == 0
         assert "has no rate for fp8" not in capsys.readouterr().out

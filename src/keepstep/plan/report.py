@@ -122,7 +122,9 @@ def next_command(plan: Plan, words: str, cluster: str, profiles: str = "") -> st
     """What to do after reading the plan: train, or plan again with a change that fits."""
     where = f"{profiles} {cluster}".strip()
     if _lacks_fp8(plan) and plan.cluster.unit == "GPU":
-        return f"next: keepstep plan {words} precision=bf16 {where}"
+        given, better = "precision=fp8", "precision=bf16"
+        changed = words.replace(given, better) if given in words else f"{words} {better}"
+        return f"next: keepstep plan {changed} {where}"
     if plan.fits:
         return f"next: keepstep train {words}".rstrip()
     if plan.fits_device:

@@ -105,9 +105,10 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
         ChatRows(folder / name, source.seq_len, packing=packing, paired=paired) for name in ("train", "valid")
     )
     if not train.count:
+        reasons = (line.strip().removeprefix("hint: ") for line in frequent_reasons(folder / "rejects.jsonl"))
         raise DataError(
             f"{source.data.path} holds no {'pair of answers' if paired else 'conversation'} to train on",
-            "; ".join([*frequent_reasons(folder / "rejects.jsonl"), f"all rejected rows: {folder / 'rejects.jsonl'}"]),
+            "; ".join([*reasons, f"all rejected rows: {folder / 'rejects.jsonl'}"]),
         )
     facts = {"kind": "chat", "path": str(folder), **prepared, "rows": train.count, "filled": train.filled}
     if source.rl.method != "none":

@@ -11,18 +11,10 @@ import yaml
 
 from keepstep.data.chat.template import BUILT_IN, ChatTemplate, find_template
 from keepstep.interop.gguf.ollama import modelfile
-from tests.data.chat.test_families import real_tokenizer
+from tests.data.chat.test_families import TOOL, real_tokenizer
 from tests.launch.manifests import helm
 
 STOPS = ["<|im_end|>"]
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 
 
 def calling(content: str, *cities: str) -> dict[str, Any]:
@@ -83,12 +75,12 @@ def test_template_renders_the_same_in_go(family: str, tmp_path: Path) -> None:
     assert kept == "tools"
     default = text.partition('SYSTEM """')[2].partition('"""')[0]
     assert bool(default) == (family == "qwen-2.5")
-    for tools in ([], [WEATHER, WEATHER]):
+    for tools in ([], [TOOL, TOOL]):
         for turns in CONVERSATIONS:
             expected = template.prompt(turns, tools)
             # Ollama gives the Modelfile's SYSTEM to messages without one.
             given = turns if turns[0]["role"] == "system" or not default else [turn("system", default), *turns]
-            for value in (WEATHER, *({"city": city} for city in ("Rome", "Oslo", "Zürich"))):
+            for value in (TOOL, *({"city": city} for city in ("Rome", "Oslo", "Zürich"))):
                 expected = expected.replace(json.dumps(value, ensure_ascii=False), as_go_writes(value))
             assert in_go(template_of(text), given, tools, tmp_path / "chart") == expected
 

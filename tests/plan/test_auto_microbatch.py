@@ -50,6 +50,14 @@ def test_auto_takes_no_more_rows_than_make_enough_tokens() -> None:
     assert rows_on(LLAMA_1B.replace("4096", "256")) * 256 == ENOUGH_TOKENS
 
 
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_auto_of_a_small_model_keeps_the_gpu_busy(compiled: str) -> None:
+    words = f"model=smollm-135m global_batch=64 microbatch=auto compute.compile={compiled}"
+    work, _ = microbatch_on(configured(words), H100)
+    # Eight rows have enough tokens, but the host starts their kernels more slowly than a GPU computes them.
+    assert work.tokens_per_microbatch > 2 * ENOUGH_TOKENS
+
+
 def test_auto_uses_what_memory_there_is() -> None:
     sizes = [rows_on(LLAMA_1B, replace(H100, memory_bytes=size * GIB)) for size in (24, 40, 140)]
     assert sizes == sorted(sizes)

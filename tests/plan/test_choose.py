@@ -113,7 +113,7 @@ def test_submitted_new_run_gets_a_batch_for_its_nodes(new_run: str, where: str, 
     assert main(["plan", new_run, "--cluster", "azure-nd-h100-v5:8", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert f"chosen: {' '.join(chosen)}  (not given; for 8 × 8 processes)" in captured.err
-    assert chosen == ["parallel.replicate=8", "global_batch=512"]
+    assert chosen == ["global_batch=512"]
     assert "global_batch=512" in captured.out
 
 

@@ -65,7 +65,9 @@ def test_calibrate_profile_separates_matmul_and_attention() -> None:
 
 def test_runs_of_another_device_change_nothing() -> None:
     runs = [measured_run({**RUN, "device": "NVIDIA A100-SXM4-40GB"})]
-    assert calibrate(runs, find_cluster("h200:1", read_profiles())) == Factors()
+    cluster = find_cluster("h200:1", read_profiles())
+    # How fast a host starts kernels is known from the runs that we ship.
+    assert calibrate(runs, cluster) == calibrate([], cluster) == Factors(host_s=calibrate([], cluster).host_s)
     gpus = read_profiles().gpus
     assert gpus["a100-40"].is_named("NVIDIA A100-SXM4-40GB")
     assert not gpus["a100-80"].is_named("NVIDIA A100-SXM4-40GB")
@@ -152,6 +154,46 @@ def test_calibrate_one_run_predicts_others_within_10_percent() -> None:
         assert cluster.gpu.is_named(measured.device)
         assert plan_speed(measured.work, cluster, factors).step.total_s == pytest.approx(measured.step_s, rel=0.1)
         assert plan_memory(measured.work).allocated / 2**30 == pytest.approx(run["peak_memory_gib"], rel=0.05)
+
+
+def short_kernels(steps: int, **more: Any) -> dict[str, Any]:
+    """A small model in many micro batches, whose kernels take half of a step."""
+    kernels = {"matmul": 0.2, "attention": 0.1, "other": 0.1}
+    run = {**RUN, "model": "smollm-135m", "seq_len": 2048, "microbatch": 8, "global_batch": 8 * steps, "step_s": 0.8}
+    return {**run, "breakdown": kernels, **more}
+
+
+def test_waits_for_the_host_are_told_from_kernels() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    kernels = calibrate([measured_run(RUN)], cluster)
+    both = calibrate([measured_run(RUN), measured_run(short_kernels(8))], cluster)
+    assert both.host_s == pytest.approx(0.8 / 8 / 30)
+    assert replace(both, host_s=0) == replace(kernels, host_s=0)
+    # A device's own runs count before those that we ship.
+    assert kernels.host_s not in (0, both.host_s)
+
+
+def test_a_step_is_no_shorter_than_the_start_of_its_kernels() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    factors = Factors(host_s=0.003)
+    steps = {
+        rows: plan_speed(workload(f"model=smollm-135m microbatch={rows} global_batch=64", 1), cluster, factors).step
+        for rows in (4, 8, 64)
+    }
+    assert steps[4].total_s == pytest.approx(2 * steps[8].total_s, rel=0.05)
+    assert steps[8].total_s == pytest.approx(8 * 30 * 0.003, rel=0.05)
+    assert steps[64].launch_s == 0
+    assert steps[8].total_s - steps[8].launch_s == pytest.approx(steps[64].total_s, rel=0.02)
+
+
+def test_shipped_runs_that_wait_are_planned_within_10_percent() -> None:
+    cluster = find_cluster("h200:1", read_profiles())
+    runs = shipped_runs()
+    waiting = [run for run in runs if run.waits_for_host]
+    assert waiting
+    for run in waiting:
+        planned = plan_speed(run.work, cluster, calibrate(runs, cluster)).step
+        assert planned.total_s == pytest.approx(run.step_s, rel=0.1)
 
 
 def test_speed_memory_traffic_agrees_with_measurement() -> None:

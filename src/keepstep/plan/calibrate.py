@@ -18,11 +18,13 @@ from keepstep.config.layout import Layout
 from keepstep.config.presets import PRESETS, preset_fields
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import DataError
-from keepstep.plan.cluster import Cluster, read_profiles
+from keepstep.plan.cluster import CPU, Cluster, read_profiles
 from keepstep.plan.speed import Factors, plan_speed
 from keepstep.plan.workload import Workload
 
 _NEEDED = ("model", "seq_len", "microbatch", "recompute", "precision", "device")
+_WAITS = 1.25
+"""A run whose step takes this many times the time of its kernels waits for the host, and says nothing about kernels."""
 _PRIOR = 0.3
 """Weight of the priors: with few runs all factors move together, with many each is fitted alone."""
 
@@ -36,6 +38,13 @@ class Measured:
     step_s: float
     kernels_s: tuple[float, float, float] | None
     """Seconds of a step in matmuls, in attention and in all else, where the run was profiled."""
+    busy_s: float = 0.0
+    """Seconds of a step in kernels of one process, where all were profiled."""
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GPU waits for the host to start its kernels."""
+        return 0 < _WAITS * self.busy_s < self.step_s
 
 
 def read_runs(path: Path) -> list[Measured]:
@@ -83,7 +92,10 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
     step_s = float(entry.get("step_s") or work.tokens_per_step / float(entry["tokens_per_s"]))
     device = str(entry["device"])
     work = replace(work, device_bytes=_device_bytes(device))
-    return Measured(work, device, step_s, _kernels_s(entry.get("breakdown") or {}, step_s, work.degrees.world_size))
+    kernels, processes = entry.get("breakdown") or {}, work.degrees.world_size
+    # With several processes the rest may be communication.
+    busy_s = sum(kernels.values()) if processes == 1 and "other" in kernels else 0.0
+    return Measured(work, device, step_s, _kernels_s(kernels, step_s, processes), busy_s)
 
 
 def _kernels_s(kernels: Mapping[str, float], step_s: float, processes: int) -> tuple[float, float, float] | None:
@@ -106,16 +118,28 @@ def _device_bytes(device: str) -> int:
 
 def calibrate(runs: Iterable[Measured], cluster: Cluster) -> Factors:
     """Factors that fit the runs made on the cluster's GPU; all 1 where there are none."""
-    usable = [run for run in runs if cluster.gpu.is_named(run.device)]
+    runs = [run for run in runs if cluster.gpu.is_named(run.device)]
+    host_s = 0.0 if cluster.gpu.name == CPU else _host_s(runs) or _host_s(shipped_runs())
+    usable = [run for run in runs if not run.waits_for_host]
     if not usable:
-        return Factors()
+        return Factors(host_s=host_s)
     parts = [_parts(run, cluster) for run in usable]
     rows = [[part / run.step_s for part in each] for run, each in zip(usable, parts, strict=True)]
     profiled = [(run.kernels_s, each) for run, each in zip(usable, parts, strict=True) if run.kernels_s]
     priors = [_mean_ratio((kernels[place], each[place]) for kernels, each in profiled) for place in range(3)]
     common = _mean_ratio((run.step_s, sum(each)) for run, each in zip(usable, parts, strict=True))
     matmul, attention, memory = _ridge(rows, [prior or common for prior in priors])
-    return Factors(matmul=matmul, attention=attention, memory=memory)
+    return Factors(matmul=matmul, attention=attention, memory=memory, host_s=host_s)
+
+
+def _host_s(runs: Iterable[Measured]) -> float:
+    """Seconds in which a host starts the kernels of a block, by the runs that waited for it; 0 where none did.
+
+    Another GPU's runs tell it as well: the kernels are nearly the same.
+    """
+    waiting = [run for run in runs if run.waits_for_host and not run.work.compiled and run.work.recompute != "full"]
+    found = [run.step_s / (run.work.microbatches * run.work.model.layers) for run in waiting]
+    return sum(found) / len(found) if found else 0.0
 
 
 def _model(name: str, seq_len: int, where: str) -> ModelConfig:
@@ -138,22 +162,9 @@ def _mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
 
 def _ridge(rows: Sequence[Sequence[float]], priors: Sequence[float]) -> list[float]:
     """Ridge regression: x near the priors with row·x near 1 for every row; never below a third of its prior."""
+    import numpy as np
+
     places = range(len(priors))
     matrix = [[sum(row[i] * row[j] for row in rows) + (_PRIOR if i == j else 0.0) for j in places] for i in places]
     right = [sum(row[i] for row in rows) + _PRIOR * priors[i] for i in places]
-    return [max(each, prior / 3) for each, prior in zip(_solve(matrix, right), priors, strict=True)]
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination; the ridge term keeps the diagonal away from zero."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for pivot in range(size):
-        for below in range(pivot + 1, size):
-            share = rows[below][pivot] / rows[pivot][pivot]
-            rows[below] = [b - share * p for b, p in zip(rows[below], rows[pivot], strict=True)]
-    solution = [0.0] * size
-    for index in reversed(range(size)):
-        known = sum(rows[index][later] * solution[later] for later in range(index + 1, size))
-        solution[index] = (rows[index][size] - known) / rows[index][index]
-    return solution
+    return [max(float(each), prior / 3) for each, prior in zip(np.linalg.solve(matrix, right), priors, strict=True)]

@@ -29,7 +29,7 @@ PIPELINE_TOLERANCE = 0.15
 ENOUGH_SPEED = 0.99
 """`microbatch: auto` treats layouts that reach this share of the best speed as equally fast."""
 ENOUGH_TOKENS = 16384
-"""Among those it takes the fewest rows with this many tokens: with fewer, kernels may be too short for a GPU, which the
+"""Among those it takes the fewest rows with this many tokens: with fewer, matmuls may be too small for a GPU, which the
 plan does not count. An assumption, not a measurement."""
 CPU_ROWS = 8
 """The most rows of a forward pass that `microbatch: auto` chooses on CPUs."""
@@ -189,7 +189,8 @@ def choose_microbatch(
         fitting.append(work)
     if on_cpu:
         return fitting[-1]
-    speeds = [plan_speed(work, cluster, factors).tokens_per_s for work in fitting]
+    # The host's time for compiled blocks is not known, but they need less of it than others.
+    speeds = [plan_speed(replace(work, compiled=False), cluster, factors).tokens_per_s for work in fitting]
     fast = [work for work, speed in zip(fitting, speeds, strict=True) if speed >= ENOUGH_SPEED * max(speeds)]
     return next((work for work in fast if work.tokens_per_microbatch >= ENOUGH_TOKENS), fast[-1])
 

@@ -94,7 +94,8 @@ def choose_layout(
     debug(f"{len(works):,} layouts are valid on {cluster.gpus} GPUs; {len(rated):,} may fit")
     best: list[tuple[float, Workload]] = []
     needed: dict[object, int] = {}
-    for speed, work in sorted(rated, key=lambda each: -each[0]):
+    # Where a step waits for something else, recomputation seems free.
+    for speed, work in sorted(rated, key=lambda each: (-float(f"{each[0]:.6g}"), RECOMPUTE.index(each[1].recompute))):
         if best and speed < _ENOUGH_SPEED * best[0][0]:
             break
         if best and work.global_batch >= best[-1][1].global_batch:

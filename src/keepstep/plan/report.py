@@ -195,9 +195,12 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"speed     {step.total_s:.3f} s per step ({source}), {format_count(speed.flops_per_token)}FLOP per token"
     compute = [(kind, getattr(step, f"{kind}_s")) for kind in ("matmul", "attention", "memory", "update")]
     waits = [(f"{axis} wait", seconds) for axis, seconds in step.exposed_s.items()]
+    waits.append(("kernel starts", step.launch_s))
     for name, seconds in (*compute, *waits, ("bubble", step.bubble_s), ("fixed", step.fixed_s)):
         if seconds > 0:
             yield f"  {name:<14}{seconds:9.3f} s {seconds / step.total_s:6.1%}"
+    if step.launch_s > 0.1 * step.total_s:
+        yield "  kernels are shorter than their start: raise microbatch, or set compute.compile=true"
     if plan.work.offload:
         yield "  not included: copies of weights and gradients between host and GPU, and the update on the host"
     each = f"{speed.tokens_per_s_per_gpu:,.0f} per {plan.cluster.unit}"

@@ -24,6 +24,8 @@ class Factors:
     memory: float = 1.0
     step_s: float = 0.0
     """Fixed seconds per step."""
+    host_s: float = 0.0
+    """Seconds in which the host starts the kernels of one block that is not compiled, forward and backward."""
 
 
 UNCALIBRATED = Factors()
@@ -43,6 +45,8 @@ class StepTime:
     update_s: float
     exposed_s: dict[str, float]
     """Communication that computation does not hide, by axis; `host` is offloaded activations."""
+    launch_s: float
+    """Waiting for the host to start kernels that are shorter than their start."""
     bubble_s: float
     """Waiting for the pipeline to fill and drain."""
     fixed_s: float
@@ -50,8 +54,8 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """One optimizer step."""
-        spent = self.matmul_s + self.attention_s + self.memory_s + self.update_s + self.bubble_s + self.fixed_s
-        return spent + sum(self.exposed_s.values())
+        spent = self.matmul_s + self.attention_s + self.memory_s + self.update_s
+        return spent + self.launch_s + self.bubble_s + self.fixed_s + sum(self.exposed_s.values())
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def _mixed_speed(work: Workload, cluster: Cluster, factors: Factors) -> SpeedPla
         memory_s=mean(each.memory_s for each in steps),
         update_s=steps[0].update_s,
         exposed_s={axis: mean(each.exposed_s[axis] for each in steps) for axis in steps[0].exposed_s},
+        launch_s=mean(each.launch_s for each in steps),
         bubble_s=mean(each.bubble_s for each in steps),
         fixed_s=steps[0].fixed_s,
     )
@@ -186,16 +191,19 @@ def _step_time(
     work: Workload, cluster: Cluster, counts: StageParameters, micro: _MicroBatch, factors: Factors
 ) -> StepTime:
     network = Network(work, cluster)
-    forward_s = micro.total_s * micro.forward_share
-    exposed = network.exposed_s(counts, forward_s, micro.total_s - forward_s, micro.attention_s)
+    launch_s = max(0.0, _host_s(work, counts.blocks, factors) - micro.total_s)
+    # Communication hides behind the waits for kernels as well.
+    busy_s = micro.total_s + launch_s
+    forward_s = busy_s * micro.forward_share
+    exposed = network.exposed_s(counts, forward_s, busy_s - forward_s, micro.attention_s)
     each = work.microbatches
     used = {axis: seconds for axis, seconds in exposed.items() if getattr(work.degrees, axis) > 1}
     if work.offload_activations:
         # Each direction is hidden by its own half of the micro batch.
         copy_s = _offload_s(work, cluster)
-        used["host"] = each * sum(max(0.0, copy_s - hidden) for hidden in (forward_s, micro.total_s - forward_s))
+        used["host"] = each * sum(max(0.0, copy_s - hidden) for hidden in (forward_s, busy_s - forward_s))
     along = sum(used.get(axis, 0.0) for axis in ("tensor", "context", "pipeline", "host")) / each
-    bubble_s = bubble_share(work) * (micro.total_s + along)
+    bubble_s = bubble_share(work) * (busy_s + along)
     gpu = cluster.gpu
     update_s = update_traffic(work, counts.trained) / (gpu.memory_gb_s * 1e9 * gpu.memory_share) * factors.memory
     return StepTime(
@@ -204,9 +212,18 @@ def _step_time(
         memory_s=micro.memory_s * each,
         update_s=update_s,
         exposed_s=used,
+        launch_s=launch_s * each,
         bubble_s=bubble_s,
         fixed_s=factors.step_s,
     )
+
+
+def _host_s(work: Workload, blocks: float, factors: Factors) -> float:
+    """Seconds in which the host starts a micro batch's kernels. Of compiled blocks it has not been measured."""
+    if work.compiled:
+        return 0.0
+    # Full recomputation repeats forward, about a third of the kernels.
+    return factors.host_s * blocks * (4 / 3 if work.recompute == "full" else 1)
 
 
 def _offload_s(work: Workload, cluster: Cluster) -> float:

@@ -21,7 +21,6 @@ from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError, HardwareError
 from keepstep.core.proc import available_memory_bytes
 from keepstep.core.ranks import from_environment
-from keepstep.core.units import format_seconds
 from keepstep.models.block_plan import RecomputeMode
 from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.kernels.attention_schedule import KEYS
@@ -158,7 +157,7 @@ def settle_microbatch(config: RunConfig, stored: Path | None = None) -> tuple[Ru
     work, step_s = microbatch_on(config, machine)
     facts = f"{plan_memory(work).needed / GIB:.2f} of {machine.memory_bytes / GIB:.1f} GiB planned"
     if device.type == "cuda":
-        facts += f", {format_seconds(step_s)} a step"
+        facts += f", {step_s:.3f} s a step"
     why = f"; kept from {stored}" if kept else f"; it was {before}, which does not suit {ranks.world_size} processes"
     line = f"microbatch auto: {config.microbatch} rows per forward pass ({facts}{why if kept or before else ''})"
     return config, line

@@ -205,7 +205,9 @@ class Stages:
             **{key: round(statistics.fmean(each), 2) if each else None for key, each in known.items()},
             "seeds": seeds,
             "steps": [item["step"] for item in found],
-            "categories": [item["categories"] for item in found],
+            "categories": [
+                {name: round(100 * each["accuracy"], 2) for name, each in item["categories"].items()} for item in found
+            ],
         }
 
 

@@ -46,7 +46,10 @@ _OPENERS = (
     "I need to ",
     "Hi, ",
 )
-_PREAMBLE_SHARE = 0.2
+_PREAMBLE_SHARE, _CLOSER_SHARE, _NAMED_SHARE = 0.2, 0.15, 0.04
+"""Requests with words before and after them, and those that name a function."""
+_SHARED_SHARE = 0.4
+"""Requests for several functions that speak of the same thing."""
 _ORDINALS = ("First, ", "Second, ", "Third, ", "Lastly, ")
 _COUNTED = ("first", "second", "third", "fourth")
 _JOINTS = (" Also, ", " Then ", " After that, ", " And ", " Next, ", " Finally, ")
@@ -138,13 +141,13 @@ def _asked(functions: Sequence[Function], all_given: Sequence[Given], draw: Rand
     texts = [_request(function, given, draw) for function, given in zip(functions, all_given, strict=True)]
     if 1 < len(texts) <= len(_ORDINALS) and draw.random() < 0.2:
         parts = [ordinal + _continued(text) for ordinal, text in zip(_ORDINALS, texts, strict=False)]
-        return " ".join(part if part.endswith((".", "?")) else f"{part}." for part in parts)
+        return " ".join(map(_ended, parts))
     whole = texts[0]
     for text in texts[1:]:
         if draw.random() < 0.6:
-            whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'}{draw.choice(_JOINTS)}{_continued(text)}"
+            whole = f"{_ended(whole)}{draw.choice(_JOINTS)}{_continued(text)}"
         else:
-            whole = f"{whole if whole.endswith(('.', '?')) else whole + '.'} {text}"
+            whole = f"{_ended(whole)} {text}"
     return whole
 
 
@@ -162,15 +165,50 @@ def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any
     """A request and the calls that answer it."""
     text, all_given = "", list[Given]()
     if len(functions) > 1 and len({item.name for item in functions}) == 1:
-        make = draw.choices((_repeated, _changed, _enumerated, None), (45, 15, 20, 20))[0]
+        make = draw.choices((_repeated, _changed, _enumerated, None), (36, 12, 36, 16))[0]
         if make:
             text, all_given = make(functions[0], len(functions), draw)
     if not all_given:
+        # Nobody asks for the same call twice, and models learn to repeat themselves soon enough.
         all_given = [_given(function, draw) for function in functions]
+        if len({item.name for item in functions}) == len(functions) and draw.random() < _SHARED_SHARE:
+            all_given = _of_one_subject(all_given, draw)
+        pairs = {
+            json.dumps([item.name, _arguments(given)]): (item, given)
+            for item, given in zip(functions, all_given, strict=True)
+        }
+        functions, all_given = [item for item, _ in pairs.values()], [given for _, given in pairs.values()]
         text = _asked(functions, all_given, draw)
     if draw.random() < _PREAMBLE_SHARE:
         text = f"{filled(draw.choice(grammar()['preambles']), draw)} {text}"
+    if draw.random() < _CLOSER_SHARE:
+        text = f"{_ended(text)} {filled(draw.choice(grammar()['closers']), draw)}"
+    elif draw.random() < _NAMED_SHARE:
+        text = f"{_ended(text)} {draw.choice(('Use', 'Please use'))} {' and '.join({f.name: 0 for f in functions})}."
     return [{"role": "user", "content": text}, _calls(functions[: len(all_given)], all_given)]
+
+
+def _ended(text: str) -> str:
+    """With a mark at its end."""
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _of_one_subject(all_given: Sequence[Given], draw: Random) -> list[Given]:
+    """The calls with the same value where they have a parameter of the same list, which a request may not repeat."""
+    first: dict[str, tuple[Parameter, Said]] = {}
+    found = list[Given]()
+    for given in all_given:
+        found.append([])
+        for item, said in given:
+            earlier, known = first.setdefault(item.slot.kind, (item, said))
+            # Numbers and choices are alike by chance only.
+            if known is not said and item.slot.kind.isupper():
+                text = (
+                    f"the same {earlier.words}" if draw.random() < 0.4 and earlier.words == item.words else known.text
+                )
+                said = Said(known.value, text)
+            found[-1].append((item, said))
+    return found
 
 
 def _places(given: Given) -> list[int]:
@@ -222,28 +260,40 @@ def _changed(function: Function, count: int, draw: Random) -> tuple[str, list[Gi
     again = draw.choice(("Then repeat it with {}", "Do the same with {}", "Once more with {}", "And again, with {}"))
     text = _request(function, given, draw)
     for said in values[1:]:
-        text = f"{text if text.endswith(('.', '?')) else text + '.'} {again.format(_pair(item, said, draw))}."
+        text = f"{_ended(text)} {again.format(_pair(item, said, draw))}."
         again = draw.choice(("Also with {}", "Then with {}", "And with {}"))
     return text, [[*given[:place], (item, said), *given[place + 1 :]] for said in values]
 
 
 def _enumerated(function: Function, count: int, draw: Random) -> tuple[str, list[Given]]:
-    """Calls of one function, whose values the request tells one after the other."""
-    chosen = [item for item, _ in _given(function, draw)]
-    all_given = [[(item, drawn_value(item, draw)) for item in chosen] for _ in range(count)]
-    cases = [_listed([_pair(*each, draw) for each in given]) for given in all_given]
-    style = draw.randrange(3)
-    if style == 0:
-        told = " " + " ".join(
-            f"The {ordinal} {draw.choice(('one has', 'has', 'is with'))} {case}."
-            for ordinal, case in zip(_COUNTED, cases, strict=False)
-        )
-    elif style == 1:
-        told = f" Do it for {NUMBER_WORDS[count]} cases: {'; '.join(cases)}."
-    else:
-        told = f" Once with {', once with '.join(cases)}."
-    opening = _request(function, [], draw)
-    return (opening if opening.endswith((".", "?")) else f"{opening}.") + told, all_given
+    """Calls of one function whose values the request tells one after the other, and what they share once, before or
+    after it asks."""
+    given = _given(function, draw)
+    if not given:
+        return "", []
+    varied = sorted(draw.sample(range(len(given)), draw.randint(1, len(given))))
+    drawn = [[(given[place][0], drawn_value(given[place][0], draw)) for place in varied] for _ in range(2 * count)]
+    cases = list({repr([said.value for _, said in case]): case for case in drawn}.values())[:count]
+    texts = [_listed([_pair(*each, draw) for each in case]) for case in cases]
+    form = draw.choice(
+        ("The {} has {}.", "The {} one has {}.", "In the {} case, {}.", "The {} one: {}.", "For the {}, {}.", "", "")
+    )
+    told = [form.format(ordinal, text) for ordinal, text in zip(_COUNTED, texts, strict=False)]
+    if not form:
+        told = [draw.choice((f"The {NUMBER_WORDS[len(cases)]} cases: {'; '.join(texts)}.",
+                             f"Once with {', once with '.join(texts)}."))]  # fmt: skip
+    if shared := [_pair(*each, draw) for place, each in enumerate(given) if place not in varied]:
+        always = draw.choice(("All have", "Each time with", "Always"))
+        told.insert(draw.choice((0, len(told))), f"{always} {_listed(shared)}.")
+    wish = _request(function, [], draw)
+    both = ("for both", "for each of the two") if len(cases) == 2 else (f"for all {NUMBER_WORDS[len(cases)]}",)
+    whom = f" {draw.choice((*both, 'for each of them', 'for each'))}" if len(cases) > 1 else ""
+    told.insert(draw.choice((0, 0, len(told))), wish.rstrip(".?") + whom + ("?" if wish.endswith("?") else "."))
+    calls = [[*given] for _ in cases]
+    for made, case in zip(calls, cases, strict=True):
+        for place, each in zip(varied, case, strict=True):
+            made[place] = each
+    return " ".join(told), calls
 
 
 def _pair(item: Parameter, said: Said, draw: Random) -> str:

@@ -237,8 +237,17 @@ def test_flags_become_the_words_of_train(tmp_path: Path) -> None:
     assert str(config.schedule.warmup) == "0.1ep"
     chooses = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "--lora", "8", "preference.method=dpo"])
     assert load_config(None, finetune_words(chooses)).config.optimizer.lr == 1e-5
+    unranked = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "--lora"])
+    assert load_config(None, finetune_words(unranked)).config.lora.rank == 16
     counted = parser.parse_args(["--from", "hf", "--data", "rows.jsonl", "max_duration=500ba"])
     assert str(load_config(None, finetune_words(counted)).config.schedule.warmup) == "20ba"
+
+
+def test_a_setting_is_not_taken_for_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    from keepstep.cli.main import main
+
+    assert main(["finetune", "--from", "hf", "--lora", "lora.alpha=32"]) == 2
+    assert "write --lora 16 lora.alpha=32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,18 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--from", dest="start", metavar="DIR", help="a run, a Hugging Face model, or OWNER/NAME on its Hub")
     add("--data", metavar="PATH", help="conversations: .jsonl, .json, .parquet, or toolcalls to generate some")
-    add("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of all weights")
+    rank = "train adapters of this rank (default: 16) instead of all weights"
+    add("--lora", type=_rank, nargs="?", const=16, metavar="RANK", help=rank)
     add("--base", choices=("bf16", "fp8", "nf4"), help="with --lora: format of the frozen weights (default: bf16)")
     add("--epochs", type=float, metavar="N", help="passes over the data")
     parser.set_defaults(call=_finetune)
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        # Settings may follow, and would be taken for the rank.
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank; write --lora 16 {text}")
+    return int(text)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -254,7 +254,7 @@ def test_sentencepiece_scores_become_merges() -> None:
         ({"llama.embedding_length": 10**6}, CheckpointError, "describes a model of"),
         ({"llama.block_count": 9000}, CheckpointError, "is missing"),
         ({"llama.attention.head_count": "four"}, ConfigError, "is damaged"),
-        ({"split.count": 3}, CheckpointError, "one of several files"),
+        ({"split.count": 3}, CheckpointError, "one of 3 files"),
     ],
 )
 def test_models_that_cannot_be_computed_are_refused(
@@ -276,6 +276,55 @@ def test_models_that_cannot_be_computed_are_refused(
 def test_tokenizers_that_cannot_be_converted_are_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         tokenizer_files({**TOKENIZER, **extra})
+
+
+def split_by_upstream(path: Path, folder: Path, tensors_each: int) -> list[Path]:
+    """The parts of a model as llama.cpp's own package writes them."""
+    gguf = pytest.importorskip("gguf")
+    source = gguf.GGUFReader(path)
+    architecture = source.get_field("general.architecture").contents()
+    writer = gguf.GGUFWriter(None, architecture, split_max_tensors=tensors_each)
+    for name, field in source.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    folder.mkdir()
+    writer.write_header_to_file(folder / "tiny-model.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
+
+
+def test_a_model_in_several_files_is_imported_from_any_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = written(tmp_path / "whole.gguf", kind="q8_0")
+    parts = split_by_upstream(whole, tmp_path / "parts", 5)
+    assert len(parts) > 3
+    assert parts[0].name == f"tiny-model-00001-of-{len(parts):05}.gguf"
+    described, expected = open_gguf_model(whole)
+    for part in parts:
+        again, tensors = open_gguf_model(part)
+        assert again == described
+        assert set(tensors) == set(expected)
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert tokenizer_files(open_gguf(parts[1]).metadata) == tokenizer_files(open_gguf(whole).metadata)
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(parts[2])]) == 0
+    assert (tmp_path / "runs" / "tiny-model" / "config.yaml").is_file()
+
+
+def test_files_that_are_not_one_model_are_named(tmp_path: Path) -> None:
+    parts = split_by_upstream(written(tmp_path / "whole.gguf"), tmp_path / "parts", 9)
+    other = split_by_upstream(written(tmp_path / "other.gguf"), tmp_path / "more", 3)
+    parts[1].rename(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=f"no {parts[1].name} beside it") as missing:
+        open_gguf(parts[0])
+    assert str(parts[0].parent) in (missing.value.hint or "")
+    parts[1].write_bytes(other[1].read_bytes())
+    with pytest.raises(CheckpointError, match="of another one"):
+        open_gguf(parts[0])
 
 
 def test_sizes_beyond_the_file_are_refused_before_they_are_allocated(tmp_path: Path) -> None:

@@ -143,12 +143,13 @@ def _describe(shipped: Shipped) -> str:
 def _import(args: argparse.Namespace) -> int:
     """Read the weights and commit them as step 0; as a worker if a launcher started this process."""
     from keepstep.data.tokenization import named_tokenizer
+    from keepstep.interop.gguf.reader import model_name
     from keepstep.interop.hf_folder import fetch_source, is_gguf
     from keepstep.interop.hf_import import import_model, import_weights
     from keepstep.interop.run_source import find_tokenizer
 
     source = fetch_source(args.source)
-    given = source.stem if is_gguf(source) else (source.resolve() if source.is_dir() else Path(args.source)).name
+    given = model_name(source) if is_gguf(source) else (source.resolve() if source.is_dir() else Path(args.source)).name
     name = args.name or given
     tokenizer = named_tokenizer(args.tokenizer or "")
     config = import_model(source, name, args.runs_dir, own_tokenizer=tokenizer is not None)

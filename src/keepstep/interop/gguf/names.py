@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keepstep.config.schema import ModelConfig
-from keepstep.core.errors import CheckpointError, ConfigError, malformed_as
+from keepstep.core.errors import ConfigError, malformed_as
 from keepstep.interop.gguf.reader import GgufFile
 from keepstep.models.positions import rope_frequencies
 
@@ -104,9 +104,6 @@ def described_model(file: GgufFile) -> dict[str, Any]:
         if architecture not in NAMES:
             known = ", ".join(NAMES)
             raise ConfigError(f"{file.path} has the architecture {architecture!r}, not supported", f"known: {known}")
-        if file.metadata.get("split.count", 1) > 1:
-            hint = "join them into one with llama-gguf-split --merge"
-            raise CheckpointError(f"{file.path} is one of several files of a model", hint)
         prefix = f"{architecture}."
         own = {key.removeprefix(prefix): _one(value) for key, value in file.metadata.items() if key.startswith(prefix)}
         for key, lacks in _NOT_COMPUTED.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,12 +26,15 @@ _MOST_DIMS = 4
 _SMALLEST_ENTRY = 13
 """Bytes of a key without text and a value of one byte; a tensor's entry is longer."""
 _DAMAGED = "download the file again"
+_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
+"""llama.cpp names the files of a model that is split into several: NAME-00001-of-00003.gguf."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is in the file."""
+    """Where a tensor is in a file."""
 
+    path: Path
     shape: tuple[int, ...]
     """Outermost dimension first, as in torch; the file has the innermost first."""
     kind: TensorType
@@ -40,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """Metadata and the places of all tensors."""
+    """Metadata and the places of all tensors, which may be in several files."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -49,14 +53,42 @@ class GgufFile:
     def read(self, name: str) -> Tensor:
         """One tensor: F32, F16 and BF16 in their precision, the others decoded to fp32."""
         stored = self.tensors[name]
-        raw = np.fromfile(self.path, np.uint8, stored.size_bytes, offset=stored.offset)
+        raw = np.fromfile(stored.path, np.uint8, stored.size_bytes, offset=stored.offset)
         if raw.size != stored.size_bytes:
-            raise CheckpointError(f"{self.path} ends inside {name}", _DAMAGED)
+            raise CheckpointError(f"{stored.path} ends inside {name}", _DAMAGED)
         return decoded(stored.kind, raw, stored.shape)
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file."""
+    """Read the header of a GGUF file; of one that is a part of a model, those of all its parts, which lie beside it."""
+    file = _open_one(path)
+    count = file.metadata.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return file
+    what = f"{path} is one of {count} files of a model"
+    ending = f"-of-{count:05}.gguf"
+    if not _PART.fullmatch(path.name) or not path.name.endswith(ending):
+        raise CheckpointError(what, f"give them the names that they were published with: NAME-00001{ending}, …")
+    paths = [path.with_name(f"{model_name(path)}-{number:05}{ending}") for number in range(1, count + 1)]
+    if missing := [each.name for each in paths if not each.is_file()]:
+        hint = f"download all {count} files into {path.parent}"
+        raise CheckpointError(f"{what}, and there is no {', '.join(missing[:3])} beside it", hint)
+    parts = [_open_one(each) for each in paths]
+    tensors = {name: stored for part in parts for name, stored in part.tensors.items()}
+    numbers = [part.metadata.get("split.no") for part in parts]
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if numbers != list(range(count)) or not len(tensors) == total == sum(len(part.tensors) for part in parts):
+        raise CheckpointError(f"{what}, and the others beside it are of another one", "download all of them again")
+    return GgufFile(paths[0], parts[0].metadata, tensors)
+
+
+def model_name(path: Path) -> str:
+    """The name of the model that a file has, or a part of."""
+    found = _PART.fullmatch(path.name)
+    return found[1] if found else path.stem
+
+
+def _open_one(path: Path) -> GgufFile:
     with malformed_as(CheckpointError, f"{path} is no readable GGUF file", _DAMAGED), path.open("rb") as file:
         header = _Header(file, path.stat().st_size)
         if header.read(4) != MAGIC:
@@ -74,7 +106,7 @@ def open_gguf(path: Path) -> GgufFile:
         described = [_described(header) for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         start = -(-header.at // alignment) * alignment
-        return GgufFile(path, metadata, _placed(described, start, header.size, alignment))
+        return GgufFile(path, metadata, _placed(path, described, start, header.size, alignment))
 
 
 class _Header:
@@ -139,7 +171,7 @@ def _described(header: _Header) -> tuple[str, tuple[int, ...], TensorType, int]:
 
 
 def _placed(
-    described: list[tuple[str, tuple[int, ...], TensorType, int]], start: int, size: int, alignment: int
+    path: Path, described: list[tuple[str, tuple[int, ...], TensorType, int]], start: int, size: int, alignment: int
 ) -> dict[str, StoredTensor]:
     """Tensors by name. They may not overlap: together they are never larger than the file."""
     found: dict[str, StoredTensor] = {}
@@ -147,7 +179,7 @@ def _placed(
     for name, shape, kind, offset in sorted(described, key=lambda item: item[3]):
         if name in found or not shape or shape[-1] % kind.elements or 0 in shape or offset % alignment:
             raise ValueError(f"the entry of {name} is damaged")
-        stored = StoredTensor(shape, kind, start + offset, kind.size_bytes(math.prod(shape)))
+        stored = StoredTensor(path, shape, kind, start + offset, kind.size_bytes(math.prod(shape)))
         if stored.offset < end or stored.offset + stored.size_bytes > size:
             raise ValueError(f"{name} overlaps another tensor or ends after the file")
         end = stored.offset + stored.size_bytes

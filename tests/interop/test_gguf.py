@@ -319,7 +319,7 @@ def test_files_that_are_not_one_model_are_named(tmp_path: Path) -> None:
     parts = split_by_upstream(written(tmp_path / "whole.gguf"), tmp_path / "parts", 9)
     other = split_by_upstream(written(tmp_path / "other.gguf"), tmp_path / "more", 3)
     parts[1].rename(tmp_path / "kept")
-    with pytest.raises(CheckpointError, match=f"no {parts[1].name} beside it") as missing:
+    with pytest.raises(CheckpointError, match=f"no {parts[1].name} next to it") as missing:
         open_gguf(parts[0])
     assert str(parts[0].parent) in (missing.value.hint or "")
     parts[1].write_bytes(other[1].read_bytes())

@@ -60,7 +60,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file; of one that is a part of a model, those of all its parts, which lie beside it."""
+    """Read the header of a GGUF file; of one that is a part of a model, those of all its parts, which are next to it."""
     file = _open_one(path)
     count = file.metadata.get("split.count", 0)
     if not isinstance(count, int) or count < 2:
@@ -72,13 +72,13 @@ def open_gguf(path: Path) -> GgufFile:
     paths = [path.with_name(f"{model_name(path)}-{number:05}{ending}") for number in range(1, count + 1)]
     if missing := [each.name for each in paths if not each.is_file()]:
         hint = f"download all {count} files into {path.parent}"
-        raise CheckpointError(f"{what}, and there is no {', '.join(missing[:3])} beside it", hint)
+        raise CheckpointError(f"{what}, and there is no {', '.join(missing[:3])} next to it", hint)
     parts = [_open_one(each) for each in paths]
     tensors = {name: stored for part in parts for name, stored in part.tensors.items()}
     numbers = [part.metadata.get("split.no") for part in parts]
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if numbers != list(range(count)) or not len(tensors) == total == sum(len(part.tensors) for part in parts):
-        raise CheckpointError(f"{what}, and the others beside it are of another one", "download all of them again")
+        raise CheckpointError(f"{what}, and the others next to it are of another one", "download all of them again")
     return GgufFile(paths[0], parts[0].metadata, tensors)
 
 

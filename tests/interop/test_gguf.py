@@ -23,10 +23,10 @@ from keepstep.interop.full_model import load_full_model
 from keepstep.interop.gguf.export import check_gguf, export_gguf
 from keepstep.interop.gguf.model import open_gguf_model, write_gguf_model
 from keepstep.interop.gguf.quantization import TYPES, TensorType, decoded, encoded
-from keepstep.interop.gguf.reader import GgufFile, open_gguf
+from keepstep.interop.gguf.reader import GgufFile, open_gguf, part_pattern
 from keepstep.interop.gguf.tokenizer import tokenizer_files, tokenizer_metadata
 from keepstep.interop.gguf.writer import PlannedTensor, write_gguf
-from keepstep.interop.hf_folder import load_hf, read_hf_shape
+from keepstep.interop.hf_folder import fetch_source, load_hf, read_hf_shape
 from keepstep.interop.hf_import import import_model, import_weights
 from keepstep.models.transformer import Transformer
 from tests.doc_blocks import ROOT, commands
@@ -313,6 +313,36 @@ def test_a_model_in_several_files_is_imported_from_any_of_them(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(parts[2])]) == 0
     assert (tmp_path / "runs" / "tiny-model" / "config.yaml").is_file()
+
+
+def test_one_of_many_files_on_the_hub_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cache of the Hub's own client: there is no network in tests."""
+    from huggingface_hub import constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stored = tmp_path / "models--OWNER--tiny-GGUF"
+    snapshot = stored / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(commit)
+    parts = split_by_upstream(written(tmp_path / "whole.gguf"), snapshot, 9)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", f"OWNER/tiny-GGUF/{parts[0].name}"]) == 0
+    assert (tmp_path / "runs" / "tiny-model" / "config.yaml").is_file()
+    with pytest.raises(UsageError, match=r"OWNER/tiny-GGUF has no file tiny-Q8_0\.gguf"):
+        fetch_source("OWNER/tiny-GGUF/tiny-Q8_0.gguf")
+    with pytest.raises(UsageError, match="cannot be downloaded"):
+        fetch_source("OWNER/other-GGUF/tiny-Q8_0.gguf")
+    with pytest.raises(UsageError, match=r"no config\.json") as named:
+        import_model(fetch_source("OWNER/tiny-GGUF"), "tiny", "runs")
+    assert "OWNER/NAME/FILE.gguf" in (named.value.hint or "")
+
+
+def test_parts_are_found_by_the_name_of_one() -> None:
+    assert part_pattern("big/m-00002-of-00003.gguf") == "big/m-*-of-00003.gguf"
+    assert part_pattern("m-Q4_K_M.gguf") == "m-Q4_K_M.gguf"
 
 
 def test_files_that_are_not_one_model_are_named(tmp_path: Path) -> None:

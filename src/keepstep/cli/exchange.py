@@ -33,7 +33,7 @@ class Shipped:
 def add_import(parser: argparse.ArgumentParser) -> None:
     """Arguments of `keepstep import`."""
     add = parser.add_argument
-    add("source", help="a folder with config.json and safetensors, a .gguf file, or OWNER/NAME on the Hugging Face Hub")
+    add("source", help="a folder with config.json and safetensors, a .gguf file, or OWNER/NAME[/FILE.gguf] on the Hub")
     add("--name", type=run_name, help="the run's name (default: the name of the source)")
     add("--runs-dir", default="runs", help="folder of the runs (default: runs)")
     add("--tokenizer", metavar="FOLDER", help="a tokenizer.json or its folder, instead of the source's own")

@@ -18,6 +18,7 @@ from keepstep.core.files import write_json
 from keepstep.data.remote.hub import fetch_model, is_model_name
 from keepstep.data.tokenization import FILES
 from keepstep.interop.gguf.model import open_gguf_model, read_gguf_tokenizer
+from keepstep.interop.gguf.reader import part_pattern
 from keepstep.interop.hf_names import BALANCE_BIAS, export_parameters, import_parameters
 from keepstep.interop.quantized import dequantized
 from keepstep.interop.safetensors_files import open_hf_tensors, write_shards
@@ -28,11 +29,23 @@ from keepstep.models.transformer import Transformer
 
 
 def fetch_source(source: str) -> Path:
-    """The folder of a model: a local one, or a copy of a repository on the Hub. Also the path of a GGUF file."""
+    """The folder of a model: a local one, or a copy of a repository on the Hub.
+
+    Or the path of a GGUF file, a local one or one of such a repository.
+    """
     if Path(source).is_dir() or is_gguf(Path(source)):
         return Path(source)
+    owner, name, inside = (*source.split("/", 2), "", "")[:3]
+    if inside.endswith(".gguf") and is_model_name(f"{owner}/{name}"):
+        # With the other parts of the same model.
+        path = fetch_model(f"{owner}/{name}", [inside, part_pattern(inside)]) / inside
+        if not path.is_file():
+            raise UsageError(
+                f"{owner}/{name} has no file {inside}", f"see https://huggingface.co/{owner}/{name}/tree/main"
+            )
+        return path
     if source.endswith(".gguf") or not is_model_name(source):
-        hint = "give a folder with config.json, a .gguf file, or OWNER/NAME on the Hub"
+        hint = "give a folder with config.json, a .gguf file, or OWNER/NAME or OWNER/NAME/FILE.gguf on the Hub"
         raise UsageError(f"there is no {'file' if source.endswith('.gguf') else 'folder'} {source}", hint)
     return fetch_model(source, ["config.json", "*.safetensors", "*.safetensors.index.json", *FILES])
 

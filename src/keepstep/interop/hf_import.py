@@ -37,7 +37,8 @@ def import_model(source: Path, name: str, runs_dir: str, *, own_tokenizer: bool 
     With `own_tokenizer`, the one in a GGUF file is not used.
     """
     if not is_gguf(source) and not is_hf_folder(source):
-        raise UsageError(f"{source} is no Hugging Face model: it has no config.json", "a run needs no import")
+        remedy = "a run needs no import; of a repository with GGUF files name one: OWNER/NAME/FILE.gguf"
+        raise UsageError(f"{source} is no Hugging Face model: it has no config.json", remedy)
     if not own_tokenizer:
         tokenizer_inside(source)  # an error before the weights are read
     shape = read_hf_shape(source)

@@ -60,7 +60,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file; of one that is a part of a model, those of all its parts, which are next to it."""
+    """Read the header of a GGUF file; of a part of a model, those of all its parts, which are next to it."""
     file = _open_one(path)
     count = file.metadata.get("split.count", 0)
     if not isinstance(count, int) or count < 2:
@@ -86,6 +86,12 @@ def model_name(path: Path) -> str:
     """The name of the model that a file has, or a part of."""
     found = _PART.fullmatch(path.name)
     return found[1] if found else path.stem
+
+
+def part_pattern(name: str) -> str:
+    """What matches the names of all parts of a model, by the name of one of them; of a whole model its own."""
+    found = _PART.fullmatch(name)
+    return f"{found[1]}-*{name[-14:]}" if found else name
 
 
 def _open_one(path: Path) -> GgufFile:

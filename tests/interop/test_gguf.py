@@ -335,6 +335,8 @@ def test_one_of_many_files_on_the_hub_is_imported(tmp_path: Path, monkeypatch: p
         fetch_source("OWNER/tiny-GGUF/tiny-Q8_0.gguf")
     with pytest.raises(UsageError, match="cannot be downloaded"):
         fetch_source("OWNER/other-GGUF/tiny-Q8_0.gguf")
+    with pytest.raises(UsageError, match=r"there is no file runs/tiny-model/model\.gguf"):
+        fetch_source("runs/tiny-model/model.gguf")
     with pytest.raises(UsageError, match=r"no config\.json") as named:
         import_model(fetch_source("OWNER/tiny-GGUF"), "tiny", "runs")
     assert "OWNER/NAME/FILE.gguf" in (named.value.hint or "")

@@ -36,7 +36,8 @@ def fetch_source(source: str) -> Path:
     if Path(source).is_dir() or is_gguf(Path(source)):
         return Path(source)
     owner, name, inside = (*source.split("/", 2), "", "")[:3]
-    if inside.endswith(".gguf") and is_model_name(f"{owner}/{name}"):
+    # A path whose first folder exists is meant to be a local one.
+    if inside.endswith(".gguf") and is_model_name(f"{owner}/{name}") and not Path(owner).exists():
         # With the other parts of the same model.
         path = fetch_model(f"{owner}/{name}", [inside, part_pattern(inside)]) / inside
         if not path.is_file():

@@ -37,7 +37,7 @@ test: $(READY) lint  ## everything that must pass before a change is merged
 	scripts/system-packages
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-fast: $(READY)  ## unit tests in about a minute
+test-fast: $(READY)  ## unit tests, three minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 test-browser: $(READY)  ## the live page in a real browser (needs apt: chromium)

@@ -39,33 +39,40 @@ def structure() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_modules_have_no_import_cycle(structure: ModuleType) -> None:
     assert structure.import_cycles(structure.read_modules()) == []
 
 
+@pytest.mark.slow
 def test_package_never_uses_mock(structure: ModuleType) -> None:
     assert structure.mock_uses(structure.read_modules()) == 0
 
 
+@pytest.mark.slow
 def test_folders_stay_small(structure: ModuleType) -> None:
     counts = structure.files_by_folder(structure.read_modules())
     assert {folder: files for folder, files in counts.items() if files > 17} == {}
 
 
+@pytest.mark.slow
 def test_functions_fit_on_a_screen(structure: ModuleType) -> None:
     parts = [(module.name, part) for module in structure.read_modules().values() for part in module.functions]
     assert [(name, part.name, part.lines) for name, part in parts if part.lines > 66] == []
 
 
+@pytest.mark.slow
 def test_files_import_few_modules(structure: ModuleType) -> None:
     modules = structure.read_modules().values()
     assert {module.name: len(module.imports) for module in modules if len(module.imports) >= 20} == {}
 
 
+@pytest.mark.slow
 def test_source_stays_small(structure: ModuleType) -> None:
     assert sum(module.lines for module in structure.read_modules().values()) < MOST_LINES
 
 
+@pytest.mark.slow
 def test_table_on_the_page_is_current(structure: ModuleType) -> None:
     """Names must match; numbers may drift by a tenth before somebody has to run `make structure`."""
     page = (ROOT / "docs" / "architecture.md").read_text()

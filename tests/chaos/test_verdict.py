@@ -98,6 +98,7 @@ def test_survivors_pass_without_a_restart_and_with_a_replacement(kinds: list[str
     assert (judged.passed, judged.note) == (not note, note)
 
 
+@pytest.mark.slow
 def test_wait_fault_holds_a_run_until_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, sleep, slept_s = tmp_path / "back", time.sleep, list[float]()
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept_s.append(seconds), sleep(seconds)))

@@ -325,6 +325,7 @@ def test_a_step_that_is_not_there_is_told_and_not_made(
     assert not (tmp_path / "gone").exists()
 
 
+@pytest.mark.slow
 def test_looking_at_checkpoints_needs_no_torch(run_folder: Path) -> None:
     script = (
         "import sys; from keepstep.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"

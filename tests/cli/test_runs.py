@@ -170,6 +170,7 @@ def test_watch_fits_any_width(
     assert max(map(len, capsys.readouterr().out.splitlines()[1:])) < int(columns)
 
 
+@pytest.mark.slow
 def test_report_is_one_html_file_without_scripts(runs: Path, tmp_path: Path) -> None:
     (runs / "base" / "config.yaml").write_text("name: <script>alert(1)</script>\n")
     page = tmp_path / "out" / "base.html"

@@ -21,6 +21,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_quiet_run_of_two_processes_prints_warnings_only(tmp_path: Path) -> None:
     words = ["train", *TINY, f"runs_dir={tmp_path}", "--procs", "2", "-q"]
     done = subprocess.run([sys.executable, "-m", "keepstep", *words], capture_output=True, text=True, timeout=600)
@@ -93,6 +94,7 @@ def test_name_of_an_existing_run_is_refused(words: list[str], tmp_path: Path, ca
     assert f"error: {tmp_path}/mine already exists\n hint: choose another --name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_keeps_its_name_in_the_json(tmp_path: Path, capsys: Captured) -> None:
     words = ["bench", "storage", "--data", f"disk={tmp_path}", "--checkpoints", f"disk={tmp_path}", "--size", "1MiB"]
     out = tmp_path / "out.json"

@@ -57,6 +57,7 @@ configs = st.fixed_dictionaries(
 
 @settings(max_examples=120)
 @given(config=configs)
+@pytest.mark.slow
 def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     # Rules across fields are another test's; here a broken one is mended, so that the values themselves stay arbitrary.
     checkpoint = replace(config.checkpoint, skip_optimizer=False)
@@ -79,6 +80,7 @@ def test_a_dumped_config_loads_back_equal(config: RunConfig, tmp_path_factory: p
     assert load_config(path).config == config
 
 
+@pytest.mark.slow
 def test_every_preset_survives_the_trip_and_so_does_what_show_prints(tmp_path: Any) -> None:
     path = tmp_path / "config.yaml"
     for name in PRESETS:

@@ -331,6 +331,7 @@ def test_words_are_a_file_and_overrides_in_any_order() -> None:
 
 @settings(max_examples=150)
 @given(text=st.text(alphabet=st.sampled_from("amodel:{}[]$&*!?-\"'# \n\t.,=1e<|>%@~"), max_size=60))
+@pytest.mark.slow
 def test_no_text_breaks_the_reader(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text, encoding="utf-8", newline="")

@@ -62,6 +62,7 @@ def test_words_that_are_no_overrides_are_problems(word: str) -> None:
     ],
     ids=["aliases", "merge keys", "nesting"],
 )
+@pytest.mark.slow
 def test_load_yaml_refuses_exploding_files_quickly(text: str) -> None:
     with pytest.raises(yaml.YAMLError, match="too large or too deeply nested"):
         load_yaml(text)

@@ -27,6 +27,7 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_files")
+@pytest.mark.slow
 def test_the_demo_is_prepared_once_and_decodes_to_source_text(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

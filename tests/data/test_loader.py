@@ -56,6 +56,7 @@ def test_rows_are_windows_of_the_stream_and_targets_are_one_ahead(prefix: Path) 
     steps=st.lists(st.integers(0, 3), min_size=5, max_size=5),
 )
 @settings(max_examples=25)
+@pytest.mark.slow
 def test_no_sample_is_lost_or_doubled_over_resizes(worlds: list[tuple[int, int]], steps: list[int]) -> None:
     loader = Loader(_Numbers(50), seed=3, shuffle=True)
     seen: list[int] = []
@@ -120,6 +121,7 @@ class _Stuck(_Numbers):
         return super().read(indices)
 
 
+@pytest.mark.slow
 def test_closing_and_going_back_do_not_wait_for_a_store_that_is_away() -> None:
     source = _Stuck(50, free=8)
     feed = StepFeed(Loader(source, seed=0, shuffle=False), 0, 4, 4, 0, 1, prefetch=8)

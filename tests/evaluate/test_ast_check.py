@@ -129,6 +129,7 @@ MODELS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.slow
 def test_prompts_of_different_lengths_answer_together_as_they_answer_alone(name: str) -> None:
     config = MODELS[name]
     model = Transformer(config).eval()

@@ -30,6 +30,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
     assert once != generate(flat, [0], max_new_tokens=20, seed=6)
 
 
+@pytest.mark.slow
 def test_top_p_leaves_the_tail_out_and_keeps_the_shares_of_the_rest() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     choose = chooser(top_p=0.7, seed=1)
@@ -43,6 +44,7 @@ def test_a_tiny_top_p_is_greedy() -> None:
     assert {choose(torch.tensor([0.1, 0.3, 0.2])) for _ in range(20)} == {1}
 
 
+@pytest.mark.slow
 def test_temperature_sharpens() -> None:
     logits = torch.tensor([1.0, 0.0])
     cold, warm = chooser(0.25, seed=3), chooser(1.0, seed=3)

@@ -183,6 +183,7 @@ def test_a_parquet_footer_has_the_sizes_that_pyarrow_reads() -> None:
 
 
 @pytest.mark.parametrize("name", ["http-page", "http-metrics"])
+@pytest.mark.slow
 def test_servers_answer_or_refuse_hostile_requests(name: str) -> None:
     form = FORMATS[name]
     request = form.files()["request.http"]
@@ -226,6 +227,7 @@ def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, monkeypatch: pytest.
         tokenization.load(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.slow
 def test_every_accepted_index_gives_the_same_documents(tmp_path: Path) -> None:
     files = FORMATS["megatron-data"].files()
     accepted = 0

@@ -189,6 +189,7 @@ def test_megatron_shape_comes_from_its_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT, replace(MPT, bias=False)], ids=["llama", "gpt2", "mpt"])
+@pytest.mark.slow
 def test_hf_folder_round_trip_keeps_every_bit(
     model: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -395,6 +395,7 @@ def imported(folder: Path, config: ModelConfig = SMALL, **extra: Any) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "types"), [("f16", {"F32", "F16"}), ("q4_k", {"F32", "Q8_0", "Q4_1", "F16", "Q4_K"})])
+@pytest.mark.slow
 def test_export_writes_what_import_reads(
     kind: str, types: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -462,6 +463,7 @@ def test_sentencepiece_tokenizer_survives_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "limit"), [("f32", 1e-3), ("f16", 2e-3), ("q8_0", 0.03), ("q4_k", 0.2)])
 @pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.slow
 def test_llama_cpp_gives_the_same_tokens_and_logits(name: str, kind: str, limit: float, tmp_path: Path) -> None:
     engine = pytest.importorskip("cyllama.llama.llama_cpp")
     engine.disable_logging()

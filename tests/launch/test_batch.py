@@ -105,6 +105,7 @@ def test_batch_run_that_survived_a_lost_node_is_done(tmp_path: Path, survives: b
         ("n1 n2", [], "0", ""),
     ],
 )
+@pytest.mark.slow
 def test_batch_other_nodes_requeue_a_job_without_its_first_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, marks: list[str], restarts: str, called: str
 ) -> None:

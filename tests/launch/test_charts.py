@@ -58,6 +58,7 @@ def test_documents_contain_every_known_helm_line() -> None:
 
 
 @pytest.mark.parametrize("words", INSTALLS, ids=name_of)
+@pytest.mark.slow
 def test_documented_install_renders_lints_and_validates(words: list[str]) -> None:
     chart, flags = chart_of(words), words[4:]
     linted = helm("lint", "--strict", str(CHARTS / chart), *flags)
@@ -543,6 +544,7 @@ def test_data_chart_c4_splits_are_known(subset: str) -> None:
 
 
 @pytest.mark.parametrize(("faulty", "code"), [(False, 0), (True, 1)])
+@pytest.mark.slow
 def test_volume_check_fails_for_wrong_bytes(faulty: bool, code: int, tmp_path: Path) -> None:
     (container,) = containers([m for m in template("s", "shared-storage") if m["kind"] == "Pod"])
     volume, programs = tmp_path / "volume", tmp_path / "bin"
@@ -581,6 +583,7 @@ def test_chart_defaults_use_only_our_image(chart: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_pods_of_several_nodes_share_a_random_secret(kind: str) -> None:
     def secrets_of(nodes: int) -> list[str]:
         manifests = template("run", "training", "--set", f"jobKind={kind}", "--set", f"training.nodes={nodes}")

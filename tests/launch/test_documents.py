@@ -23,6 +23,7 @@ SBATCH = commands("sbatch")
 
 
 @pytest.mark.parametrize("words", commands("keepstep"), ids=lambda words: " ".join(words)[:70])
+@pytest.mark.slow
 def test_keepstep_commands_of_the_documents_run(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_document_blocks_finds_fences_and_loose_commands() -> None:
 
 
 @pytest.mark.parametrize("block", HELM, ids=by_id)
+@pytest.mark.slow
 def test_helm_block_renders_as_written(block: Block) -> None:
     for words in block.commands:
         assert words[:2] == ["helm", "install"]

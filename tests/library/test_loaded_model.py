@@ -36,6 +36,7 @@ def test_frame_has_a_row_for_each_step(run_folder: Path) -> None:
     assert frame["valid_loss"].dropna().tolist() == run.evaluations["valid_loss"].tolist()
 
 
+@pytest.mark.slow
 def test_export_generates_and_chats_as_its_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run_folder.parent / "export"
     assert main(["export", str(run_folder), "--hf", str(out), "--dtype", "fp32"]) == 0

@@ -50,6 +50,7 @@ def test_fp32_bits_are_equal_before_and_after_bf16_matmuls(instructions: str) ->
 @pytest.mark.parametrize(
     ("machine", "bf16", "enabled"), [("aarch64", False, False), ("aarch64", True, True), ("x86_64", False, True)]
 )
+@pytest.mark.slow
 def test_onednn_is_switched_off_where_bf16_would_switch_it_off(machine: str, bf16: bool, enabled: bool) -> None:
     """In a process of its own: the switch is for the whole process."""
     program = (

@@ -98,6 +98,7 @@ def test_all_is_what_the_model_has(settings: dict[str, Any], expected: set[str])
     assert {name.split(".", 2)[2] for name, _ in lora_modules(model)} == expected
 
 
+@pytest.mark.slow
 def test_compiled_adapters_compute_the_same() -> None:
     model = adapted(SHAPE, LoraConfig(rank=2))
     disturb(model)

@@ -205,6 +205,7 @@ def test_narrow_presets_keep_the_proportions_of_experts() -> None:
     assert (fields["experts"].ffn_hidden, fields["experts"].count) == (24, 128)
 
 
+@pytest.mark.slow
 def test_benchmark_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "moe.json"
     monkeypatch.setattr(sys, "argv", ["moe.py", "layer", "steps", "--tiny", "--out", str(out)])

@@ -66,6 +66,7 @@ def test_bfloat16_gradients_point_where_the_exact_ones_do(variant: ModelConfig) 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 # `compute.compile` refuses experts.
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if not variant.experts.count])
+@pytest.mark.slow
 def test_blocks_compile_without_a_break(name: str) -> None:
     model, compiled = build(VARIANTS[name]), build(VARIANTS[name])
     for block in compiled.blocks.values():

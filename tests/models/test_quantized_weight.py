@@ -141,6 +141,7 @@ def test_recomputation_changes_no_bit(kind: QuantizedFormat) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.slow
 def test_compiled_blocks_compute_the_same() -> None:
     model = quantized(LoraConfig(rank=2, base="nf4", targets=("q", "v", "up", "down")))
     tokens_bt, targets_bt = random_tokens(SHAPE, 2, 9), random_tokens(SHAPE, 2, 9, seed=2)

@@ -203,6 +203,7 @@ def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, tor
 
 
 @pytest.mark.parametrize("name", list(REFERENCES))
+@pytest.mark.slow
 def test_logits_and_gradients_equal_the_reference(name: str) -> None:
     theirs = reference(name)
     ours, config, family = imported(theirs)

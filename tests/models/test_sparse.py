@@ -36,6 +36,7 @@ def test_sparse_forward_uses_kept_weights_and_gradients_reach_all() -> None:
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(4, 8))
 
 
+@pytest.mark.slow
 def test_sparse_model_learns() -> None:
     torch.manual_seed(0)
     model = Transformer(replace(TINY, linear="sparse", linear_options={"n": 1, "m": 4}))

@@ -110,6 +110,7 @@ def read_all(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["page", "metrics"])
+@pytest.mark.slow
 def test_servers_answer_among_idle_and_slow_clients(kind: str, tmp_path: Path, many_files: None) -> None:
     writer = Writer(tmp_path / "runs" / "one")
     writer.start()

@@ -144,6 +144,7 @@ def test_column_copy_with_a_wrong_table_is_ignored(tmp_path: Path) -> None:
     assert open_history(writer.folder).train.column("step").tolist() == list(range(1, 51))
 
 
+@pytest.mark.slow
 def test_comparison_of_an_alias_bomb_ends(server: PageServer) -> None:
     (server.runs_dir / "bad" / "config.yaml").write_text(BOMB)
     (row,) = [

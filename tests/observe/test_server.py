@@ -109,6 +109,7 @@ def test_server_sends_more_detail_for_a_window(server: PageServer) -> None:
     assert loss["steps"][-1] == 121
 
 
+@pytest.mark.slow
 def test_server_curves_keep_a_spike(tmp_path: Path) -> None:
     write_long(tmp_path / "runs" / "long", 20_000, 3)
     made = PageServer(tmp_path / "runs", Access())

@@ -63,6 +63,7 @@ def gradients(model: Transformer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.slow
 def test_offloading_changes_no_bit_and_returns_its_memory(mode: RecomputeMode) -> None:
     offload = ActivationOffload()
     plain, offloaded = make_model(mode, None), make_model(mode, offload)
@@ -101,6 +102,7 @@ def live_after_forward(mode: RecomputeMode, layers: int, *, offloads: bool) -> t
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.slow
 def test_device_holds_one_block_and_host_memory_the_others_once(mode: RecomputeMode) -> None:
     few, many = (live_after_forward(mode, layers, offloads=True) for layers in (3, 5))
     plain = live_after_forward(mode, 5, offloads=False)[0] - live_after_forward(mode, 3, offloads=False)[0]
@@ -113,6 +115,7 @@ def test_device_holds_one_block_and_host_memory_the_others_once(mode: RecomputeM
     assert 0.98 * moved <= many[1] - few[1] <= moved + 2 * 20 * UNIT
 
 
+@pytest.mark.slow
 def test_several_passes_before_the_backward_pass_keep_their_own_tensors() -> None:
     plain, offload = make_model("full", None), ActivationOffload()
     piped = make_model("full", offload, piped=True)

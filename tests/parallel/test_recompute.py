@@ -84,6 +84,7 @@ def run_block(forward: Callable[..., Any], block: Block, shape: dict[str, Any], 
     [LLAMA, GPT, {**LLAMA, "linear": "fp8"}, {**LLAMA, "qk_norm": True}],
     ids=["llama", "gpt", "fp8", "qk_norm"],
 )
+@pytest.mark.slow
 def test_compiled_full_recomputation_keeps_input_and_attention_only(shape: dict[str, Any], fused: bool) -> None:
     none, full = (saved_numbers(shape, mode, fused) for mode in ("none", "full"))
     assert full <= KEPT_BY_FULL + 8
@@ -91,6 +92,7 @@ def test_compiled_full_recomputation_keeps_input_and_attention_only(shape: dict[
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_compiled_selective_recomputation_keeps_matmul_outputs() -> None:
     none, selective, full = (saved_numbers(LLAMA, mode, True) for mode in ("none", "selective", "full"))
     assert full < selective < none

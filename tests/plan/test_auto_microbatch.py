@@ -137,6 +137,7 @@ def test_plan_shows_what_the_run_would_choose(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["layout"]["microbatch"] == rows
 
 
+@pytest.mark.slow
 def test_plan_chooses_a_layout_around_auto(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model=llama-70b", "microbatch=auto", "--cluster", "azure-nd-h100-v5:8", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]

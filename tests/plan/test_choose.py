@@ -18,6 +18,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.slow
 def test_plan_chooses_a_layout_that_fits_for_every_preset(preset: str, capsys: Captured) -> None:
     # FSDP gathers whole blocks, and two of its 11 billion parameters each need larger GPUs.
     cluster = "h200:512" if preset == "deepseek-v3" else "azure-nd-h100-v5:64"
@@ -92,6 +93,7 @@ def test_plan_of_a_given_batch_names_the_remedy(capsys: Captured) -> None:
     assert "leave it out to have it chosen" in error
 
 
+@pytest.mark.slow
 def test_search_works_where_nobody_gave_a_batch(capsys: Captured) -> None:
     words = ["model=mpt-125m", "--cluster", "h100:12", "--search", "--top", "1"]
     assert main(["plan", *words, "--json"]) == 0
@@ -131,6 +133,7 @@ def test_submitted_batch_suits_every_number_of_nodes(new_run: str, capsys: Captu
 
 
 @pytest.mark.parametrize("where", ["slurm:azure-h100", "k8s:aks-h100"])
+@pytest.mark.slow
 def test_submitted_large_model_gets_degrees_that_fit(where: str, tmp_path: Path, capsys: Captured) -> None:
     command = ["train", "model=gpt3-175b", "data=demo", f"runs_dir={tmp_path}", "--on", where, "-N", "64", "--dry-run"]
     assert main(command) == 0
@@ -142,6 +145,7 @@ def test_submitted_large_model_gets_degrees_that_fit(where: str, tmp_path: Path,
     assert all(word in captured.out for word in chosen)
 
 
+@pytest.mark.slow
 def test_submitted_run_keeps_given_degrees(tmp_path: Path, capsys: Captured) -> None:
     given = ["model=llama-70b", "parallel.tensor=4", "data=demo", f"runs_dir={tmp_path}"]
     assert main(["train", *given, "--on", "slurm:azure-h100", "-N", "8", "--dry-run"]) == 0
@@ -150,6 +154,7 @@ def test_submitted_run_keeps_given_degrees(tmp_path: Path, capsys: Captured) -> 
     assert "parallel.tensor" not in chosen
 
 
+@pytest.mark.slow
 def test_submitted_run_that_cannot_fit_is_warned_about(tmp_path: Path, capsys: Captured) -> None:
     given = ["model=llama-405b", "data=demo", f"runs_dir={tmp_path}"]
     assert main(["train", *given, "--on", "slurm:azure-h100", "-N", "1", "--dry-run"]) == 0

@@ -165,6 +165,7 @@ def test_plan_names_command_line_mistakes(words: list[str], message: str, capsys
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_search_ranks_layouts_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pareto.png"
     words = ["model=llama-8b", "microbatch=1", "global_batch=16", "--cluster", "azure-nd-h100-v5:1"]

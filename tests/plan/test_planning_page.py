@@ -28,6 +28,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow
 def test_planning_page_commands_run(command: str) -> None:
     program, *words = shlex.split(command)
     assert program == "keepstep"

@@ -117,6 +117,7 @@ def test_wrong_prices_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_storage_prices_a_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "storage", "--data", f"a={tmp_path}", "--checkpoints", f"a={tmp_path}", "--size", "4MiB"]
     assert main([*words, "--writers", "2", "--price", "azure-blob-hot"]) == 0

@@ -43,6 +43,7 @@ def test_ten_thousand_layouts_in_under_a_minute(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_candidate_words_give_the_same_layout() -> None:
     base = workload("model=llama-8b microbatch=1 global_batch=64", 8)
     cluster = find_cluster("azure-nd-h100-v5:1", read_profiles())
@@ -58,6 +59,7 @@ def test_candidate_words_give_the_same_layout() -> None:
 @pytest.mark.parametrize(
     "words", ["reproducible=elastic", "model.linear=bitnet", "parallel.schedule=zero_bubble compute.compile=false"]
 )
+@pytest.mark.slow
 def test_search_layouts_are_valid_for_training(words: str) -> None:
     run = f"model=llama-1b model.layers=4 microbatch=1 global_batch=16 {words}"
     found = search(workload(run, 4), find_cluster("h100:4", read_profiles()), Factors(), ("bf16",))

@@ -11,6 +11,7 @@ from keepstep.cli.main import main
 from keepstep.preflight.storage_benchmark import Cell, markdown
 
 
+@pytest.mark.slow
 def test_bench_storage_measures_every_pair_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "storage", "--size", "4MiB", "--writers", "2", "--out", str(tmp_path / "results.json")]
     for flag, names in (("--data", ("lustre", "blob")), ("--checkpoints", ("nvme", "lustre", "blob"))):

@@ -142,6 +142,7 @@ def test_garbage_never_reaches_the_store(gate: Gate, store: Echo, size: int) -> 
     assert echoed(Tunnel(("127.0.0.1", gate.port), SECRET).port, b"x") == b"x"
 
 
+@pytest.mark.slow
 def test_idle_strangers_do_not_shut_nodes_out(gate: Gate) -> None:
     tunnel = Tunnel(("127.0.0.1", gate.port), SECRET)
     with socket.create_connection(("127.0.0.1", tunnel.port), 60) as early:
@@ -157,6 +158,7 @@ def test_idle_strangers_do_not_shut_nodes_out(gate: Gate) -> None:
             connection.close()
 
 
+@pytest.mark.slow
 def test_store_of_the_rendezvous_listens_on_loopback_only() -> None:
     port = free_port()
     rendezvous = ElasticRendezvous(
@@ -211,6 +213,7 @@ def hostile_strangers(port: int) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_nodes_meet_among_hostile_strangers() -> None:
     port = free_port()
     groups = [

@@ -35,6 +35,7 @@ def test_shutdown_time_comes_from_the_environment() -> None:
             shutdown_s({SHUTDOWN_VARIABLE: text})
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_but_a_repeated_one_does_not() -> None:
     with stop_on_signals() as flag:
         interrupt()

@@ -91,6 +91,7 @@ def test_answer_whole_and_streamed_are_equal(client: Any, served: ChatServer) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.slow
 def test_forced_call_fits_its_schema(client: Any, stream: bool, choice: Any) -> None:
     """The weights are random: whatever fits comes from the grammar."""
     tools = [WEATHER] if choice == "required" else [OTHER, WEATHER]
@@ -109,6 +110,7 @@ def test_forced_call_fits_its_schema(client: Any, stream: bool, choice: Any) -> 
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.slow
 def test_strict_function_fits_its_schema_once_the_model_calls(
     client: Any, served: ChatServer, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_chat_and_eval_use_a_server_by_its_url(
     assert main(["chat", served.base_url, *few, "--device", "cpu"]) == 2
 
 
+@pytest.mark.slow
 def test_remote_model_writes_calls_as_text(served: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPSTEP_UI_TOKEN", TOKEN)
     model, prompt = RemoteModel(served.base_url), Prompt(ASKED, [WEATHER])
@@ -297,6 +300,7 @@ def post(body: bytes, *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+@pytest.mark.slow
 def test_garbage_and_a_crowd_leave_the_server_healthy(client: Any, served: ChatServer) -> None:
     kind = "Content-Type: application/json"
     assert b" 411 " in raw(served, post(b"", kind))
@@ -348,6 +352,7 @@ def test_template_without_tools_or_calls_is_no_silent_loss(
         server.server_close()
 
 
+@pytest.mark.slow
 def test_crowd_beyond_the_queue_gets_an_answer_or_429(served: ChatServer) -> None:
     body = json.dumps({"messages": ASKED, "max_tokens": 1}).encode()
     sent = post(body, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close")
@@ -363,6 +368,7 @@ def test_crowd_beyond_the_queue_gets_an_answer_or_429(served: ChatServer) -> Non
     assert statuses.count(b"HTTP/1.1 200") >= MOST_WAITING
 
 
+@pytest.mark.slow
 def test_answer_fits_the_schema_or_is_a_call(client: Any) -> None:
     """With both, the model may do either; the weights are random."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"enum": [{"name": "Oslo"}]}}}

@@ -38,6 +38,7 @@ def test_run_chooses_says_and_stores_its_rows(tmp_path: Path, capsys: pytest.Cap
     assert losses(tmp_path) == losses(tmp_path, "given")
 
 
+@pytest.mark.slow
 def test_resume_keeps_the_rows_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_here(tmp_path, "microbatch=2", "name=whole")
     run_here(tmp_path, "microbatch=2", "max_duration=3ba")

@@ -125,6 +125,7 @@ def test_very_short_documents_get_a_mask(
     assert (step._spans(batch) is not None) == use_varlen
 
 
+@pytest.mark.slow
 def test_sliding_window_needs_no_mask_with_flash(asked: list[Any]) -> None:
     tokens = np.random.default_rng(2).integers(0, 128, (2, 32))
     batch = Batch(tokens, np.roll(tokens, -1, 1), None, None, 0)

@@ -118,6 +118,7 @@ def test_killed_holder_of_this_machine_is_not_waited_for(tmp_path: Path) -> None
         run.process.wait()
 
 
+@pytest.mark.slow
 def test_run_waits_for_the_lease_of_a_lost_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A requeued job on another machine: nothing tells that the holder is dead but its silence."""
     lost = replace(this_process("job", 1.0), host="lost-host", boot="another boot")
@@ -129,6 +130,7 @@ def test_run_waits_for_the_lease_of_a_lost_host(tmp_path: Path, capsys: pytest.C
     assert "gave no sign of life for 1 s: taking over" in printed
 
 
+@pytest.mark.slow
 def test_checkpoints_elsewhere_have_a_lease_of_their_own(tmp_path: Path) -> None:
     for name in ("a", "b"):
         run_here(tmp_path / name, f"checkpoint.folder={tmp_path / 'shared'}", "checkpoint.autoresume=false")

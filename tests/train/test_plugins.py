@@ -112,6 +112,7 @@ def test_failing_callback_ends_the_run_with_its_name(tmp_path: Path) -> None:
         run_here(tmp_path, f"observe.callbacks={{{__name__}:Failing: {{at: 2}}}}")
 
 
+@pytest.mark.slow
 def test_stream_and_callback_resume_exactly(tmp_path: Path, wordplay: Path) -> None:
     first, second = tmp_path / "whole", tmp_path / "parts"
     first.mkdir()
@@ -153,6 +154,7 @@ def sparse_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("word", ["compute.recompute=full", "compute.recompute=selective"])
+@pytest.mark.slow
 def test_linear_layers_work_with_recomputation(tmp_path: Path, sparse_losses: list[float], word: str) -> None:
     run_here(tmp_path, *SPARSE, word)
     assert losses(tmp_path) == sparse_losses

@@ -54,6 +54,7 @@ def learnt(root: Path, name: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("method", "beta"), [("grpo", 0.0), ("grpo", 0.3), ("dr_grpo", 0.2), ("rloo", 0.0), ("rloo", 0.3)]
 )
+@pytest.mark.slow
 def test_losses_equal_the_papers_formulas(method: str, beta: float, tmp_path: Path) -> None:
     config = config_of(tmp_path, method, f"rl.beta={beta}")
     policy, reference = moved_models(config)
@@ -112,6 +113,7 @@ def test_losses_equal_the_papers_formulas(method: str, beta: float, tmp_path: Pa
         torch.testing.assert_close(mine, theirs.float(), atol=2e-3, rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_groups_without_a_signal_need_no_forward_pass(tmp_path: Path) -> None:
     config = config_of(tmp_path, "grpo", "rl.beta=0")
     policy, _ = moved_models(config)
@@ -167,6 +169,7 @@ def test_draws_are_those_of_the_cumulative_distribution() -> None:
     assert torch.isfinite(chance_b).all()
 
 
+@pytest.mark.slow
 def test_answers_depend_on_their_own_seed_alone(tmp_path: Path) -> None:
     config = config_of(tmp_path, "grpo")
     model, _ = moved_models(config)
@@ -185,6 +188,7 @@ def test_answers_depend_on_their_own_seed_alone(tmp_path: Path) -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_training_forward_pass(tmp_path: Path) -> None:
     config = config_of(tmp_path, "grpo", "reproducible=elastic")
     model, _ = moved_models(config)
@@ -201,12 +205,14 @@ def test_answers_are_those_of_the_training_forward_pass(tmp_path: Path) -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_sampler_and_training_have_equal_log_probabilities_in_elastic_mode(tmp_path: Path) -> None:
     more = ["max_duration=2ba", "reproducible=elastic", "evaluate.at_end=false", "checkpoint.at_end=false"]
     run_here(tmp_path, *rl_words(tmp_path / "data"), *more)
     assert [line["sampler_difference"] for line in learnt(tmp_path, "run")] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_validation_shows_answers_with_their_rewards(tmp_path: Path) -> None:
     run_here(
         tmp_path, *rl_words(tmp_path / "data"), "max_duration=1ba", "evaluate.batches=1", "checkpoint.at_end=false"
@@ -222,6 +228,7 @@ def test_validation_shows_answers_with_their_rewards(tmp_path: Path) -> None:
         assert float(reward) in (pytest.approx(share, abs=1e-3), pytest.approx(share + 0.5, abs=1e-3))
 
 
+@pytest.mark.slow
 def test_answer_ends_at_a_stop_token(tmp_path: Path) -> None:
     model, _ = moved_models(config_of(tmp_path, "grpo"))
     first = roll_out(model, [Request([5], 6, 1)], set(), 1)[0]
@@ -288,6 +295,7 @@ def test_refusal_is_rewarded_where_nothing_is_to_be_called() -> None:
     assert [reward(Answered(asked, calls, ended=True)) for reward in rewards[:2]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
     train = open_run_data(config_of(tmp_path, "grpo")).train
     prompts = train.samples_per_epoch // 4
@@ -311,6 +319,7 @@ def test_epoch_asks_every_prompt_once(tmp_path: Path) -> None:
         (["parallel.tensor=2"], r"rl\.method is 'grpo', but it needs parallel\.tensor=1"),
     ],
 )
+@pytest.mark.slow
 def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, "grpo", *overrides)
@@ -322,6 +331,7 @@ def test_default_of_beta_is_that_of_trl() -> None:
     assert not RunConfig(rl=RLConfig(method="rloo", beta=0.0)).has_reference
 
 
+@pytest.mark.slow
 def test_prompts_without_room_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no conversation"):
         open_run_data(config_of(tmp_path, "grpo", "rl.max_new_tokens=380"))

@@ -113,6 +113,7 @@ def expected_losses(
         ("kto", ["preference.desirable_weight=1.3", "preference.undesirable_weight=0.7", "preference.beta=0.3"]),
     ],
 )
+@pytest.mark.slow
 def test_losses_equal_the_papers_formulas(method: str, more: list[str], tmp_path: Path) -> None:
     config = config_of(tmp_path, method, *more)
     policy, reference = moved_models(config)
@@ -228,6 +229,7 @@ def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str
         load_config(None, [*TINY, *overrides])
 
 
+@pytest.mark.slow
 def test_data_without_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs files with pairs of answers"):
         open_run_data(config_of(tmp_path, "dpo", "data.path=synthetic"))

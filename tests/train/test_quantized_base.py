@@ -66,6 +66,7 @@ def test_recomputation_is_not_stopped_in_a_quantised_matmul(
 
 
 @pytest.mark.parametrize("base", ["fp8", "nf4"])
+@pytest.mark.slow
 def test_resume_repeats_every_loss_bitwise(base: str, source: Path, tmp_path: Path) -> None:
     words = [f"finetune.start_from={source}", *LORA, f"lora.base={base}", "max_duration=6ba"]
     finetune_here(tmp_path, *words, "name=whole")
@@ -93,6 +94,7 @@ def test_weights_are_quantised_one_at_a_time(source: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("base", ["fp8", "nf4"])
+@pytest.mark.slow
 def test_a_run_and_its_export_give_the_same_codes(base: str, tmp_path: Path) -> None:
     shape = [f"model.{name}={value}" for name, value in vars(SHAPE).items() if name in _SET]
     run_here(tmp_path, *shape, "name=base", "max_duration=2ba")

@@ -43,6 +43,7 @@ def events(root: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     run = BackgroundRun(tmp_path / "survive", 3, *SURVIVE, output=tmp_path / "output", environment=held_until(seen))
@@ -66,6 +67,7 @@ def test_survivors_keep_their_processes_and_the_losses_their_bits(tmp_path: Path
     assert [event["replica"] for event in events(tmp_path / "survive", "left")] == [leader, stopped]
 
 
+@pytest.mark.slow
 def test_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     # In the default mode: with one thread even the bits are those of an elastic run, so the samples are.
     words = [*SURVIVE, "reproducible=resume", "max_duration=150ba", "--spares", "1"]

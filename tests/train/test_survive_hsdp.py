@@ -51,6 +51,7 @@ def check(tmp_path: Path, run: BackgroundRun, undisturbed: list[float]) -> None:
     assert not events(tmp_path / "run", "restart")
 
 
+@pytest.mark.slow
 def test_lost_process_takes_its_replica_alone_also_while_it_joins(tmp_path: Path, undisturbed: list[float]) -> None:
     # The replacement is killed when it has applied its first step, and is replaced in its turn.
     run = start(tmp_path, "replayed:1")
@@ -77,6 +78,7 @@ def test_lost_process_takes_its_replica_alone_also_while_it_joins(tmp_path: Path
 
 
 @pytest.mark.parametrize("failpoint", ["sum_half:3", pytest.param("committed:3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_process_killed_in_the_exchange_or_after_the_commit(
     tmp_path: Path, undisturbed: list[float], failpoint: str
 ) -> None:

@@ -46,6 +46,7 @@ def tuned(most: int, report: Any = lambda _: None) -> list[Trial]:
     return sorted(tune(configured, most, 2, report), key=lambda trial: -trial.tokens_per_s)
 
 
+@pytest.mark.slow
 def test_settings_from_the_plan_are_measured_and_the_fastest_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = measured_as(monkeypatch, lambda config: 100.0 * config.microbatch)
     lines: list[str] = []
@@ -61,6 +62,7 @@ def test_settings_from_the_plan_are_measured_and_the_fastest_is_first(monkeypatc
     assert len(lines) == 1 + len(trials)
 
 
+@pytest.mark.slow
 def test_a_faster_single_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     measured_as(monkeypatch, lambda config: 200.0 if config.compute.loss_chunks == 2 else 100.0)
     best = fastest(tuned(2))
@@ -68,12 +70,14 @@ def test_a_faster_single_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert best.settings["compute.loss_chunks"] == "2"
 
 
+@pytest.mark.slow
 def test_most_limits_what_is_measured_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = measured_as(monkeypatch, lambda _: 1.0)
     tuned(1)
     assert len([config for config in tried if not config.compute.loss_chunks]) == 1
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_ends_a_trial_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def speed(config: RunConfig) -> float:
         if config.microbatch > 1:
@@ -86,6 +90,7 @@ def test_running_out_of_memory_ends_a_trial_alone(monkeypatch: pytest.MonkeyPatc
     assert {trial.failure for trial in trials if trial.settings["microbatch"] != "1"} == {"out of memory"}
 
 
+@pytest.mark.slow
 def test_no_trial_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def speed(_: RunConfig) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -104,6 +109,7 @@ def test_no_trial_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         (PreflightError("the run needs about 90.0 GiB", "a smaller microbatch"), "out of memory"),
     ],
 )
+@pytest.mark.slow
 def test_a_failing_trial_leaves_the_others(monkeypatch: pytest.MonkeyPatch, error: Exception, failure: str) -> None:
     def speed(config: RunConfig) -> float:
         if config.microbatch == 2:

@@ -96,6 +96,7 @@ def test_a_step_without_a_marker_does_not_exist_and_is_no_damage(store: LocalSto
     assert list(commit.uncommitted_folders(store)) == ["step_00000002"]
 
 
+@pytest.mark.slow
 def test_hundreds_of_random_corruptions_load_identical_tensors_or_none(tmp_path: Path) -> None:
     counts = fuzz.run(300, seed=int(time.time()), folder=tmp_path)
     assert counts["silent"] == counts["unnamed"] == 0
@@ -191,6 +192,7 @@ def test_a_folder_that_cannot_be_written_is_an_event_and_training_goes_on() -> N
     assert [facts["reason"] for _, facts in events] == ["checkpoint_failed"]
 
 
+@pytest.mark.slow
 def test_slow_storage_delays_the_next_save_visibly_instead_of_piling_up(tmp_path: Path) -> None:
     events: Events = []
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(), lambda *event: events.append(event))

@@ -30,6 +30,7 @@ def commands(page: str) -> list[str]:
     return [line.strip() for line in lines if line.startswith("keepstep")]
 
 
+@pytest.mark.slow
 def test_every_local_command_of_the_page_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

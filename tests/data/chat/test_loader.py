@@ -60,6 +60,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(loaders.facts["path"])
 
 
+@pytest.mark.slow
 def test_the_loss_of_packed_rows_equals_that_of_separate_rows(prepared: Path) -> None:
     config = ModelConfig(
         layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB, seq_len=SEQ_LEN, positions="rotary",
@@ -115,6 +116,7 @@ def test_the_first_samples_are_read_whole_and_later_ones_by_the_mask(prepared: P
     assert np.array_equal(alone.targets[0], batch.targets[1]), "what is learnt of a sample does not hang on its batch"
 
 
+@pytest.mark.slow
 def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.vocab is 600"):
         build_chat_loaders(replace(SOURCE, vocab=600), tmp_path)

@@ -89,6 +89,7 @@ def spoken(conversation: Conversation) -> list[str]:
     return turns
 
 
+@pytest.mark.slow
 def test_1000_random_conversations_mask_exactly_what_the_assistant_says_in_both_modes(tokenizer: Any) -> None:
     marked, unmarked = ChatTemplate(BUILT_IN), ChatTemplate(UNMARKED)
     assert marked.marks_turns
@@ -113,6 +114,7 @@ THINKING = UNMARKED.replace(
 """As Qwen3's does, this one puts an empty thought before a turn that nothing follows, and before no other."""
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_the_last_turn_in_another_way_masks_all_of_them_exactly() -> None:
     template = ChatTemplate(THINKING)
     for seed in range(300):
@@ -159,6 +161,7 @@ def _byte_table() -> dict[str, int]:
 
 @settings(max_examples=60)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
+@pytest.mark.slow
 def test_any_text_at_all_is_masked_exactly(texts: list[str]) -> None:
     messages = [
         item for text in texts for item in ({"role": "user", "content": text}, {"role": "assistant", "content": text})

@@ -59,6 +59,7 @@ def test_any_row_length_can_be_read_from_joined_samples(tmp_path: Path, seq_len:
 
 @given(data=st.data())
 @quiet
+@pytest.mark.slow
 def test_a_damaged_shard_is_a_data_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     write(tmp_path)
     path = tmp_path / "shard.00000.mds"
@@ -75,6 +76,7 @@ def test_a_damaged_shard_is_a_data_error_or_harmless(tmp_path: Path, data: st.Da
 
 @given(data=st.data())
 @quiet
+@pytest.mark.slow
 def test_a_hostile_index_is_a_data_error(tmp_path: Path, data: st.DataObject) -> None:
     write(tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())

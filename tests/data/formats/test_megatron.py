@@ -63,6 +63,7 @@ def test_a_truncated_stream_is_named(tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
 def test_a_damaged_index_is_a_data_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     write(tmp_path / "set", [[1, 2, 3], [4, 5], [6]])
     raw = bytearray((tmp_path / "set.idx").read_bytes())

@@ -518,6 +518,7 @@ def test_bad_records_are_counted_and_sampled_and_stop_only_above_the_threshold(
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet", "txt"])
+@pytest.mark.slow
 def test_every_kind_of_input_gives_the_same_documents(
     tmp_path: Path, tokenizer: Path, texts: list[str], kind: str
 ) -> None:
@@ -652,6 +653,7 @@ def test_filters_drop_and_count(tmp_path: Path, tokenizer: Path, capsys: pytest.
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt", "txt.gz"])
+@pytest.mark.slow
 def test_progress_counts_input_as_it_lies_on_the_disk(
     kind: str, workers: int, tmp_path: Path, texts: list[str], tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from keepstep.data.prepare.dedup import BANDS, HASHES, Deduplicator, signature
 
@@ -28,6 +29,7 @@ def documents(count: int, seed: int = 3) -> list[str]:
     return [" ".join(words) for words in made]
 
 
+@pytest.mark.slow
 def test_a_document_is_a_duplicate_of_any_before_it_that_shares_a_band_and_enough() -> None:
     texts, threshold = documents(1800), 0.6
     seen, kept, count = Deduplicator(threshold), np.zeros((len(texts), HASHES), np.uint64), 0
@@ -43,6 +45,7 @@ def test_a_document_is_a_duplicate_of_any_before_it_that_shares_a_band_and_enoug
     assert 1200 < count < 1700
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_page_says() -> None:
     told = re.search(r"about ([0-9.]+) KB a\s+document", PAGE.read_text())
     assert told is not None

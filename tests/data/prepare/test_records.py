@@ -153,6 +153,7 @@ def test_any_bytes_called_parquet_are_a_clear_error(tmp_path: Path, raw: bytes) 
         assert path.name in error.message
 
 
+@pytest.mark.slow
 def test_rows_that_share_one_large_value_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     text = "word " * (1 << 20)

@@ -473,6 +473,7 @@ class _NeverDone(BaseHTTPRequestHandler):
         """Nothing is said."""
 
 
+@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_download(tmp_path: Path, tokenizer: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _NeverDone)
     server.daemon_threads = True

@@ -204,6 +204,7 @@ def test_raw_text_at_an_address_is_tokenised_at_first_use(
 
 
 @pytest.mark.parametrize("name", ["mds", "bin"])
+@pytest.mark.slow
 def test_a_server_in_trouble_is_waited_for_when_data_is_opened(name: str, data: Path, web: Web, tmp_path: Path) -> None:
     _Quiet.refusals = [503] * 4
     near, far = loader(str(data / name), tmp_path), loader(web.address(name), tmp_path)
@@ -218,6 +219,7 @@ def test_a_damaged_dataset_json_at_an_address_is_named(data: Path, tmp_path: Pat
         loader(f"file://{tmp_path}/bin", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_and_comes_back_costs_no_sample(data: Path, web: Web, tmp_path: Path) -> None:
     expected = loader(str(data / "mds"), tmp_path)
     feed = StepFeed(loader(web.address("mds"), tmp_path / "far"), 0, 8, 4, 0, 1, prefetch=2)

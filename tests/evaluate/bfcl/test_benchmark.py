@@ -14,6 +14,7 @@ from tests.evaluate.bfcl.official import ROOT, module
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.slow
 def test_prompts_equal_the_official_ones(category: str) -> None:
     for needed in ("tenacity", "tree_sitter", "tree_sitter_java", "tree_sitter_javascript", "filelock"):
         pytest.importorskip(needed)

@@ -109,6 +109,7 @@ def compared_verdicts() -> Iterator[tuple[Any, str | None, str | None]]:
         yield (category, question["id"], calls, answers), ours, theirs
 
 
+@pytest.mark.slow
 def test_verdicts_equal_the_official_ones() -> None:
     errors: Counter[str | None] = Counter()
     for case, ours, theirs in compared_verdicts():

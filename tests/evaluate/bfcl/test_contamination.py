@@ -99,6 +99,7 @@ def test_every_question_of_the_benchmark_is_found(index: BenchmarkIndex) -> None
     assert [text for text in texts if index.text_match(text) is None] == []
 
 
+@pytest.mark.slow
 def test_generated_rows_are_clean(index: BenchmarkIndex, tmp_path: Path) -> None:
     report = check(tmp_path, index, *(item.conversation.row() for item in generate_rows(2_000, 3, "train")))
     assert (report["rows"], report["contaminated_rows"]) == (2_000, 0)
@@ -107,6 +108,7 @@ def test_generated_rows_are_clean(index: BenchmarkIndex, tmp_path: Path) -> None
     assert report["answers"] > 3_000
 
 
+@pytest.mark.slow
 def test_command_writes_a_report_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "rows.jsonl", tmp_path / "report.json"
     path.write_text(json.dumps(CONTAMINATED["the same question"][0]) + "\nno row\n")

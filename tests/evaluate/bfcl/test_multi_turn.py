@@ -76,6 +76,7 @@ def compared_verdicts() -> Iterator[tuple[Any, str | None, str | None]]:
         yield (question.id, turns), multi_turn_error(benchmark, question, turns), theirs
 
 
+@pytest.mark.slow
 def test_verdicts_equal_the_official_ones() -> None:
     pytest.importorskip("mpmath")
     found: list[str | None] = []
@@ -150,6 +151,7 @@ print(os.getpid() > 0)
         ("print('x') or __import__('sys').exit(3)", {}),
     ],
 )
+@pytest.mark.slow
 def test_call_beyond_its_limits_ends_the_session(call: str, limits: dict[str, int], question: Question) -> None:
     with pytest.raises(SandboxEnded):
         executed(question, call, **limits)

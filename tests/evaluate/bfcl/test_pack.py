@@ -65,6 +65,7 @@ def packed(folder: Path) -> Path:
     return folder / "volumes"
 
 
+@pytest.mark.slow
 def test_unpacked_files_are_the_packed_ones(prepared: Path) -> None:
     volumes = packed(prepared)
     names = sorted(path.name for path in volumes.glob("*.xz"))
@@ -83,6 +84,7 @@ def test_unpacked_files_are_the_packed_ones(prepared: Path) -> None:
     assert contents(prepared / "there") == sent
 
 
+@pytest.mark.slow
 def test_missing_and_damaged_volumes_are_refused(prepared: Path) -> None:
     volumes = packed(prepared)
     last = sorted(volumes.glob("*.xz"))[-1]

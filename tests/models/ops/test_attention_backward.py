@@ -54,6 +54,7 @@ def query_gradients(sums: Tensor, inverse_bnt: Tensor, size: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(("lengths", "window"), [((384,), 0), ((1, 129, 254), 0), ((384,), 100), ((200, 60, 124), 64)])
+@pytest.mark.slow
 def test_attention_backward_matches_torch(
     emulators: dict[tuple[int, bool], Emulator], size: int, lengths: tuple[int, ...], window: int
 ) -> None:
@@ -65,6 +66,7 @@ def test_attention_backward_matches_torch(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(("rows", "tokens", "heads"), [(8, 128, 2), (3, 256, 2)])
+@pytest.mark.slow
 def test_short_items_wait_for_warpgroups_that_rest(
     emulators: dict[tuple[int, bool], Emulator], rows: int, tokens: int, heads: int, size: int, masked: bool
 ) -> None:

@@ -157,6 +157,7 @@ def peak_and_saved(chunk: int, mode: RecomputeMode) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.slow
 def test_chunks_hold_the_inner_tensors_of_one(mode: RecomputeMode) -> None:
     (whole_peak, whole_saved), (peak, saved) = (peak_and_saved(chunk, mode) for chunk in (0, 256))
     # A row has 2 × 16 units of gates and ups, 16 of their products, and about as many of gradients.

@@ -97,6 +97,7 @@ def rule_of(documents: Tensor, window: int, scale: float | None = None) -> Score
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 5, TOKENS])
 @pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.slow
 def test_fused_attention_stays_in_documents_and_windows(window: int, scale: float | None, compiled: bool) -> None:
     torch.manual_seed(1)
     tables, documents = make_tables(ROWS), torch.tensor([[0] * 1 + [1] * 4 + [2] * 7, [3] * TOKENS])

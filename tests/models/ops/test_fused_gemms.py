@@ -46,12 +46,14 @@ def _launches(request: Any, emulators: dict[str, Emulator], monkeypatch: pytest.
 
 @pytest.mark.usefixtures("_launches")
 @pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.slow
 def test_projection_with_rope_agrees_with_torch(head_size: int) -> None:
     # Rows of tokens begin inside a tile.
     assert gemm_tiles._prove_rope(torch.device("cpu"), head_size, rows=2, tokens=128) < 4e-3
 
 
 @pytest.mark.usefixtures("_launches")
+@pytest.mark.slow
 def test_swiglu_inside_its_matmuls() -> None:
     # SmolLM's hidden size: as many steps as pieces, and one more. Three tiles for one of two pairs of blocks.
     torch.manual_seed(1)
@@ -67,6 +69,7 @@ def test_swiglu_inside_its_matmuls() -> None:
 
 @pytest.mark.usefixtures("_launches")
 @pytest.mark.parametrize("by_tanh", [False, True])
+@pytest.mark.slow
 def test_gelu_inside_its_matmuls(by_tanh: bool) -> None:
     torch.manual_seed(1)
     m, k, f = 768, 576, 256

@@ -37,17 +37,20 @@ def launches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 
 @pytest.mark.usefixtures("launches")
+@pytest.mark.slow
 def test_expert_kernels_agree_with_torch() -> None:
     # Two tiles and a part of one, no row, one row, and a tile that two experts would fit in.
     assert grouped_gemm.difference_from_torch(CPU, (300, 0, 1, 70), hidden=512, width=256) < 4e-3
 
 
 @pytest.mark.usefixtures("launches")
+@pytest.mark.slow
 def test_fp8_expert_kernels_agree_with_torch() -> None:
     # Fewer rows than a step takes, and more than one step.
     assert grouped_gemm.difference_in_fp8(CPU, (260, 0, 70), hidden=768, width=256) < 4e-3
 
 
 @pytest.mark.usefixtures("launches")
+@pytest.mark.slow
 def test_fp8_sums_over_many_rows_are_added_up_in_parts() -> None:
     assert grouped_gemm.difference_in_fp8(CPU, (2200, 10), hidden=512, width=256) < 4e-3

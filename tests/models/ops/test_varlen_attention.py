@@ -147,6 +147,7 @@ def test_both_passes_of_the_kernel_are_told_of_documents_and_window(
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.slow
 def test_compiled_blocks_see_few_kinds_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 

@@ -126,6 +126,7 @@ def test_small_sums_go_through_the_connections(pair: Pair, group: Stuck) -> None
     assert not group.started.is_set()
 
 
+@pytest.mark.slow
 def test_replicas_that_are_killed_sum_in_new_groups() -> None:
     # In a process of its own: a fork of one with the threads of other tests' groups would hang.
     words = [

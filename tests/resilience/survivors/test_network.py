@@ -37,6 +37,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     found.close()
 
 
+@pytest.mark.slow
 def test_random_kills_over_the_network_leave_equal_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Coordinators(Coordinator):
         def __init__(self, path: Path, expected: int) -> None:

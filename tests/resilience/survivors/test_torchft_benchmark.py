@@ -15,6 +15,7 @@ def test_stall_is_the_longest_gap_beyond_the_usual_one() -> None:
     assert survive_torchft._stall_s(commits, killed_at=0.35) == pytest.approx(5.0)
 
 
+@pytest.mark.slow
 def test_results_are_null_with_the_reason_where_there_is_no_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

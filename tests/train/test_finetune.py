@@ -248,6 +248,8 @@ def test_a_setting_is_not_taken_for_the_rank(capsys: pytest.CaptureFixture[str])
 
     assert main(["finetune", "--from", "hf", "--lora", "lora.alpha=32"]) == 2
     assert "write --lora 16 lora.alpha=32" in capsys.readouterr().err
+    assert main(["finetune", "--from", "hf", "--lora", "eight"]) == 2
+    assert "write a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,9 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
 
 def _rank(text: str) -> int:
     if not text.isdecimal():
-        # Settings may follow, and would be taken for the rank.
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank; write --lora 16 {text}")
+        # A setting that follows is taken for the rank.
+        remedy = f"write --lora 16 {text}" if "=" in text else "write a whole number, such as --lora 16"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank; {remedy}")
     return int(text)
 
 

@@ -41,9 +41,7 @@ def fetch_source(source: str) -> Path:
         # With the other parts of the same model.
         path = fetch_model(f"{owner}/{name}", [inside, part_pattern(inside)]) / inside
         if not path.is_file():
-            raise UsageError(
-                f"{owner}/{name} has no file {inside}", f"see https://huggingface.co/{owner}/{name}/tree/main"
-            )
+            raise UsageError(f"{owner}/{name} has no file {inside}", f"see https://huggingface.co/{owner}/{name}")
         return path
     if source.endswith(".gguf") or not is_model_name(source):
         hint = "give a folder with config.json, a .gguf file, or OWNER/NAME or OWNER/NAME/FILE.gguf on the Hub"

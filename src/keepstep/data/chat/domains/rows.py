@@ -203,9 +203,8 @@ def _of_one_subject(all_given: Sequence[Given], draw: Random) -> list[Given]:
             earlier, known = first.setdefault(item.slot.kind, (item, said))
             # Numbers and choices are alike by chance only.
             if known is not said and item.slot.kind.isupper():
-                text = (
-                    f"the same {earlier.words}" if draw.random() < 0.4 and earlier.words == item.words else known.text
-                )
+                alike = earlier.words == item.words and draw.random() < 0.4
+                text = f"the same {item.words}" if alike else known.text
                 said = Said(known.value, text)
             found[-1].append((item, said))
     return found

@@ -9,6 +9,7 @@ Its processes are forked from this one, which has imported torch: as in a run, i
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import json
@@ -128,11 +129,14 @@ def run_rank(rank: int, cases_file: Path, results_file: Path) -> None:
     """All cases, as one process of the world."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
+    # A process that ends by a signal says where.
+    faulthandler.enable()
     results = {}
     ranks = from_environment()
     with joined_world(ranks, torch.device("cpu"), timeout_s=PATIENCE_S):
         for case in json.loads(cases_file.read_text()):
             started = time.perf_counter()
+            print(f"process {rank}: {case['name']}", flush=True)
             results[case["name"]] = run_case(case)
             results[case["name"]]["seconds"] = time.perf_counter() - started
     if ranks.is_first:
@@ -162,6 +166,7 @@ def main() -> None:
     cases_file, results_file = map(Path, sys.argv[1:])
     children = [start_rank(rank, cases_file, results_file) for rank in range(int(os.environ["WORLD_SIZE"]))]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(f"the processes ended with {codes}")
     sys.exit(any(codes))
 
 

@@ -7,7 +7,9 @@ its parsers. `keepstep --help` imports none of them, which is why their one-line
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import importlib
 import os
 import platform
@@ -116,6 +118,8 @@ def _answer(words: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     if arguments is None:
+        # The last search for garbage takes a second after torch was imported, and all memory is about to go.
+        atexit.register(gc.freeze)
         _use_utf8()
     _open_closed_streams()
     _replace_unprintable()

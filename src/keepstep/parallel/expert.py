@@ -60,7 +60,7 @@ class _Dispatch:
         sent, arriving = backend().row_counts(torch.stack([sent_pl.sum(1), arriving_pl.sum(1)]), x_nd.shape[0] * top_k)
         name = self._group.group_name
         there, back = (sent, arriving, name), (arriving, sent, name)
-        x_rd = _exchange(_Spread.apply(x_nd, routes.place_m, top_k), there)  # type: ignore[no-untyped-call]
+        x_rd = _exchange(_Rows.apply(x_nd, routes.place_m, top_k, True), there)  # type: ignore[no-untyped-call]
         weights_r1 = _exchange(weights_nk.flatten()[routes.order_m][:, None], there)
         # Rows arrive by process, and those of a process by expert.
         local_l = torch.arange(arriving_pl.shape[1], device=x_nd.device)
@@ -68,7 +68,7 @@ class _Dispatch:
             :, None
         ]
         out_rd = experts(x_rd, weights_r1, sort_by_expert(chosen_r1, arriving_pl.sum(0)))
-        out_nd: Tensor = _Sum.apply(_exchange(out_rd, back), routes.place_m, top_k)  # type: ignore[no-untyped-call]
+        out_nd: Tensor = _Rows.apply(_exchange(out_rd, back), routes.place_m, top_k, False)  # type: ignore[no-untyped-call]
         return out_nd
 
 
@@ -91,31 +91,20 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, gradients[0], *ctx.back), None, None, None
 
 
-class _Spread(torch.autograd.Function):
-    """Rows sorted by expert; the gradient adds up a token's rows in a fixed order."""
+class _Rows(torch.autograd.Function):
+    """Tokens spread into rows sorted by expert, or a token's rows added up in a fixed order.
+
+    Each is the gradient of the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_nd: Tensor, place_m: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place_m: Tensor, top_k: int, spreads: bool) -> Tensor:
         ctx.save_for_backward(place_m)
-        ctx.top_k = top_k
-        rows_md: Tensor = spread_rows(x_nd, place_m, top_k)
-        return rows_md
+        ctx.rest = top_k, spreads
+        rows: Tensor = (spread_rows if spreads else sum_rows)(x, place_m, top_k)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return sum_rows(gradients[0], *ctx.saved_tensors, ctx.top_k), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The inverse: a token's rows added up; the gradient of each is the token's."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_md: Tensor, place_m: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(place_m)
-        ctx.top_k = top_k
-        out_nd: Tensor = sum_rows(rows_md, place_m, top_k)
-        return out_nd
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return spread_rows(gradients[0], *ctx.saved_tensors, ctx.top_k), None, None
+        top_k, spreads = ctx.rest
+        return (sum_rows if spreads else spread_rows)(gradients[0], *ctx.saved_tensors, top_k), None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,40 @@ def test_available_memory_respects_the_container(
     monkeypatch.setattr(proc, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(proc, "_CGROUPS", tmp_path / "cgroup")
     assert proc.available_memory_bytes() == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "cores"),
+    [
+        ("0::/\n", {}, 64),
+        ("0::/pod/box\n", {"pod/box": {"cpu.max": "max 100000\n"}}, 64),
+        ("0::/pod/box\n", {"pod/box": {"cpu.max": "max 100000\n"}, "pod": {"cpu.max": "250000 100000\n"}}, 2),
+        ("0::/\n", {"": {"cpu.max": "50000 100000\n"}}, 1),
+        (
+            "4:cpu,cpuacct:/docker/seen-from-outside\n3:memory:/\n",
+            {"cpu": {"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}},
+            4,
+        ),
+        ("4:cpu,cpuacct:/\n", {"cpu": {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}}, 64),
+    ],
+)
+def test_available_cores_respect_the_container(
+    cgroup: str, groups: dict[str, dict[str, str]], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(tmp_path, cgroup, groups)
+    monkeypatch.setattr(proc, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(proc, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert proc.available_cores() == cores
+
+
+def test_threads_sleep_soon_unless_the_user_says_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", environment := {"OMP_WAIT_POLICY": "active"})
+    proc.let_threads_sleep()
+    assert environment == {"OMP_WAIT_POLICY": "active"}
+    environment.clear()
+    proc.let_threads_sleep()
+    assert environment == {"GOMP_SPINCOUNT": "3000"}
 
 
 def test_available_memory_is_0_where_nothing_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -567,7 +567,7 @@ class ComputeConfig:
     one chunk exist at a time; 0 takes all tokens of a micro batch as one. The backward pass computes each chunk again,
     in every mode of `recompute`. Not with experts or the pipeline schedule zero_bubble."""
     threads: NonNegativeInt = 0
-    """CPU threads per process; 0 divides the cores evenly."""
+    """CPU threads per process; 0 divides the cores evenly, or the time that a container has on them."""
 
 
 @dataclass(frozen=True)

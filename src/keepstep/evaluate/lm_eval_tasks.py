@@ -75,16 +75,14 @@ class KeepstepLM(LM):  # type: ignore[misc]
         for request in requests:
             # At least one token of the prompt is kept, however long the answer may be.
             most = min(int(request.args[1].get("max_gen_toks", 256)), self._context_length - 1)
-            asked.append(Request(self._prompt(request.args[0], self._context_length - most), most))
+            prompt = self._encode(request.args[0])[most - self._context_length :] or [self._first()]
+            asked.append(Request(prompt, most))
         answers = []
         for request, ids in zip(requests, self._continued(asked), strict=True):
             until = request.args[1].get("until") or []
             stops = [until] if isinstance(until, str) else until
             answers.append(_until_stop(self._tokenizer.decode(ids), stops))
         return answers
-
-    def _prompt(self, text: str, room: int) -> list[int]:
-        return self._encode(text)[-room:] or [self._first()]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -107,7 +107,7 @@ def choose_layout(
             best.append((speed, work))
     if best:
         return _choice(config, best[-1][1], open_fields)
-    smallest = sorted(works, key=_least_memory_first)[:8]
+    smallest = sorted(works, key=lambda work: (-RECOMPUTE.index(work.recompute), work.microbatch, -_split(work)))[:8]
     least = min(smallest, key=lambda work: plan_memory(work).needed, default=None)
     return None if least is None else replace(_choice(config, least, open_fields), fits=False)
 
@@ -174,10 +174,6 @@ def _batches(config: RunConfig, open_fields: frozenset[str], degrees: Layout, mi
     # A pipeline's bubble shrinks with more micro batches; other layouts gain little from a larger batch.
     targets = [least, 4 * least, 8 * least] if degrees.pipeline > 1 else [least]
     return sorted({-(-target // unit) * unit for target in targets})
-
-
-def _least_memory_first(work: Workload) -> tuple[int, int, int]:
-    return -RECOMPUTE.index(work.recompute), work.microbatch, -_split(work)
 
 
 def _split(work: Workload) -> int:

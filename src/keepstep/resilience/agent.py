@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.config.schema import ResilienceConfig
+from keepstep.core import proc
 from keepstep.core.errors import (
     EXIT_FAILED,
     EXIT_HARDWARE,
@@ -72,7 +73,8 @@ def run_processes(
     # Operators set these per node, where torch expects them per process. The secret is for agents only.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", RENDEZVOUS_SECRET):
         os.environ.pop(name, None)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, proc.available_cores() // processes)))
+    proc.let_threads_sleep()
     if settings is None:
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
     several = group if group and group.max_nodes > 1 else None

@@ -163,15 +163,11 @@ def being_written(store: Store, folder: str) -> bool:
 def _may_live(process: Mapping[str, Any], expires_s: float) -> bool:
     """Whether a process that left a note may still be alive; on other machines its note expires."""
     if process.get("machine") != proc.boot_identity():
-        return _is_recent(process, expires_s)
+        # A note from the far future was written before the clock was set back: it expires as well.
+        return abs(time.time() - float(process["time"])) < expires_s
     # Not by its age: the clock may have been set meanwhile.
     found = proc.status(int(process["pid"]))
     return found is not None and found.start_ticks == process.get("start_ticks", found.start_ticks)
-
-
-def _is_recent(note: Mapping[str, Any], expires_s: float) -> bool:
-    """A note from the far future was written before the clock was set back: it expires as well."""
-    return abs(time.time() - float(note["time"])) < expires_s
 
 
 def _has_note(store: Store, folder: str, prefix: str, counts: Callable[[Mapping[str, Any]], bool]) -> bool:

@@ -68,10 +68,6 @@ def _decode_q4_1(blocks: Array) -> Floats:
     return _column(blocks["d"]) * _nibbles(blocks["qs"], 16) + _column(blocks["m"])
 
 
-def _decode_q8_0(blocks: Array) -> Floats:
-    return _column(blocks["d"]) * blocks["qs"].astype(np.float32)
-
-
 def _scales_and_mins(blocks: Array) -> tuple[Floats, Floats]:
     """Of the 8 sub-blocks. Twelve bytes hold sixteen 6-bit numbers: the upper bits of the last four of each kind are
     in the first eight bytes."""
@@ -81,17 +77,12 @@ def _scales_and_mins(blocks: Array) -> tuple[Floats, Floats]:
     return _column(blocks["d"]) * scales.astype(np.float32), _column(blocks["dmin"]) * mins.astype(np.float32)
 
 
-def _decode_q4_k(blocks: Array) -> Floats:
+def _decode_q4_k_or_q5_k(blocks: Array) -> Floats:
     scales_ns, mins_ns = _scales_and_mins(blocks)
     levels = _nibbles(blocks["qs"], 32).reshape(-1, 8, 32)
-    return (scales_ns[..., None] * levels - mins_ns[..., None]).reshape(-1, 256)
-
-
-def _decode_q5_k(blocks: Array) -> Floats:
-    scales_ns, mins_ns = _scales_and_mins(blocks)
-    # Bit s of byte i is the highest bit of element i of sub-block s.
-    high = np.unpackbits(blocks["qh"], axis=1, bitorder="little").reshape(-1, 32, 8).transpose(0, 2, 1)
-    levels = _nibbles(blocks["qs"], 32).reshape(-1, 8, 32) + 16 * high.astype(np.float32)
+    if blocks.dtype == _Q5_K:
+        # Bit s of byte i is the highest bit of element i of sub-block s.
+        levels += 16 * np.unpackbits(blocks["qh"], axis=1, bitorder="little").reshape(-1, 32, 8).transpose(0, 2, 1)
     return (scales_ns[..., None] * levels - mins_ns[..., None]).reshape(-1, 256)
 
 
@@ -185,9 +176,9 @@ TYPES = {
         TensorType("BF16", 30, 1, np.dtype("<i2")),
         TensorType("Q4_0", 2, 32, np.dtype([("d", "<f2"), ("qs", "u1", 16)]), _decode_q4_0),
         TensorType("Q4_1", 3, 32, _Q4_1, _decode_q4_1, _encode_q4_1),
-        TensorType("Q8_0", 8, 32, _Q8_0, _decode_q8_0, _encode_q8_0),
-        TensorType("Q4_K", 12, 256, _Q4_K, _decode_q4_k, _encode_q4_k),
-        TensorType("Q5_K", 13, 256, _Q5_K, _decode_q5_k),
+        TensorType("Q8_0", 8, 32, _Q8_0, lambda blocks: _column(blocks["d"]) * blocks["qs"].astype("f4"), _encode_q8_0),
+        TensorType("Q4_K", 12, 256, _Q4_K, _decode_q4_k_or_q5_k, _encode_q4_k),
+        TensorType("Q5_K", 13, 256, _Q5_K, _decode_q4_k_or_q5_k),
         TensorType("Q6_K", 14, 256, _Q6_K, _decode_q6_k),
     )
 }

@@ -152,7 +152,8 @@ def split_norm_rope_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the projection and of both weights, from that of the heads in the projection's own order."""
     b, t, m = qkv_btm.shape
-    programs = min(b * t, _processors(qkv_btm.device) * _PROGRAMS_PER_PROCESSOR)
+    processors = torch.cuda.get_device_properties(qkv_btm.device).multi_processor_count
+    programs = min(b * t, processors * _PROGRAMS_PER_PROCESSOR)
     d_qkv_btm = torch.empty_like(qkv_btm)
     sums = torch.empty(programs, m, dtype=torch.float32, device=qkv_btm.device)
     _backward_kernel[(programs,)](
@@ -175,7 +176,3 @@ def _sizes(
     table_stride = 0 if tables is None or tables[0].shape[0] == 1 else tables[0].stride(0)
     per_head, blocks = weights[0].numel() == head_size, [triton.next_power_of_2(size) for size in (slots, half)]
     return table_stride, slots, queries, half, eps, per_head, tables is not None, *blocks
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

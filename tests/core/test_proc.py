@@ -89,12 +89,19 @@ def test_available_cores_respect_the_container(
     assert proc.available_cores() == cores
 
 
-def test_threads_sleep_soon_unless_the_user_says_how_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", environment := {"OMP_WAIT_POLICY": "active"})
-    proc.let_threads_sleep()
-    assert environment == {"OMP_WAIT_POLICY": "active"}
+def test_thread_defaults_leave_what_the_user_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(tmp_path, "0::/\n", {"": {"cpu.max": "100000 100000\n"}})
+    monkeypatch.setattr(proc, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(proc, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "environ", environment := {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "8"})
+    proc.set_thread_defaults()
+    assert environment == {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "8"}
     environment.clear()
-    proc.let_threads_sleep()
+    proc.set_thread_defaults()
+    assert environment == {"GOMP_SPINCOUNT": "3000", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "cgroup/cpu.max").write_text("max 100000\n")
+    environment.clear()
+    proc.set_thread_defaults()
     assert environment == {"GOMP_SPINCOUNT": "3000"}
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch.distributed as dist
 
+from keepstep.core.proc import available_cores
 from keepstep.core.ranks import from_environment
 
 
@@ -42,4 +42,4 @@ class ProcessGroupInfo:
         """Hashing threads: 1/`share` of this rank's cores, at most 16 (more gain nothing)."""
         ranks = from_environment()
         neighbours = ranks.local_world_size if ranks.launched else self.world_size
-        return min(16, max(1, (os.cpu_count() or 1) // neighbours // share))
+        return min(16, max(1, available_cores() // neighbours // share))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from keepstep import __version__
 from keepstep.core.errors import EXIT_FAILED, KeepstepError, UsageError
 from keepstep.core.interrupts import TerminationRequested, exit_code_of, termination_as_interrupt
-from keepstep.core.proc import let_threads_sleep
+from keepstep.core.proc import set_thread_defaults
 from keepstep.core.terminal import unbreakable_output
 from keepstep.core.verbosity import debug, verbosity
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         # The last search for garbage takes a second after torch was imported, and all memory is about to go.
         atexit.register(gc.freeze)
-        let_threads_sleep()
+        set_thread_defaults()
         _use_utf8()
     _open_closed_streams()
     _replace_unprintable()

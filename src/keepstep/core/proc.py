@@ -107,12 +107,14 @@ def available_cores() -> int:
     return max(1, min([cores, *_cgroup_cores()]))
 
 
-def let_threads_sleep() -> None:
-    """Threads of OpenMP sleep soon after their work; by default they spin, on cores that others need.
+def set_thread_defaults() -> None:
+    """OpenMP: as many threads as the container has time for, and they sleep soon after their work.
 
-    A training step next to two busy processes takes a sixth of the time, and alone it takes the same. Libraries read
-    this when they are loaded.
+    By default they spin, on cores that others need: a training step next to two busy processes takes a sixth of the
+    time, and alone it takes the same. Libraries read this when they are loaded.
     """
+    if any(cores < (os.cpu_count() or 1) for cores in _cgroup_cores()):
+        os.environ.setdefault("OMP_NUM_THREADS", str(available_cores()))
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "3000"
 

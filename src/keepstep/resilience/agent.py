@@ -74,7 +74,7 @@ def run_processes(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", RENDEZVOUS_SECRET):
         os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, proc.available_cores() // processes)))
-    proc.let_threads_sleep()
+    proc.set_thread_defaults()
     if settings is None:
         settings = AgentSettings(ResilienceConfig(max_restarts=group.max_restarts if group else 0))
     several = group if group and group.max_nodes > 1 else None

@@ -12,7 +12,8 @@ help:           ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # One pinned set for everyone: a newcomer gets what CI tested. The demo needs the product alone, no test or lint tools.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/pinned.txt
+# Python compiles what is imported; pip would compile all of PyTorch, which takes as long as the rest of the installation.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint requirements/pinned.txt
 $(INSTALLED): pyproject.toml requirements/pinned.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: found $$($(PYTHON) --version), but it must be 3.11 or newer"; echo " hint: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)

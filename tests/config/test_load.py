@@ -48,7 +48,7 @@ def test_overrides_beat_the_file_the_file_beats_the_preset_the_preset_beats_the_
     assert (config.model.layers, origins["model.layers"]) == (2, "command line")
     assert (config.optimizer.lr, origins["optimizer.lr"]) == (1e-4, "run.yaml:3")
     assert (config.seed, origins["seed"]) == (4, "command line")
-    assert (config.microbatch, origins["microbatch"]) == (8, "default")
+    assert (config.global_batch, origins["global_batch"]) == (256, "default")
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
@@ -187,7 +187,7 @@ compute: {compile: yes}
 max_duration: 100
 precision: bf61
 """)
-    report = problems(run_yaml, "optimzer.lr=x", "parallel.tensro=2", "global_batch=7")
+    report = problems(run_yaml, "optimzer.lr=x", "parallel.tensro=2", "global_batch=7", "microbatch=8")
     expected = """\
 error: run.yaml:2 seed is 1.5, but it must be a whole number
 error: run.yaml:3 model.preset is 'lama-1b', but it must be a preset's name or custom
@@ -195,7 +195,7 @@ error: run.yaml:3 model.preset is 'lama-1b', but it must be a preset's name or c
 error: run.yaml:5 optimizer.lr is 'x', but it must be a number
 error: run.yaml:6 unknown key optimizer.nmae
  hint: did you mean optimizer.name?
-error: run.yaml:7 compute.compile is 'yes', but it must be true or false
+error: run.yaml:7 compute.compile is 'yes', but it must be true or false, or auto
  hint: write true
 error: run.yaml:8 max_duration is 100, but it needs a number and a unit"""
     assert report.startswith(expected)

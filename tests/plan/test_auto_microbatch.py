@@ -15,7 +15,7 @@ from keepstep.config.reference import json_schema
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError
 from keepstep.launch.foundry import translate
-from keepstep.plan.capacity import CPU_ROWS, ENOUGH_SPEED, ENOUGH_TOKENS, microbatch_on
+from keepstep.plan.capacity import ENOUGH_SPEED, ENOUGH_TOKENS, FEW_ROWS, microbatch_on
 from keepstep.plan.cluster import Machine
 from keepstep.plan.memory import plan_memory
 from keepstep.plan.search import MARGIN
@@ -69,15 +69,15 @@ def test_auto_is_the_fewest_rows_where_nothing_fits() -> None:
 
 
 def test_auto_respects_host_memory_of_offloaded_activations() -> None:
-    words = f"{LLAMA_1B} compute.offload_activations=true"
+    words = f"{LLAMA_1B} compute.offload_activations=true compute.recompute=none"
     much, little = (rows_on(words, host_bytes=size * GIB) for size in (2000, 24))
     assert little < much
 
 
 def test_auto_on_a_cpu_has_at_most_eight_rows_that_fit() -> None:
     tiny = "model=mpt-tiny microbatch=auto global_batch=24"
-    assert rows_on(tiny, CPU_MACHINE) == CPU_ROWS
-    assert rows_on(LLAMA_1B, replace(CPU_MACHINE, memory_bytes=32 * GIB)) < CPU_ROWS
+    assert rows_on(tiny, CPU_MACHINE) == FEW_ROWS
+    assert rows_on(LLAMA_1B, replace(CPU_MACHINE, memory_bytes=32 * GIB)) < FEW_ROWS
 
 
 @pytest.mark.parametrize("mode", ["reproducible=elastic", "resilience.survive=true"])

@@ -110,7 +110,7 @@ def _settle(rank: int, store: Path, folders: list[Path | None], planned: list[in
     device.microbatch_on = plans_differently
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     config = load_config(None, [*TINY, "microbatch=auto"]).config
-    answers.put(device.settle_microbatch(config, folders[rank])[0].microbatch)
+    answers.put(device.settle_auto(config, folders[rank])[0].microbatch)
     dist.destroy_process_group()
 
 

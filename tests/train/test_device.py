@@ -43,6 +43,7 @@ def test_known_peak_flops_comes_from_the_table(monkeypatch: pytest.MonkeyPatch) 
 def test_attention_notice_names_what_is_slow(words: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, words.split()).config
     monkeypatch.setattr(device, "is_hopper", lambda _: True)
+    monkeypatch.setattr(device, "missing_for_compile", lambda _: "")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     found = speed_notice(config, torch.device("cuda"))
     assert reason in found

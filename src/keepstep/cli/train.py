@@ -276,12 +276,10 @@ def _defaults(rank: int, given: list[str]) -> list[str]:
     # reinforcement learning move a model that answers already, and at the usual rate break it.
     methods = {word.partition(".")[0] for word in given if ".method=" in word and not word.endswith("=none")}
     lr = (1e-5 if rank else 1e-6) if methods else (2e-4 if rank else 2e-5)
-    batch, microbatch = (64, 8) if "rl" in methods else (32, 4)
     return [
         "name=finetune",
         "max_duration=3ep",
-        f"global_batch={batch}",
-        f"microbatch={microbatch}",
+        f"global_batch={64 if 'rl' in methods else 32}",
         f"optimizer.lr={lr}",
         "optimizer.weight_decay=0.0",
         f"schedule.warmup={'0.1ep' if in_epochs else '20ba'}",

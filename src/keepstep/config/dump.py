@@ -125,12 +125,11 @@ def plain_value(value: Any) -> Any:
             return value
 
 
-NEW_RUN_BATCH = (16, 8)
-"""Global batch and micro batch of `keepstep new`: for a laptop, so a cluster may choose its own."""
+NEW_RUN_BATCH = 16
+"""Rows per step of `keepstep new`: for a laptop, so a cluster may choose its own."""
 
 
 def run_yaml(name: str, path: str, steps: int = 300) -> str:
     """The commented run.yaml that `keepstep new` writes and the demo trains."""
     text = (resources.files("keepstep.config") / "new_run.yaml").read_text(encoding="utf-8")
-    rows = dict(zip(("global_batch", "microbatch"), NEW_RUN_BATCH, strict=True))
-    return Template(text).substitute(name=name, path=path, steps=steps, half=steps // 2, **rows)
+    return Template(text).substitute(name=name, path=path, steps=steps, half=steps // 2, rows=NEW_RUN_BATCH)

@@ -28,6 +28,11 @@ class Field:
     range: Range | None = None
 
     @property
+    def shown_default(self) -> Any:
+        """The default as a user writes it."""
+        return (self.range or Range()).shown(self.default)
+
+    @property
     def is_mapping(self) -> bool:
         """Whether the keys inside are chosen by the user."""
         return get_origin(without_none(self.type)) is Mapping

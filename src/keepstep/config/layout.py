@@ -45,6 +45,11 @@ class Layout:
         return self.data_ranks * self.tensor * self.pipeline * self.context
 
     @property
+    def data_only(self) -> bool:
+        """Whether every process computes whole rows with all experts."""
+        return self.tensor == self.pipeline == self.context == self.expert == 1
+
+    @property
     def used_axes(self) -> list[str]:
         """Axes with more than one process."""
         return [axis for axis in AXES if getattr(self, axis) > 1]
@@ -83,6 +88,14 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     _check_experts(config, layout)
     check_microbatches(config.parallel, accumulation_steps(config.global_batch, config.microbatch, layout.data_ranks))
     return layout
+
+
+def may_compile(config: RunConfig, layout: Layout) -> bool:
+    """Whether `compute.compile: auto` compiles blocks on GPUs: in runs of a kind that has been tried there."""
+    if config.model.linear not in ("dense", "fp8") or not layout.data_only:
+        return False
+    compiled = replace(config, compute=replace(config.compute, compile=True))
+    return not any(rule.find(compiled) for rule in RULES if "compute.compile" in rule.fields)
 
 
 def microbatch_choices(config: RunConfig, world_size: int) -> list[int]:

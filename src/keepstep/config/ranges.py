@@ -22,7 +22,7 @@ class Range:
     or_equal: float | None = None
     """One value outside the bounds that is allowed as well, for example -1 for "choose for me"."""
     word: str = ""
-    """What users write and see in place of `or_equal`: `auto`."""
+    """What users write and see in place of `or_equal`, or of None where that is not set: `auto`."""
     limit: int | None = None
     """An upper bound far above any use, named only where it is broken: what is computed from the number (divisors,
     layers, bytes) ends in time."""
@@ -32,7 +32,7 @@ class Range:
         if isinstance(value, tuple):
             return all(self.holds(item) for item in value)
         number = value.value if isinstance(value, Duration) else value.bytes if isinstance(value, ByteSize) else value
-        if self.or_equal is not None and number == self.or_equal:
+        if number is None or (self.or_equal is not None and number == self.or_equal):
             return True
         # NaN fails every comparison, so each bound is written as what must be true.
         return (
@@ -57,7 +57,8 @@ class Range:
             for word, bound in words.items()
             if bound is not None
         )
-        return bounds + (f", or {self.word or f'{self.or_equal:.17g}'}" if self.or_equal is not None else "")
+        other = self.word or (f"{self.or_equal:.17g}" if self.or_equal is not None else "")
+        return ", ".join(filter(None, (bounds, other and f"or {other}")))
 
     def read(self, value: Any) -> Any:
         """The number that a word stands for; other values unchanged."""
@@ -75,6 +76,7 @@ class Range:
 
 
 PositiveIntOrAuto = Annotated[int, Range(above=0, or_equal=0, word="auto", limit=10**12)]
+BoolOrAuto = Annotated[bool | None, Range(word="auto")]
 PositiveInt = Annotated[int, Range(above=0, limit=10**12)]
 NonNegativeInt = Annotated[int, Range(min=0, limit=10**12)]
 ModelSize = Annotated[int, Range(above=0, limit=2**24)]

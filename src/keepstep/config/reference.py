@@ -49,7 +49,7 @@ def _entry(name: str) -> str:
         return _section(name)
     if name in all_fields():
         field = all_fields()[name]
-        return f"{name}: {_type(field)}, default {written(field.default)}\n  {field_help()[name]}\n"
+        return f"{name}: {_type(field)}, default {written(field.shown_default)}\n  {field_help()[name]}\n"
     raise UsageError(f"there is no section or field {name!r}", hint_for(name))
 
 
@@ -64,14 +64,15 @@ def _section(path: str) -> str:
 def _table(fields: Sequence[Field]) -> str:
     lines = ["| Field | Type | Default | Help |", "|---|---|---|---|"]
     for field in fields:
-        cells = (f"`{field.path}`", _type(field), f"`{written(field.default)}`", field_help()[field.path])
+        cells = (f"`{field.path}`", _type(field), f"`{written(field.shown_default)}`", field_help()[field.path])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _type(field: Field) -> str:
-    kind = type_name(field.type)
-    return kind if field.range is None else f"{kind}, {field.range.describe(field.default)}"
+    if field.range is None:
+        return type_name(field.type)
+    return f"{type_name(without_none(field.type))}, {field.range.describe(field.default)}"
 
 
 def json_schema() -> dict[str, Any]:
@@ -110,7 +111,7 @@ def _section_schema(path: str) -> dict[str, Any]:
 
 
 def _field_schema(field: Field) -> dict[str, Any]:
-    about = {"description": field_help()[field.path], "default": plain_value(field.default)}
+    about = {"description": field_help()[field.path], "default": plain_value(field.shown_default)}
     return {**about, **_kind(field.path, field.type)}
 
 
@@ -120,7 +121,8 @@ def _kind(path: str, kind: Any) -> dict[str, Any]:
         return {"anyOf": [{"enum": ["custom", *PRESETS, *ALIASES]}, path_of_file, _REFERENCE]}
     schema = _plain_kind(path, without_none(kind))
     if allows_none(kind):
-        return {"anyOf": [schema, {"type": "null"}, _REFERENCE]}
+        word = (all_fields()[path].range or Range()).word
+        return {"anyOf": [schema, {"const": word} if word else {"type": "null"}, _REFERENCE]}
     return schema if "string" in schema.get("type", ()) and "pattern" not in schema else {"anyOf": [schema, _REFERENCE]}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from keepstep.config.ranges import (
+    BoolOrAuto,
     Fraction,
     FractionBelowOne,
     ModelSize,
@@ -539,9 +540,10 @@ class ComputeConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
-    compile: bool = False
-    """torch.compile each block."""
-    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    compile: BoolOrAuto = None
+    """torch.compile each block. auto does so on GPUs where Triton and a C compiler are installed, in runs that divide
+    only data and weights over processes and have no linear layers from plug-ins. A run keeps what it started with."""
+    recompute: Literal["none", "selective", "full", "auto"] = "auto"
     """Activation checkpointing. selective saves the outputs of matmuls and attention; full saves block inputs and the
     outputs of attention; auto chooses per block, so that as little is recomputed as the GPU's memory allows, and is
     full with `offload_activations`."""
@@ -747,9 +749,9 @@ class RunConfig:
     """Length of the run. A time (`2h`) needs `schedule.name: constant`."""
     global_batch: PositiveInt = 256
     """Rows per optimizer step over all processes. Gradient accumulation follows from it."""
-    microbatch: PositiveIntOrAuto = 8
+    microbatch: PositiveIntOrAuto = 0
     """Rows per forward pass of one process. auto: as many as the plan says is fastest among those that fit into the
-    GPU's memory, at most 8 on CPUs. A run keeps the number that it started with."""
+    GPU's memory; on CPUs and with `reproducible: elastic` at most 8. A run keeps the number that it started with."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """auto is bf16 on GPUs that support it, otherwise fp32. fp8 is bf16 with fp8 matmuls inside the blocks and for
     the gradients of the output head. Master weights and optimizer state are always fp32."""

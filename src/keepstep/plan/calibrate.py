@@ -85,7 +85,7 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
         precision="bf16" if entry["precision"] == "auto" else entry["precision"],
         recompute=entry["recompute"],
         full_saves_attention=bool(entry.get("full_saves_attention", True)),
-        compiled=bool(entry.get("compile", False)),
+        compile=bool(entry.get("compile", False)),
         fused_matmuls=bool(entry.get("joined_products", True)),
         loss_chunks=int(entry.get("loss_chunks", 0)),
     )

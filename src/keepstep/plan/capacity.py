@@ -31,8 +31,8 @@ ENOUGH_SPEED = 0.99
 ENOUGH_TOKENS = 16384
 """Among those it takes the fewest rows with this many tokens: with fewer, matmuls may be too small for a GPU, which the
 plan does not count. An assumption, not a measurement."""
-CPU_ROWS = 8
-"""The most rows of a forward pass that `microbatch: auto` chooses on CPUs."""
+FEW_ROWS = 8
+"""The most rows of a forward pass that `microbatch: auto` chooses on CPUs and in elastic runs."""
 GPU_PROCESS_BYTES = 2 * GIB
 """Host memory of a process that uses a GPU: Python, torch and the CUDA context."""
 CPU_PROCESS_BYTES = GIB // 2
@@ -175,22 +175,23 @@ def choose_microbatch(
 ) -> Workload:
     """The step of `config`; of `microbatch: auto` with as many rows as make it fastest among those that fit.
 
-    A CPU's speed is not planned well enough for that: there it is the most rows that fit, at most `CPU_ROWS`.
+    A CPU's speed is not planned well enough for that: there it is the most rows that fit, at most `FEW_ROWS`. So it is
+    in elastic runs, which are to be the same on any number of processes: what is fastest depends on the number.
     """
-    on_cpu = cluster.gpu.name == CPU
+    few = cluster.gpu.name == CPU or config.whole_weights
     fitting: list[Workload] = []
     for rows in [config.microbatch] if config.microbatch else microbatch_choices(config, world_size):
         work = settled_work(replace(config, microbatch=rows), world_size, cluster, factors, precision)
         # Elastic runs and survivors may have fewer micro batches than processes, of which some would then do nothing.
-        too_many = rows * work.degrees.data_ranks > work.global_batch or (on_cpu and rows > CPU_ROWS)
+        too_many = rows * work.degrees.data_ranks > work.global_batch or (few and rows > FEW_ROWS)
         # Memory grows with the rows. Where nothing fits, whoever checks memory says so of the fewest.
         if fitting and (too_many or not _fits_with_margin(config, work, cluster)):
             break
         fitting.append(work)
-    if on_cpu:
+    if few:
         return fitting[-1]
     # The host's time for compiled blocks is not known, but they need less of it than others.
-    speeds = [plan_speed(replace(work, compiled=False), cluster, factors).tokens_per_s for work in fitting]
+    speeds = [plan_speed(replace(work, compile=False), cluster, factors).tokens_per_s for work in fitting]
     fast = [work for work, speed in zip(fitting, speeds, strict=True) if speed >= ENOUGH_SPEED * max(speeds)]
     return next((work for work in fast if work.tokens_per_microbatch >= ENOUGH_TOKENS), fast[-1])
 

@@ -25,7 +25,7 @@ from keepstep.plan.workload import RECOMPUTE, Precision, Workload, is_valid, wor
 _AXES = ("tensor", "pipeline", "context", "replicate", "expert")
 _SHARES = ("replicate", "shard")
 _BATCH = ("global_batch", "microbatch")
-_OPEN = (*(f"parallel.{axis}" for axis in _AXES), "parallel.shard", *_BATCH, "compute.recompute")
+_OPEN = (*(f"parallel.{axis}" for axis in _AXES), "parallel.shard", *_BATCH)
 _MICROBATCHES = (1, 2, 4, 8)
 _STATE_BYTES = 16
 """Weights, gradients and moments of one parameter."""
@@ -51,9 +51,10 @@ def not_given(loaded: LoadedConfig) -> frozenset[str]:
     origins, config = loaded.origins, loaded.config
     open_fields = {name for name in _OPEN if origins[name].kind == "default"}
     open_fields |= {f"parallel.{axis}" for axis in _SHARES if getattr(config.parallel, axis) == -1}
-    is_new = (config.global_batch, config.microbatch) == NEW_RUN_BATCH
+    is_new = config.global_batch == NEW_RUN_BATCH and not config.microbatch
     open_fields |= set() if config.microbatch else {"microbatch"}
-    return frozenset(open_fields.union(_BATCH if is_new and all(origins[n].kind == "file" for n in _BATCH) else ()))
+    open_fields |= {"global_batch"} if is_new and all(origins[name].kind == "file" for name in _BATCH) else set()
+    return frozenset(open_fields)
 
 
 def plan_or_choose(
@@ -106,10 +107,10 @@ def choose_layout(
         if needed[key] <= limit:
             best.append((speed, work))
     if best:
-        return _choice(config, best[-1][1], open_fields)
+        return _choice(config, best[-1][1])
     smallest = sorted(works, key=lambda work: (-RECOMPUTE.index(work.recompute), work.microbatch, -_split(work)))[:8]
     least = min(smallest, key=lambda work: plan_memory(work).needed, default=None)
-    return None if least is None else replace(_choice(config, least, open_fields), fits=False)
+    return None if least is None else replace(_choice(config, least), fits=False)
 
 
 def _candidates(
@@ -120,7 +121,7 @@ def _candidates(
     alone = replace(config.parallel, replicate=1, shard=-1, tensor=1, pipeline=1, context=1, expert=1)
     one = replace(config, parallel=alone, global_batch=1, microbatch=1)
     base = workload_of(one, 1, precision, int(cluster.gpu.memory_gib * GIB))
-    recomputes = RECOMPUTE if "compute.recompute" in open_fields else (base.recompute,)
+    recomputes = RECOMPUTE if config.compute.recompute == "auto" else (base.recompute,)
     rows = _MICROBATCHES if "microbatch" in open_fields else (config.microbatch,)
     given = () if "parallel.expert" in open_fields else (config.parallel.expert,)
     spread = [
@@ -188,15 +189,13 @@ def _may_fit(work: Workload, limit: float) -> bool:
     return _STATE_BYTES * parameter_count(work.model) / _split(work) <= limit
 
 
-def _choice(config: RunConfig, work: Workload, open_fields: frozenset[str]) -> Choice:
+def _choice(config: RunConfig, work: Workload) -> Choice:
     degrees = {} if work.elastic else {axis: getattr(work.degrees, axis) for axis in _AXES}
-    recompute = work.recompute if "compute.recompute" in open_fields else config.compute.recompute
     chosen = replace(
         config,
         microbatch=work.microbatch,
         global_batch=work.global_batch,
         parallel=replace(config.parallel, **degrees),
-        compute=replace(config.compute, recompute=recompute),
     )
     return Choice(chosen, differences(config, chosen))
 
@@ -208,23 +207,15 @@ def differences(given: RunConfig, chosen: RunConfig) -> tuple[str, ...]:
 
 
 def choose_batch(config: RunConfig, open_fields: frozenset[str], world_sizes: Sequence[int]) -> Choice | None:
-    """A global batch for each of these numbers of processes, where the machines are not known; None where it is given.
-
-    The micro batch is lowered first where nobody gave it, so that the batch stays near the one of the configuration.
-    """
+    """A global batch for each of these numbers of processes of unknown machines; None where it is given."""
     if "global_batch" not in open_fields:
         return None
     try:
         layouts = [resolve_layout(config.parallel, size) for size in world_sizes]
     except ConfigError:
         return None
-    rows = [each for each in _MICROBATCHES if each <= config.microbatch] if "microbatch" in open_fields else []
-    found: list[tuple[int, int]] = []
-    for microbatch in rows or [config.microbatch]:
-        unit = lcm(*((microbatch or 1) * each.data_ranks * each.pipeline for each in layouts))
-        found.append((-(-config.global_batch // unit) * unit, -microbatch))
-    batch, microbatch = min(found)
-    chosen = replace(config, global_batch=batch, microbatch=-microbatch)
+    unit = lcm(*((config.microbatch or 1) * each.data_ranks * each.pipeline for each in layouts))
+    chosen = replace(config, global_batch=-(-config.global_batch // unit) * unit)
     try:
         for size in world_sizes:
             check_layout(chosen, size)

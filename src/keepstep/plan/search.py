@@ -16,7 +16,7 @@ from typing import Any
 from keepstep.config.layout import Layout
 from keepstep.config.schema import RunConfig
 from keepstep.plan.calibrate import calibrate, shipped_runs
-from keepstep.plan.cluster import GIB, Cluster, Machine, cluster_from
+from keepstep.plan.cluster import CPU, GIB, Cluster, Machine, cluster_from
 from keepstep.plan.memory import offloaded_bytes, plan_memory, stage_memory
 from keepstep.plan.speed import UNCALIBRATED, Factors, plan_speed
 from keepstep.plan.tensors import process_layers
@@ -47,6 +47,8 @@ def settled_work(
 ) -> Workload:
     """The step of `config` on devices of this cluster, with what its blocks recompute there."""
     work = workload_of(config, world_size, precision, int(cluster.gpu.memory_gib * GIB))
+    if cluster.gpu.name == CPU:
+        work = replace(work, compile=bool(work.compile))
     return choose_recompute(work, cluster, factors) if config.compute.recompute == "auto" else work
 
 
@@ -54,6 +56,10 @@ def choose_recompute(work: Workload, cluster: Cluster, factors: Factors = UNCALI
     """The work with the fastest mixture that fits; all blocks in full where nothing does, or with offloading."""
     limit = int((1 - MARGIN) * work.device_bytes)
     none, full = (replace(work, recompute=mode, recompute_by_block=()) for mode in ("none", "full"))
+    experts = work.model.experts
+    if work.degrees.pipeline > 1 and experts.count and (experts.aux_loss or experts.z_loss):
+        # Recomputation would weigh the losses of a router by the targets of a later micro batch.
+        return none
     if work.offload_activations:
         # Nearly everything fits on the device then, and host memory is what may run out.
         return full

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from keepstep.config.check import RULES
-from keepstep.config.layout import Layout, check_layout, microbatch_choices
+from keepstep.config.layout import Layout, check_layout, may_compile, microbatch_choices
 from keepstep.config.schema import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig, RunConfig
 from keepstep.core.errors import ConfigError
 
@@ -36,7 +36,8 @@ class Workload:
     full_saves_attention: bool = True
     """False for runs measured before full recomputation saved the output of attention."""
     keep_gathered: bool = False
-    compiled: bool = False
+    compile: bool | None = False
+    """Whether blocks are compiled; None where that follows from the layout."""
     fused_matmuls: bool = True
     loss_chunks: int = 0
     mlp_chunk_tokens: int = 0
@@ -60,6 +61,11 @@ class Workload:
     """Format of the frozen matrices; `bf16` means compute precision."""
     reference: bool = False
     """Preference learning without adapters: a frozen copy of the weights, in compute precision."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled, by `auto` where the layout is one that it compiles."""
+        return self.degrees.data_only if self.compile is None else self.compile
 
     @property
     def microbatches(self) -> int:
@@ -169,6 +175,7 @@ def workload_of(
     if config.precision != "auto":
         # Under adapters fp8 is the format of frozen weights; all else is as in bf16.
         precision = "bf16" if config.precision == "fp8" and config.lora.rank else config.precision
+    compiled = config.compute.compile
     return Workload(
         model=config.model,
         degrees=check_layout(config, world_size),
@@ -177,7 +184,7 @@ def workload_of(
         precision=precision,
         recompute="none" if config.compute.recompute == "auto" else config.compute.recompute,
         keep_gathered=config.parallel.keep_gathered,
-        compiled=config.compute.compile,
+        compile=False if compiled is None and not may_compile(config, Layout()) else compiled,
         fused_matmuls=config.compute.fused_matmuls,
         loss_chunks=config.compute.loss_chunks,
         mlp_chunk_tokens=config.compute.mlp_chunk_tokens,
@@ -212,7 +219,7 @@ def is_valid(work: Workload) -> bool:
         lora=LoraConfig(rank=work.lora_rank, base=work.lora_base),
         compute=ComputeConfig(
             recompute=work.recompute,
-            compile=work.compiled,
+            compile=work.compile,
             offload_activations=work.offload_activations,
             mlp_chunk_tokens=work.mlp_chunk_tokens,
         ),

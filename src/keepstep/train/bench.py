@@ -27,7 +27,7 @@ from keepstep.train.device import (
     device_name,
     known_peak_flops,
     peak_memory_gib,
-    settle_microbatch,
+    settle_auto,
 )
 from keepstep.train.telemetry.async_metrics import AsyncMetrics
 
@@ -77,7 +77,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
     threads = config.compute.threads or int(config.reproducible == "elastic")
     share_cores(threads, ranks.local_world_size)
     with chosen_kernels(config), joined_world(ranks, device):
-        config, line = settle_microbatch(config)
+        config, line = settle_auto(config)
         if line and ranks.is_first:
             progress(line)
         check_device(config, saves=False)
@@ -115,7 +115,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             global_batch=config.global_batch,
             microbatch=config.microbatch,
             recompute=config.compute.recompute,
-            compile=config.compute.compile,
+            compile=bool(config.compute.compile),
             joined_products=config.compute.fused_matmuls,
             precision=config.precision,
             device=device_name(device),

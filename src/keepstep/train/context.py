@@ -23,7 +23,7 @@ from keepstep.resilience.signals import StopFlag, stop_on_signals
 from keepstep.resilience.survivors.device_exchange import nccl_group
 from keepstep.resilience.survivors.replica import Replica
 from keepstep.resilience.survivors.siblings import Siblings
-from keepstep.train.device import check_device, chosen_kernels, settle_microbatch
+from keepstep.train.device import check_device, chosen_kernels, settle_auto
 from keepstep.train.recovery.storage_wait import wait_for_room
 from keepstep.train.telemetry.profiler import memory_snapshot_on_oom
 
@@ -102,7 +102,7 @@ def run_context(config: RunConfig) -> Iterator[RunContext]:
             joined_world(ranks, device, config.resilience.start_timeout_s) as world,
         ):
             # Here, where all processes can agree, and before anything is built.
-            config, microbatch_line = settle_microbatch(config, folder.config)
+            config, microbatch_line = settle_auto(config, folder.config)
             smaller = [rows for rows in microbatch_choices(config, processes) if rows < config.microbatch]
             if replica is not None and config.resilience.exchange == "nccl":
                 replica.make_group = nccl_group

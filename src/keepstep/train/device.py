@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepstep.config.layout import Layout, microbatch_choices
+from keepstep.config.layout import Layout, check_layout, may_compile, microbatch_choices
 from keepstep.config.load import load_config
 from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError, HardwareError
@@ -25,6 +26,7 @@ from keepstep.models.block_plan import RecomputeMode
 from keepstep.models.kernels.attention_backward import supports
 from keepstep.models.kernels.attention_schedule import KEYS
 from keepstep.models.kernels.cuda import is_hopper, multiplies_fp8
+from keepstep.models.ops.backend import has_triton
 from keepstep.models.ops.varlen_attention import flash_supports
 from keepstep.models.size import peak_flops
 from keepstep.parallel.world import choose_device
@@ -34,6 +36,7 @@ from keepstep.plan.memory import plan_memory
 from keepstep.plan.search import recompute_modes as plan_recompute
 from keepstep.plan.workload import Precision
 
+_FIRST_WITH_TRITON = (7, 0)
 _ATTENTION = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -134,19 +137,55 @@ def recompute_modes(config: RunConfig, layout: Layout, device: torch.device) -> 
     return plan_recompute(config, describe_machine(config, device, processes, per_node))
 
 
-def settle_microbatch(config: RunConfig, stored: Path | None = None) -> tuple[RunConfig, str]:
-    """The configuration with a number in place of `microbatch: auto`, and a line about it; every process gets the same.
+def settle_auto(config: RunConfig, stored: Path | None = None) -> tuple[RunConfig, str]:
+    """The configuration with values in place of `compute.compile: auto` and `microbatch: auto`, and a line about the
+    rows; every process gets the same.
 
-    A run keeps the number of its `stored` configuration where that obeys the rules on this many processes, so that a
-    restart computes the same bits. Else each process plans for its own device, and the smallest number counts: it obeys
-    the rules, which are the same everywhere, and fits on all. Every process of the process group calls this.
+    A run keeps the values of its `stored` configuration where they obey the rules on this many processes, so that a
+    restart computes the same bits. Every process of the process group calls this.
     """
-    if config.microbatch:
-        return config, ""
     ranks = from_environment()
     device = choose_device(config.compute.device, ranks.local_rank)
+    before = _stored_config(config, stored)
+    if config.compute.compile is None:
+        compiled = _settled_compile(config, before, device)
+        config = replace(config, compute=replace(config.compute, compile=compiled))
+    return (config, "") if config.microbatch else _settle_microbatch(config, before, stored, device)
+
+
+def _settled_compile(config: RunConfig, before: RunConfig | None, device: torch.device) -> bool:
+    """Whether blocks are compiled: as at the run's first start, else where every process can."""
+    if device.type != "cuda":
+        return False
+    ranks = from_environment()
+    layout = check_layout(config, ranks.all_processes or ranks.world_size)
+    kept = before.compute.compile if before is not None else None
+    missing = missing_for_compile(device) if may_compile(config, layout) else "another layout"
+    # Only some processes may see the run's folder, and machines may differ.
+    votes = torch.tensor([-1 if kept is None else int(kept), int(bool(missing))])
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return not votes[1] if votes[0] < 0 else bool(votes[0])
+
+
+def missing_for_compile(device: torch.device) -> str:
+    """What torch.compile needs on a GPU and is not there; empty if nothing."""
+    if torch.cuda.get_device_capability(device) < _FIRST_WITH_TRITON:
+        return "a GPU of compute capability 7.0 or newer"
+    if not has_triton():
+        return "Triton"
+    # Triton builds a small module in C around each kernel.
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return "" if found else "a C compiler (gcc or clang)"
+
+
+def _settle_microbatch(
+    config: RunConfig, before_run: RunConfig | None, stored: Path | None, device: torch.device
+) -> tuple[RunConfig, str]:
+    """Where the run has no number yet each process plans for its own device, and the smallest number counts: it obeys
+    the rules, which are the same everywhere, and fits on all."""
+    ranks = from_environment()
     machine = describe_machine(config, device, ranks.world_size, ranks.local_world_size)
-    before = _stored_microbatch(config, stored)
+    before = before_run.microbatch if before_run is not None else 0
     kept = before if before in microbatch_choices(config, ranks.world_size) else 0
     planned = kept or microbatch_on(config, machine, available_memory_bytes())[0].microbatch
     # Only some processes may see the run's folder.
@@ -163,15 +202,15 @@ def settle_microbatch(config: RunConfig, stored: Path | None = None) -> tuple[Ru
     return config, line
 
 
-def _stored_microbatch(config: RunConfig, stored: Path | None) -> int:
-    """The number of an earlier start of this run; 0 where there is none, or the folder has the run of another model."""
+def _stored_config(config: RunConfig, stored: Path | None) -> RunConfig | None:
+    """The settings of an earlier start of this run; None where there is none, or the folder has another model's run."""
     if stored is None or not stored.is_file():
-        return 0
+        return None
     with suppress(ConfigError):
         before = load_config(stored).config
         if replace(before.model, preset="") == replace(config.model, preset=""):
-            return before.microbatch
-    return 0
+            return before
+    return None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -242,12 +281,15 @@ def uses_varlen_attention(config: RunConfig, layout: Layout, device: torch.devic
 
 
 def speed_notice(config: RunConfig, device: torch.device) -> str:
-    """Why fp8 is slow on a CPU, or a Hopper GPU does without our own attention kernels unasked; empty if neither."""
-    if config.precision == "fp8" and device.type != "cuda":
-        return "notice: precision=fp8 saves no time on a CPU: numbers are rounded to fp8 and multiplied unrounded"
+    """Why fp8 is slow on a CPU, or a GPU does without its kernels unasked; empty if neither."""
+    if device.type != "cuda":
+        slow = "notice: precision=fp8 saves no time on a CPU: numbers are rounded to fp8 and multiplied unrounded"
+        return slow if config.precision == "fp8" else ""
+    if not config.compute.compile and (missing := missing_for_compile(device)):
+        return f"notice: without {missing} blocks are not compiled, and steps take longer than they could"
     model = config.model
     plain = config.compute.attention == "auto" and compute_dtype(config.precision, device) == torch.bfloat16
-    if not (plain and device.type == "cuda" and is_hopper(device)):
+    if not (plain and is_hopper(device)):
         return ""
     rows = -(-model.seq_len // KEYS) * KEYS
     reasons = {

@@ -91,12 +91,13 @@ class Trainer:
             self._step.warm_up(self._loaders.train.rows(0, self._context.config.microbatch))
             common = CommonState(self._state, self._step, self._values)
             values = self._context.replica.copy_from_members(common)
-            theirs, mine = values["rates"]["microbatch"], str(self._context.config.microbatch)
-            if theirs != mine:
-                # `auto` may choose another number for another kind of GPU.
-                raise HardwareError(
-                    f"microbatch is {mine} here, but {theirs} in the other replicas", f"microbatch={theirs}"
-                )
+            mine = step_settings(self._context.config)
+            # `auto` may choose something else on another kind of machine.
+            for name in ("microbatch", "compute.compile"):
+                if (theirs := values["rates"][name]) != mine[name]:
+                    raise HardwareError(
+                        f"{name} is {mine[name]} here, but {theirs} in the other replicas", f"{name}={theirs}"
+                    )
             common.adopt(values)
             newest.adopt("living replicas", values)
             return

@@ -153,7 +153,8 @@ def _changes(config: RunConfig, device: torch.device) -> Iterator[tuple[str, str
     if device.type == "cuda":
         # Without a GPU there is one form of the matmuls, and compiling takes longer than it saves.
         yield "compute.fused_matmuls", str(not config.compute.fused_matmuls).lower()
-        yield "compute.compile", str(not config.compute.compile).lower()
+        for compiled in sorted({True, False} - {config.compute.compile}):
+            yield "compute.compile", str(compiled).lower()
 
 
 def _measured(planned: Trial, configured: Callable[[Settings], RunConfig], steps: int) -> Trial:

@@ -104,7 +104,7 @@ def pipelines_keep_router_losses(config: RunConfig) -> Found:
     experts = config.model.experts
     if not experts.count or config.parallel.pipeline == 1 or not (experts.aux_loss or experts.z_loss):
         return None
-    if config.compute.recompute == "none":
+    if config.compute.recompute in ("none", "auto"):
         return None
     needs = "must be none with parallel.pipeline above 1 and losses of routers"
     return needs, "compute.recompute=none, or model.experts.aux_loss=0 with model.experts.balance_bias=true"

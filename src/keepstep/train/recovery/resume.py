@@ -27,6 +27,7 @@ def step_settings(config: RunConfig) -> dict[str, str]:
     schedule = config.schedule
     return {
         "microbatch": str(config.microbatch),
+        "compute.compile": str(bool(config.compute.compile)).lower(),
         "optimizer.lr": f"{config.optimizer.lr:g}",
         "schedule.name": schedule.name,
         "schedule.warmup": str(schedule.warmup),

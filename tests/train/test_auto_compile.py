@@ -1,0 +1,115 @@
+"""`compute.compile: auto`: which runs are compiled, by the run and by its plan, and that a run keeps what it had."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.config.dump import dump_config
+from keepstep.config.load import load_config
+from keepstep.plan.cluster import Machine, cluster_from
+from keepstep.plan.search import settled_work
+from keepstep.plan.speed import UNCALIBRATED
+from keepstep.train import device
+from keepstep.train.device import missing_for_compile, settle_auto
+from tests.train.tiny_runs import TINY, run_here
+
+H100 = Machine("NVIDIA H100 80GB HBM3", 79 * 2**30, 989.5e12, "bf16", processes=1, processes_per_node=1)
+CPU_MACHINE = replace(H100, device="CPU", precision="fp32")
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Settle as on one GPU that can compile."""
+    monkeypatch.setattr(device, "choose_device", lambda *_: GPU)
+    monkeypatch.setattr(device, "missing_for_compile", lambda _: "")
+    monkeypatch.setattr(device.dist, "all_reduce", lambda *_: None)
+    return monkeypatch
+
+
+def is_compiled(words: list[str], stored: Path | None = None) -> bool | None:
+    config = load_config(None, ["model=mpt-tiny", "microbatch=1", *words]).config
+    return settle_auto(config, stored)[0].compute.compile
+
+
+@pytest.mark.parametrize(
+    ("words", "compiled"),
+    [
+        ([], True),
+        (["lora.rank=4"], True),
+        (["precision=fp8"], True),
+        (["compute.compile=false"], False),
+        (["model.linear=bitnet"], False),
+        (["lora.rank=4", "lora.dropout=0.1", "compute.mlp_chunk_tokens=64"], False),
+    ],
+)
+def test_auto_compiles_what_can_be_on_a_gpu(words: list[str], compiled: bool, gpu: pytest.MonkeyPatch) -> None:
+    assert is_compiled(words) is compiled
+    gpu.setattr(device, "missing_for_compile", lambda _: "a C compiler")
+    assert is_compiled(words) is False
+
+
+def test_auto_compiles_only_whole_rows(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setenv("WORLD_SIZE", "2")
+    assert is_compiled(["parallel.shard=2"]) is True
+    assert is_compiled(["parallel.pipeline=2"]) is False
+
+
+def test_auto_compiles_nothing_on_a_cpu() -> None:
+    assert is_compiled(["compute.device=cpu"]) is False
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("before", [True, False])
+def test_auto_keeps_what_the_run_had(tmp_path: Path, before: bool) -> None:
+    stored = tmp_path / "config.yaml"
+    stored.write_text(dump_config(load_config(None, ["model=mpt-tiny", f"compute.compile={before}".lower()]).config))
+    assert is_compiled([], stored) is before
+    # The folder has the run of another model: this is a new one.
+    assert is_compiled(["model.layers=3"], stored) is True
+    assert is_compiled([f"compute.compile={not before}".lower()], stored) is not before
+
+
+def test_run_stores_what_it_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(tmp_path, "max_duration=1ba")
+    stored = tmp_path / "run" / "config.yaml"
+    assert load_config(stored).config.compute.compile is False
+    assert "compute.compile" not in capsys.readouterr().err
+
+
+def test_missing_for_compile_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(device, "has_triton", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert missing_for_compile(GPU) == "a C compiler (gcc or clang)"
+    config = load_config(None, [*TINY, "compute.compile=false", "compute.device=auto", "precision=bf16"]).config
+    assert device.speed_notice(config, GPU).startswith("notice: without a C compiler (gcc or clang) blocks are not")
+    monkeypatch.setenv("CC", "cc")
+    assert missing_for_compile(GPU) == ""
+    monkeypatch.setattr(device, "has_triton", lambda: False)
+    assert missing_for_compile(GPU) == "Triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
+    assert missing_for_compile(GPU).startswith("a GPU")
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "compiled"),
+    [
+        ("", H100, True),
+        ("compute.compile=false", H100, False),
+        ("model.linear=bitnet", H100, False),
+        ("parallel.tensor=2", replace(H100, processes=2, processes_per_node=2), False),
+        ("", CPU_MACHINE, False),
+    ],
+)
+def test_plan_counts_on_what_the_run_will_choose(words: str, machine: Machine, compiled: bool) -> None:
+    config = load_config(None, ["model=mpt-125m", "microbatch=1", *words.split()]).config
+    cluster = cluster_from(machine)
+    work = settled_work(config, machine.processes, cluster, UNCALIBRATED, machine.precision)
+    assert work.compiled is compiled

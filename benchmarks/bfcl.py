@@ -3,12 +3,13 @@
     make bfcl
 
 Every stage is a keepstep command whose result is kept in runs/bfcl: an interrupted benchmark continues where it
-stopped. The training rows are generated, held against the benchmark, and freed of whatever matches; the report says
-how many matched at first and that none does in what was trained on. The stage `rows` needs no GPU; `bfcl_pack.py`
-brings its files, the model and the questions to a GPU machine without internet. GRPO asks what the fine-tuned model
-answers rightly at times: prompts that several answers differ about. With --together all seeds run at the same time, as
-fits one large GPU. The stage `verdicts` compares our checker with the official one. The other parts of the result are
-those of `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`, as far as their files are in the same folder.
+stopped. The training rows are generated, held against the benchmark, and freed of whatever matches; the report says how
+many matched at first and that none does in what was trained on. The stage `rows` needs no GPU; `bfcl_pack.py` brings
+its files, the model and the questions to a GPU machine without internet. GRPO asks what the fine-tuned model answers
+rightly at times: prompts that several answers differ about, half of them for functions that fine-tuning did not show.
+With --together all seeds run at the same time, as fits one large GPU. The stage `verdicts` compares our checker with
+the official one. The other parts of the result are those of `benchmarks/rl_kills.py`, `generation.py` and `gguf.py`, as
+far as their files are in the same folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ ATTEMPTS = 4
 """Answers to each prompt that might be one for GRPO."""
 REFUSALS = 0.25
 """Prompts to be refused, per prompt with mixed answers."""
+PROMPTS = {"grpo": (900, "test"), "grpo-known": (950, "train")}
+"""Rows that become prompts: first seed and split. The functions of `test` are those that fine-tuning did not show, but
+only 15 of them are written ones, next to 98 of `train`: with these alone, GRPO learns the 15."""
 SHORT, LONG = "non_live,live", "multi_turn"
 """Questions in two parts: prompts of several thousand tokens need smaller batches."""
 
@@ -102,7 +105,9 @@ class Stages:
         self.questions = ("--data", str(questions)) if args.data or questions.exists() else ()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.template = self.folder / "tools.jinja"
-        self.template.write_text(BUILT_IN)
+        # Others may be reading it: stages can run next to each other.
+        if not self.template.exists() or self.template.read_text() != BUILT_IN:
+            self.template.write_text(BUILT_IN)
 
     def import_model(self) -> None:
         if not (self.folder / "base").exists():
@@ -135,22 +140,29 @@ class Stages:
         """
         commands = []
         for seed in self.args.seeds:
-            mixed = self.folder / f"mixed-{seed}.jsonl"
+            mixed, candidates = self.folder / f"mixed-{seed}.jsonl", self.folder / f"candidates-{seed}.jsonl"
+            lines = [(self.folder / f"{use}-{seed}.jsonl").read_text().splitlines() for use in PROMPTS]
+            each = self.args.prompts // len(lines)
+            candidates.write_text("".join(line + "\n" for part in lines for line in part[:each]))
             if not mixed.exists():
                 commands.append(("eval", "tools", str(self.folder / f"sft-{seed}"), "--dtype", self.args.dtype,
-                                 "--data", str(self.folder / f"grpo-{seed}.jsonl"), "--rows", str(self.args.prompts),
+                                 "--data", str(candidates), "--rows", str(self.args.prompts),
                                  "--attempts", str(ATTEMPTS), "--batch", str(2 * self.args.batch),
                                  "--mixed", str(mixed), "--out", str(mixed.with_suffix(".json"))))  # fmt: skip
         run_all(commands, self.args.together)
         for seed in self.args.seeds:
-            mixed, chosen = self.folder / f"mixed-{seed}.jsonl", self.folder / f"prompts-{seed}.jsonl"
+            mixed, candidates, chosen = (
+                self.folder / f"{name}-{seed}.jsonl" for name in ("mixed", "candidates", "prompts")
+            )
             if chosen.exists():
                 continue
-            lines = mixed.read_text().splitlines()
-            all_lines = (self.folder / f"grpo-{seed}.jsonl").read_text().splitlines()
-            lines += islice(filter(_is_refusal, all_lines), int(len(lines) * REFUSALS))
-            chosen.write_text("".join(line + "\n" for line in lines))
-            print(f"── {len(lines)} prompts for GRPO, seed {seed}", flush=True)
+            partly = mixed.read_text().splitlines()
+            refusals = [line for line in candidates.read_text().splitlines() if _is_refusal(line)]
+            # From all of them, because the splits follow each other.
+            step = max(1, round(len(refusals) / max(1, len(partly) * REFUSALS)))
+            partly += refusals[::step][: int(len(partly) * REFUSALS)]
+            chosen.write_text("".join(line + "\n" for line in partly))
+            print(f"── {len(partly)} prompts for GRPO, seed {seed}", flush=True)
 
     def train(self, name: str, begin: str, use: str, settings: Sequence[str], limit_s: float | None = None) -> None:
         """Fine-tune each seed; a finished run is left alone, and one that is stopped by the limit is finished."""
@@ -169,24 +181,24 @@ class Stages:
             (self.folder / f"{name}-{seed}" / "done").touch()
 
     def evaluate(self, names: Sequence[str]) -> None:
-        """Ask the questions in two parts, then report all of them."""
+        """Ask the questions of one turn and report them, then those of several turns, too."""
         limit = ("--limit", str(self.args.limit)) if self.args.limit else ()
-        asked = SHORT if self.args.single_turn else f"{SHORT},{LONG}"
-        todo = [name for name in names if not self.report(name).exists()]
 
-        def ask(categories: str, batch: int, report: bool) -> None:
-            commands = []
-            for name in todo:
-                out = ("--out", str(self.report(name))) if report else ()
-                commands.append(("eval", "bfcl", str(self.folder / name), *self.questions, *limit,
-                                 "--categories", categories, "--batch", str(batch), "--max-new-tokens", "256",
-                                 "--dtype", self.args.dtype,
-                                 "--answers", str(self.folder / f"{name}.answers.jsonl"), *out))  # fmt: skip
+        def ask(todo: Sequence[str], categories: str, batch: int) -> None:
+            commands = [("eval", "bfcl", str(self.folder / name), *self.questions, *limit,
+                         "--categories", categories, "--batch", str(batch), "--max-new-tokens", "256",
+                         "--dtype", self.args.dtype, "--answers", str(self.folder / f"{name}.answers.jsonl"),
+                         "--out", str(self.report(name))) for name in todo]  # fmt: skip
             run_all(commands, self.args.together)
 
+        ask([name for name in names if not self.report(name).exists()], SHORT, self.args.batch)
         if not self.args.single_turn:
-            ask(SHORT, self.args.batch, report=False)
-        ask(asked, self.args.batch // (1 if self.args.single_turn else 4), report=True)
+            unasked = [name for name in names if self.reported(name)[SUMMARIES["multi_turn"]] is None]
+            ask(unasked, f"{SHORT},{LONG}", max(1, self.args.batch // 4))
+
+    def reported(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.report(name).read_text())
+        return found
 
     def report(self, name: str) -> Path:
         return self.folder / f"{name}.bfcl.json"
@@ -195,7 +207,7 @@ class Stages:
         """The mean over the seeds, in percent as on the leaderboard, and each seed's figures."""
         if not all(self.report(name).exists() for name in names):
             return None
-        found = [json.loads(self.report(name).read_text()) for name in names]
+        found = [self.reported(name) for name in names]
         seeds = [
             {key: None if item[own] is None else round(100 * item[own], 2) for key, own in SUMMARIES.items()}
             for item in found
@@ -254,8 +266,8 @@ def main() -> None:
     if "rows" in wanted or "sft" in wanted:
         stages.rows("sft", args.rows, 100, "train")
     if {"rows", "prompts", "grpo"} & set(wanted):
-        # Of functions that fine-tuning did not show.
-        stages.rows("grpo", args.prompts, 900, "test")
+        for use, (first_seed, split) in PROMPTS.items():
+            stages.rows(use, args.prompts // len(PROMPTS), first_seed, split)
     if set(wanted) - {"rows", "verdicts"}:
         stages.import_model()
     # With all together, the model before training is asked next to the fine-tuned ones.
@@ -279,7 +291,7 @@ def main() -> None:
         stages.evaluate([f"grpo-{seed}" for seed in seeds])
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
     names = {"before": ["base"], "sft": [f"sft-{seed}" for seed in seeds], "grpo": [f"grpo-{seed}" for seed in seeds]}
-    result |= {stage: scores for stage, each in names.items() if stage in wanted and (scores := stages.scores(each))}
+    result |= {stage: scores for stage, each in names.items() if (scores := stages.scores(each))}
     if reports := [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.check.json"))]:
         found = [json.loads(path.read_text()) for path in sorted(args.folder.glob("*.found.json"))]
         result |= {

@@ -47,17 +47,19 @@ def keepstep(*words: str) -> None:
         sys.exit("error: a stage failed\n hint: its message is above; the same command continues from it")
 
 
-def tuned_run(folder: Path, model: Path | None, steps: int) -> Path:
+def tuned_run(folder: Path, model: Path | None, steps: int, device: str) -> Path:
     """A run that can call tools; each part is done once."""
     run, template = folder / "calls", folder / "tools.jinja"
     template.write_text(BUILT_IN)
     if not (folder / "base").exists():
         keepstep("import", str(model or installed_model()), "--runs-dir", str(folder), "--name", "base")
     settings = {
-        "runs_dir": folder, "name": run.name, "data": "toolcalls", "chat.generated_rows": 1000,
+        "runs_dir": folder, "name": run.name, "data": "toolcalls",
+        # A step packs about a dozen; none is seen often enough to be known by heart.
+        "chat.generated_rows": max(1000, 12 * steps),
         "chat.template": template, "model.seq_len": 768, "global_batch": 4, "microbatch": 2,
         "max_duration": f"{steps}ba", "schedule.warmup": "5ba", "checkpoint.interval": f"{max(5, steps // 10)}ba",
-        "observe.log_interval": 1, "compute.device": "cpu",
+        "observe.log_interval": 1, "compute.device": device,
     }  # fmt: skip
     words = [f"{name}={value}" for name, value in settings.items()]
     # With the same settings this continues an interrupted run, and does nothing for a finished one.
@@ -222,12 +224,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="fine-tuning steps of 3,072 tokens")
     parser.add_argument("--questions", default="toolcalls", help="toolcalls, toolcalls-domains or a file")
     parser.add_argument("--rows", type=int, default=200, help="questions")
-    parser.add_argument("--device", default="cpu", help="of keepstep's answers")
+    parser.add_argument("--device", default="cpu", help="of keepstep: training and answers")
     parser.add_argument("--threads", type=int, default=max(1, torch.get_num_threads() // 2), help="of each llama.cpp")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gguf.json")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    run = args.run or tuned_run(args.folder, args.model, args.steps)
+    run = args.run or tuned_run(args.folder, args.model, args.steps, args.device)
     files = {kind: exported(run, args.folder, kind) for kind in ("f32", *LEAST)}
     model = open_chat_model(run, args.device)
     questions: list[Question] = load_questions(args.questions, args.rows)

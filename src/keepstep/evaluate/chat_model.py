@@ -125,11 +125,7 @@ class ChatModel:
         return [next(answers) if len(ids) < self.context_length else None for ids in encoded]
 
     def _answers(
-        self,
-        encoded: Sequence[list[int]],
-        sampling: Sampling,
-        batch: int,
-        progress: Callable[[int], None] = lambda _: None,
+        self, encoded: Sequence[list[int]], sampling: Sampling, batch: int, progress: Callable[[int], None]
     ) -> list[str]:
         answers = [""] * len(encoded)
         done = 0

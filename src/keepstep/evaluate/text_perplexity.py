@@ -73,7 +73,8 @@ def text_perplexity(
                 f"{path} has a token {rows.max()}, but model.vocab is {config.model.vocab}",
                 "name the model's own tokenizer with --tokenizer",
             )
-        batches = _window_batches(rows, batch)
+        parts = (rows[start : start + batch] for start in range(0, len(rows), batch))
+        batches = (Batch(part[:, :-1], part[:, 1:], None, None, 0) for part in parts)
     else:
         loader = (
             _run_rows(where, config, length) if data in ("", config.data.path) else _token_rows(data, config, length)
@@ -190,11 +191,6 @@ def _token_rows(data: str, config: RunConfig, length: int) -> Loader:
     size = (length or config.model.seq_len) - 1
     loaders = build_loaders(source, size, config.model.vocab, 0, Path(config.runs_dir) / ".data")
     return loaders.valid or loaders.train
-
-
-def _window_batches(rows: NDArray[np.int64], size: int) -> Iterator[Batch]:
-    parts = (rows[start : start + size] for start in range(0, len(rows), size))
-    return (Batch(part[:, :-1], part[:, 1:], None, None, 0) for part in parts)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from keepstep.evaluate.ast_check import MalformedCall
@@ -50,7 +51,7 @@ def multi_turn_error(benchmark: Benchmark, question: Question, turns: Sequence[S
         return "multi_turn:force_terminated"
     seen: list[str] = []
     try:
-        with ApiSession(benchmark, question) as session:
+        with closing(ApiSession(benchmark, question)) as session:
             for steps, expected in zip(turns, question.expected, strict=True):
                 for calls in steps:
                     seen += session.execute("model", calls)

@@ -312,14 +312,12 @@ class Replica:
 
     def _await_change(self, lost: int | None = None) -> None:
         if lost is not None:
-            self._report_lost(lost)
+            peer = self._view["members"][lost][0]
+            self._control.send({"kind": "broken", "epoch": self._view["epoch"], "peer": peer})
         self._take_view(self._control.next("view"))
         raise MembershipChangedError
 
     # ---------------------------------------------------------------- connections
-
-    def _report_lost(self, rank: int) -> None:
-        self._control.send({"kind": "broken", "epoch": self._view["epoch"], "peer": self._view["members"][rank][0]})
 
     def _take_view(self, view: Message) -> None:
         reach("view_received")

@@ -11,13 +11,13 @@ machines that have little more than PyTorch.
 from __future__ import annotations
 
 import queue
-import selectors
 import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -197,14 +197,11 @@ class Receiver:
                 raise
 
     def _wait_for(self, source: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(source, selectors.EVENT_READ)
-            ready: list[Any] = []
-            while source not in ready:
-                if self._interrupted(self._control in ready):
-                    raise ConnectionError("the copy starts over")
-                ready = [key.fileobj for key, _ in selector.select()]
+        ready: list[Any] = []
+        while source not in ready:
+            if self._interrupted(self._control in ready):
+                raise ConnectionError("the copy starts over")
+            ready = wait([self._control, source])
 
 
 def _receive_part(connection: socket.socket, pieces: Iterable[memoryview]) -> None:

@@ -62,7 +62,6 @@ class ChatModel:
     config: RunConfig
     step: int
     tokenizer: Any
-    tokenizer_path: Path
     template: ChatTemplate
     stop_tokens: frozenset[int]
     """Tokens that end an answer."""
@@ -277,7 +276,6 @@ def open_chat_model(
         config=config,
         step=step,
         tokenizer=loaded,
-        tokenizer_path=path,
         template=template,
         stop_tokens=end_tokens(path, loaded, template),
     )

@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from keepstep.core.errors import DataError
 from keepstep.data import tokenization
-from keepstep.data.chat.masks import encode, encode_rendered
+from keepstep.data.chat.masks import LossOn, MaskedTokens, encode_rendered, render
 from keepstep.data.chat.published_sets import convert
 from keepstep.data.chat.rows import BadRow, Conversation, calls_of, canonical
 from keepstep.data.chat.template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate, Rendered, Span
@@ -45,6 +45,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     texts = [" ".join(WORDS) + f" some text {number}\n\n" for number in range(50)]
     tokenization.train_bpe(texts, 400, path, special=(tokenization.END_OF_TEXT, *SPECIAL_TOKENS))
     return tokenization.load(path)
+
+
+def encode(
+    conversation: Conversation, template: ChatTemplate, tokenizer: Any, loss_on: LossOn = "assistant"
+) -> MaskedTokens:
+    return encode_rendered(render(conversation, template, loss_on), tokenizer)
 
 
 def random_text(draw: random.Random) -> str:

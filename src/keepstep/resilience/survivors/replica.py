@@ -18,10 +18,9 @@ from keepstep.resilience.survivors.control import Control, CoordinatorLostError,
 from keepstep.resilience.survivors.exchange import Exchange, InterruptedSumError, PeerLostError
 from keepstep.resilience.survivors.membership import deal
 from keepstep.resilience.survivors.peers import Peers
-from keepstep.resilience.survivors.replica_state import ReplicaState
 from keepstep.resilience.survivors.shared_numbers import Numbers, SharedNumbers, numbers_of
 from keepstep.resilience.survivors.siblings import Siblings
-from keepstep.resilience.survivors.state_copy import Receiver, Sender, part_bounds
+from keepstep.resilience.survivors.state_copy import Receiver, ReplicaState, Sender, part_bounds
 from keepstep.resilience.survivors.wire import Message
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -333,8 +333,3 @@ _KINDS: Mapping[str, Callable[[str, str, Random], Said]] = {
 def _code_words(draw: Random) -> str:
     nouns = grammar()["code_nouns"]
     return " ".join(draw.sample(nouns, 2)) if draw.random() < 0.7 else f"my {draw.choice(nouns)}"
-
-
-def phrases_of(parameters: Sequence[tuple[Parameter, Said]], draw: Random) -> list[str]:
-    """The parts of a request, one for each value."""
-    return [phrase(parameter, said, draw) for parameter, said in parameters]

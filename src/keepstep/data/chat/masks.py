@@ -51,11 +51,6 @@ def render(conversation: Conversation, template: ChatTemplate, loss_on: LossOn) 
     return Rendered(rendered.text, spans)
 
 
-def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
-    """Token ids with their mask."""
-    return encode_all([rendered], tokenizer)[0]
-
-
 def encode_all(rendered: Sequence[Rendered], tokenizer: Any) -> list[MaskedTokens]:
     """Token ids with their masks. All texts are encoded together, which uses every core."""
     encodings = tokenizer.encode_batch([each.text for each in rendered], add_special_tokens=False)
@@ -177,7 +172,7 @@ def _one(
     text = (text + rendered.text[at:]).rstrip("\n")
     facts = f"{sum(span.end - span.start for span in rendered.spans)} of {len(rendered.text)} characters learnt"
     if tokenizer is not None:
-        row = encode_rendered(rendered, tokenizer)
+        (row,) = encode_all([rendered], tokenizer)
         facts += f", {int(row.loss.sum())} of {len(row.tokens)} tokens"
         if options.tokens:
             decoded = [tokenizer.decode([token], skip_special_tokens=False) + "·" for token in row.tokens.tolist()]

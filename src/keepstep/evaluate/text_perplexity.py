@@ -56,7 +56,10 @@ def text_perplexity(
 
     With `start`, of the weights that the run started from. `field` is the text field of a row.
     """
-    _check_sizes(windows, length, batch)
+    for name, value, least in (("windows", windows, 1), ("length", length or 2, 2), ("batch", batch, 1)):
+        if value < least:
+            wrong = invalid_value(f"--{name}", value, f"must be at least {least}")
+            raise UsageError(wrong, f"--{name} {max(least, 32)}")
     documents = 0
     if data.startswith("c4:"):
         data, documents = c4_split(data.removeprefix("c4:"))
@@ -83,14 +86,6 @@ def text_perplexity(
         batches = (loader.rows(start, min(batch, count - start)) for start in range(0, count, batch))
     model.to(chosen)
     return perplexity(lambda part: _loss(model, part), batches)
-
-
-def _check_sizes(windows: int, length: int, batch: int) -> None:
-    for name, value, least in (("windows", windows, 1), ("length", length or 2, 2), ("batch", batch, 1)):
-        if value < least:
-            raise UsageError(
-                invalid_value(f"--{name}", value, f"must be at least {least}"), f"--{name} {max(least, 32)}"
-            )
 
 
 def names_text(data: str) -> bool:

@@ -178,9 +178,7 @@ def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
         write_atomic(config_copy(job.folder), job.config_text)
     log_path(job.folder).parent.mkdir(parents=True, exist_ok=True)
     log = str(log_path(job.folder))
-    record = job.submitted("slurm", profile_name, _sbatch(script), log=log, script=str(script))
-    record.save(job.folder)
-    return record
+    return job.submitted("slurm", profile_name, _sbatch(script), log=log, script=str(script))
 
 
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:

@@ -43,6 +43,7 @@ BEFORE_WORK_S = 10.0
 """How long a process that has nothing to save yet may live longer than its agent: it holds the run's folder."""
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a file system"}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
+_COLLECTIVE_FILES = ("distributed_c10d.py", "survivors/replica.py")
 _BLOCKED_IN_FORK_SERVER = (*STOP_SIGNALS, signal.SIGQUIT)
 
 
@@ -276,8 +277,5 @@ def most_suspect(states: Sequence[WorkerState], records: Sequence[HeartbeatRecor
 
 def _collective(stack: str) -> str:
     """The innermost torch collective that any thread is in."""
-    for frame in _FRAME.finditer(stack):
-        file = frame["file"]
-        if file.endswith(("distributed_c10d.py", "survivors/replica.py")) and frame["name"] != "wrapper":
-            return frame["name"]
-    return ""
+    collectives = (each for each in _FRAME.finditer(stack) if each["file"].endswith(_COLLECTIVE_FILES))
+    return next((each["name"] for each in collectives if each["name"] != "wrapper"), "")

@@ -41,7 +41,6 @@ def tiny_model(tmp_path: Path, template: str = PLAIN, room: int = 32) -> ChatMod
         config=replace(RunConfig(), model=shape),
         step=0,
         tokenizer=tokenization.load(path),
-        tokenizer_path=path,
         template=ChatTemplate(template),
         stop_tokens=frozenset(),
     )

@@ -140,7 +140,7 @@ def test_a_log_line_and_an_event_of_any_time_are_printed(time: Any) -> None:
 
 @pytest.mark.parametrize(("page_bytes", "word"), [(b"\xff" * 4 + b"\x0f", "damaged"), (b"", "damaged")])
 def test_a_damaged_parquet_footer_is_a_value_error(page_bytes: bytes, word: str) -> None:
-    from keepstep.data.prepare.parquet_footer import row_groups
+    from keepstep.data.prepare.parquet_rows import row_groups
 
     data = FORMATS["text"].files()["d.parquet"]
     footer_bytes = int.from_bytes(data[-8:-4], "little")
@@ -159,7 +159,7 @@ def test_a_damaged_parquet_footer_is_a_value_error(page_bytes: bytes, word: str)
 def test_a_parquet_footer_has_the_sizes_that_pyarrow_reads() -> None:
     import pyarrow.parquet as parquet
 
-    from keepstep.data.prepare.parquet_footer import row_groups
+    from keepstep.data.prepare.parquet_rows import row_groups
 
     for name, file in (("text", "d.parquet"), ("chat-files", "rows.parquet")):
         data = FORMATS[name].files()[file]

@@ -10,8 +10,7 @@ import torch
 
 from keepstep.core.errors import CheckpointError
 from keepstep.interop.full_model import load_full_model
-from keepstep.interop.hf_folder import open_source
-from keepstep.interop.quantized import decode_fp8, decode_mxfp4
+from keepstep.interop.hf_folder import decode_fp8, decode_mxfp4, open_source
 from keepstep.interop.safetensors_files import SINGLE, common_dtype, open_hf_tensors, write_file
 
 transformers = pytest.importorskip("transformers")

@@ -217,7 +217,7 @@ def test_resume_keeps_nodes_excluded_by_the_profile(tmp_path: Path, monkeypatch:
     simulated = SimulatedSlurm(tmp_path)
     simulated.program("scontrol", "")
     monkeypatch.setenv("PATH", simulated.environment["PATH"])
-    record = slurm.submit(simulated.job, SlurmProfile(exclude=("n7", "n[9-11]")), "p")
+    record = submit(simulated.job, SlurmProfile(exclude=("n7", "n[9-11]")), Target("slurm", "p"))
     (simulated.job_folder / "stop").touch()
     assert slurm.resume(record, ["n3"]) == "8"
     assert simulated.submitted()[-1].split()[2] == "--exclude=n3,n7,n[9-11]"
@@ -300,7 +300,7 @@ def test_staged_image_is_the_jobs_own(tmp_path: Path) -> None:
 def test_state_held_job_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, word: str) -> None:
     simulated = SimulatedSlurm(tmp_path)
     monkeypatch.setenv("PATH", simulated.environment["PATH"])
-    record = slurm.submit(simulated.job, SlurmProfile(), "p")
+    record = submit(simulated.job, SlurmProfile(), Target("slurm", "p"))
     simulated.program("scontrol", f'echo "JobId=7 JobState={name} ExitCode=0:0"')
     assert slurm.state(record) == word
     with pytest.raises(UsageError, match=f"is {word} as job"):
@@ -316,7 +316,7 @@ def test_exclude_accepts_every_slurm_node_list(tmp_path: Path, monkeypatch: pyte
     simulated.program("sinfo", 'printf "n1 gpu*\\nn2 gpu*\\nn3 gpu*\\nn4 gpu*\\n"')
     monkeypatch.setenv("PATH", simulated.environment["PATH"])
     monkeypatch.chdir(tmp_path)
-    slurm.submit(simulated.job, SlurmProfile(), "p")
+    submit(simulated.job, SlurmProfile(), Target("slurm", "p"))
     assert main(["resume", "run", "--exclude", "n[1-3,7],m[1-3,7],k1"]) == 0
     assert simulated.submitted()[-1].split()[2] == "--exclude=n[1-3,7],m[1-3,7],k1"
     assert slurm.idle_nodes(SlurmProfile(exclude=("n[1-3]",))) == ["n4"]
@@ -337,7 +337,7 @@ def test_report_job_waits_for_complete_report(tmp_path: Path, monkeypatch: pytes
 def test_stop_that_failed_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     simulated = SimulatedSlurm(tmp_path)
     monkeypatch.setenv("PATH", simulated.environment["PATH"])
-    record = slurm.submit(simulated.job, SlurmProfile(), "p")
+    record = submit(simulated.job, SlurmProfile(), Target("slurm", "p"))
     simulated.program("scontrol", 'echo "JobId=7 JobState=RUNNING ExitCode=0:0"')
     simulated.program("scancel", "")
     simulated.program(program, AWAY)

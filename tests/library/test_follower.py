@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keepstep.core.callbacks import Callback
-from keepstep.library.follower import Follower
+from keepstep.library.training import Follower
 from keepstep.observe.run_folder import JsonLines, RunFolder
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.observe.history import open_history
-from keepstep.observe.saves import Saves, find_saves
-from keepstep.observe.verdict import Verdict, judge
+from keepstep.observe.verdict import Saves, Verdict, find_saves, judge
 from tests.observe.make_runs import Writer
 
 

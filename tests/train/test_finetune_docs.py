@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keepstep.cli.main import main
-from keepstep.data.chat.generate import generate_rows
+from keepstep.data.chat.generated import SMALL, generate_rows
 from keepstep.data.chat.tokenizer import VOCAB, prepare_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,7 +35,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(folder / "model")
     for file in prepare_tokenizer(folder / "cache", 1).parent.iterdir():
         shutil.copy(file, folder / "model" / file.name)
-    rows = [json.dumps(row.conversation.row()) for row in generate_rows(24, 1, "train")]
+    rows = [json.dumps(row.conversation.row()) for row in generate_rows(SMALL, 24, 1, "train")]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     for sample in (DOCS / "samples").iterdir():
         shutil.copy(sample, folder / sample.name)

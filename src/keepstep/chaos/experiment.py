@@ -164,12 +164,16 @@ def losses(folder: RunFolder) -> dict[int, float]:
 
 def wait_for_event(folder: RunFolder, kind: str, timeout_s: float) -> bool:
     """Whether the run reports an event of this kind in time."""
+    return _in_time(lambda: any(event.get("kind") == kind for event in JsonLines(folder.events).read()), timeout_s)
+
+
+def _in_time(happened: Callable[[], bool], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if any(event.get("kind") == kind for event in JsonLines(folder.events).read()):
-            return True
+    while not happened():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
-    return False
+    return True
 
 
 def wait_for_replacement(experiment: Experiment, kind: str, step: int) -> Fault:
@@ -208,12 +212,7 @@ def all_are_back(events: Sequence[Mapping[str, object]]) -> bool:
 
 def wait_for_step(folder: RunFolder, step: int, timeout_s: float) -> bool:
     """Whether the run's metrics reach a step in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if folder.metrics.is_file() and max(losses(folder), default=0) >= step:
-            return True
-        time.sleep(0.02)
-    return False
+    return _in_time(lambda: folder.metrics.is_file() and max(losses(folder), default=0) >= step, timeout_s)
 
 
 def _struck_at(scenario: Scenario, marks: Path) -> float | None:
@@ -267,9 +266,4 @@ def kill_session(session: int) -> None:
 
 def wait_until_gone(session: int, timeout_s: float) -> bool:
     """Whether all processes of a session end by themselves in time."""
-    deadline = time.monotonic() + timeout_s
-    while session_members(session):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    return _in_time(lambda: not session_members(session), timeout_s)

@@ -104,7 +104,8 @@ def judge(experiment: Experiment, scenario: Scenario, baseline: Mapping[int, flo
     later = [event for event in JsonLines(folder.events).read() if number(event.get("time")) >= struck_at]
     noticed = next((number(event["time"]) for event in later if event.get("kind") in _NOTICED), None)
     if noticed is None:
-        noticed = _straggler_seen_at(folder, struck_at)
+        times = (number(line.get("time")) for line in JsonLines(folder.ranks).read() if find_straggler(line))
+        noticed = next((time for time in times if time >= struck_at), None)
     resumed = next((event for event in later if event.get("kind") == "resume"), None)
     detected_s = None if noticed is None else noticed - struck_at
     # The survivors may finish a step before they notice that somebody is lost: that one is no recovery.
@@ -138,11 +139,6 @@ def _survivors_complaint(folder: RunFolder, later: Sequence[Mapping[str, Any]]) 
     if not all_are_back(later):
         return "the run ended before the lost replica was replaced: try more --steps"
     return ""
-
-
-def _straggler_seen_at(folder: RunFolder, struck_at: float) -> float | None:
-    later = (line for line in JsonLines(folder.ranks).read() if number(line.get("time")) >= struck_at)
-    return next((number(line.get("time")) for line in later if find_straggler(line)), None)
 
 
 def _next_step_after_s(folder: RunFolder, struck_at: float, step: int) -> float | None:

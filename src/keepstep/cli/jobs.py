@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -168,12 +167,14 @@ def _node(args: argparse.Namespace) -> int:
     if folder is not None and stop_mark(Path(folder)).exists():
         print("stopped on request before it started", file=sys.stderr)
         return record_exit(Path(folder), EXIT_STOPPED)
-    config = _run_config(words, args.max_restarts)
-    if config is not None and os.environ.get(VOLUMES_VARIABLE):
-        volumes = os.environ[VOLUMES_VARIABLE].split(":")
-        remedy = f"a folder below {volumes[0]}; without checkpoint.folder, checkpoints are in the run's folder"
-        check_volumes(config, volumes, os.getcwd(), remedy)  # noqa: PTH109 - joined with texts
-    if config is not None:
+    config: RunConfig | None = None
+    if words[0] in ("train", "finetune"):
+        config = load_run(*split_words(list(words[1:])))
+        config = replace(config, resilience=replace(config.resilience, max_restarts=args.max_restarts))
+        if os.environ.get(VOLUMES_VARIABLE):
+            volumes = os.environ[VOLUMES_VARIABLE].split(":")
+            remedy = f"a folder below {volumes[0]}; without checkpoint.folder, checkpoints are in the run's folder"
+            check_volumes(config, volumes, os.getcwd(), remedy)  # noqa: PTH109 - joined with texts
         check_memory_here(config, args.processes * group.max_nodes, args.processes)
     for message, hint in missing_parts(os.environ):
         print(f"warning: {message}\n hint: {hint}", file=sys.stderr, flush=True)
@@ -197,14 +198,6 @@ def _host(_: argparse.Namespace) -> int:
         found = order["action"], order["job_folder"], order["node"]
     assert found
     return serve(order)
-
-
-def _run_config(words: Sequence[str], max_restarts: int) -> RunConfig | None:
-    """The configuration of the run that the words train, with the job's restart limit; None for other verbs."""
-    if words[0] not in ("train", "finetune"):
-        return None
-    config = load_run(*split_words(list(words[1:])))
-    return replace(config, resilience=replace(config.resilience, max_restarts=max_restarts))
 
 
 def _profiles(args: argparse.Namespace) -> int:

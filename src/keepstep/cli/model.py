@@ -128,11 +128,8 @@ def _tools(args: argparse.Namespace) -> int:
     model = _open_model(args)
     questions = [question for question in load_questions(args.data or SMALL, args.rows) for _ in range(args.attempts)]
     sampling = Sampling(temperature=1.0 if args.attempts > 1 else 0.0, max_new_tokens=args.max_new_tokens)
-
-    def show_count(done: int) -> None:
-        progress(f"answered {done} of {len(questions)}")
-
-    answered = ask(model, questions, sampling, args.batch, show_count, reward)
+    count = len(questions)
+    answered = ask(model, questions, sampling, args.batch, lambda done: progress(f"answered {done} of {count}"), reward)
     if args.answers:
         write_lines(answered.lines, args.answers)
     right = [line["error"] is None for line in answered.lines]

@@ -81,7 +81,7 @@ class StrictParser(argparse.ArgumentParser):
                 return [word]
             if word.startswith("-"):
                 option = word
-            elif any(_takes_value(parser, option) for parser in self.actions.values()):
+            elif any(option in each.options() and each.options()[option].nargs != 0 for each in self.actions.values()):
                 option = ""
             elif word in self.actions:
                 return [word, *words[:place], *words[place + 1 :]]
@@ -134,10 +134,6 @@ class StrictParser(argparse.ArgumentParser):
         if owners:
             hint = f"{option} is an option of {self.prog.rpartition(' ')[0]} {', '.join(owners)}"
         raise UsageError(f"{self.prog}: unknown option {option}", hint)
-
-
-def _takes_value(parser: StrictParser, option: str) -> bool:
-    return option in parser.options() and parser.options()[option].nargs != 0
 
 
 def add_actions(parser: argparse.ArgumentParser, default: str | None = None) -> Actions:

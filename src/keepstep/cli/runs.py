@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from keepstep.cli.access import add_access, read_access, serve_until_interrupted
 from keepstep.cli.parser import add_action, add_actions
+from keepstep.cli.serve import add_access, read_access, serve_until_interrupted
 from keepstep.core.errors import HardwareError, UsageError
 from keepstep.core.files import write_atomic
 from keepstep.core.messages import invalid_value

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
 from keepstep.core.errors import ConfigError
-from keepstep.core.messages import nearest
+from keepstep.core.messages import suggestion
 
 Kind = Literal["data", "linear", "rewards", "callbacks"]
 """The last word of the entry point group: `keepstep.data`, for example."""
@@ -35,9 +35,8 @@ def plugin_problem(kind: Kind, name: str, built_in: Iterable[str] = ()) -> tuple
     if is_plugin(kind, name):
         return None
     known = sorted({*built_in, *entry_points(group=f"keepstep.{kind}").names})
-    near = nearest(name, known)
     needs = f"is no plug-in: nothing of that name is installed in the entry point group keepstep.{kind}"
-    return needs, f"did you mean {near}?" if near else "install its package, or write package.module:function"
+    return needs, suggestion(name, known, "install its package, or write package.module:function")
 
 
 def load_plugin(kind: Kind, name: str, options: Mapping[str, Any], field: str) -> Callable[..., Any]:

@@ -24,6 +24,10 @@ ErrorName = Literal[
     "wrong_count", "malformed", "irrelevance",
 ]  # fmt: skip
 
+_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
+    "null": type(None),
+}  # fmt: skip
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(.*)", re.DOTALL)
 
@@ -172,23 +176,9 @@ def has_type(value: Any, kind: Any) -> bool:
     """Whether a value has a JSON Schema type, or one of several. An integer is a number, a boolean is not."""
     if isinstance(kind, list):
         return any(has_type(value, one) for one in kind)
-    match kind:
-        case "string":
-            return isinstance(value, str)
-        case "integer":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "boolean":
-            return isinstance(value, bool)
-        case "array":
-            return isinstance(value, list)
-        case "object":
-            return isinstance(value, dict)
-        case "null":
-            return value is None
-        case _:
-            return True
+    if not isinstance(kind, str) or kind not in _JSON_TYPES:
+        return True
+    return isinstance(value, _JSON_TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _same(expected: Any, given: Any, lenient: bool) -> bool:

@@ -62,7 +62,6 @@ class ChatModel:
     config: RunConfig
     step: int
     tokenizer: Any
-    tokenizer_path: Path
     template: ChatTemplate
     stop_tokens: frozenset[int]
     """Tokens that end an answer."""
@@ -125,11 +124,7 @@ class ChatModel:
         return [next(answers) if len(ids) < self.context_length else None for ids in encoded]
 
     def _answers(
-        self,
-        encoded: Sequence[list[int]],
-        sampling: Sampling,
-        batch: int,
-        progress: Callable[[int], None] = lambda _: None,
+        self, encoded: Sequence[list[int]], sampling: Sampling, batch: int, progress: Callable[[int], None]
     ) -> list[str]:
         answers = [""] * len(encoded)
         done = 0
@@ -281,7 +276,6 @@ def open_chat_model(
         config=config,
         step=step,
         tokenizer=loaded,
-        tokenizer_path=path,
         template=template,
         stop_tokens=end_tokens(path, loaded, template),
     )

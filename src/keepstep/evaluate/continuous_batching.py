@@ -128,19 +128,9 @@ class _Rows:
     @classmethod
     def empty(cls, rows: int, most: int, device: torch.device) -> _Rows:
         """Rows without a request."""
-        numbers, columns = (
-            torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.zeros(rows, most + 1, device=device),
-        )
-        return cls(
-            numbers,
-            numbers.clone(),
-            numbers.clone(),
-            torch.zeros_like(numbers, dtype=torch.bool),
-            columns.long(),
-            columns,
-            columns.double(),
-        )
+        numbers = torch.zeros(rows, dtype=torch.int64, device=device)
+        columns = torch.zeros(rows, most + 1, device=device)
+        return cls(numbers, numbers.clone(), numbers.clone(), numbers.bool(), columns.long(), columns, columns.double())
 
     def kept(self, rows_k: Tensor) -> _Rows:
         """These rows alone."""

@@ -13,7 +13,7 @@ from http.client import HTTPException
 from typing import Any
 
 from keepstep.core.errors import KeepstepError
-from keepstep.evaluate.chat_model import Prompt, Reply, Sampling
+from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply, Sampling
 
 TIMEOUT_S = 600.0
 TOO_LONG_CODE = "context_length_exceeded"
@@ -143,6 +143,10 @@ class RemoteModel:
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise KeepstepError(f"{self._url} does not answer: {reason}", "start keepstep serve MODEL there") from None
+
+
+AnyModel = ChatModel | RemoteModel
+"""A model in this process, or one behind a server."""
 
 
 def _json(body: bytes) -> Any:

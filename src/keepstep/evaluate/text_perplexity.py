@@ -56,7 +56,10 @@ def text_perplexity(
 
     With `start`, of the weights that the run started from. `field` is the text field of a row.
     """
-    _check_sizes(windows, length, batch)
+    for name, value, least in (("windows", windows, 1), ("length", length or 2, 2), ("batch", batch, 1)):
+        if value < least:
+            wrong = invalid_value(f"--{name}", value, f"must be at least {least}")
+            raise UsageError(wrong, f"--{name} {max(least, 32)}")
     documents = 0
     if data.startswith("c4:"):
         data, documents = c4_split(data.removeprefix("c4:"))
@@ -73,7 +76,8 @@ def text_perplexity(
                 f"{path} has a token {rows.max()}, but model.vocab is {config.model.vocab}",
                 "name the model's own tokenizer with --tokenizer",
             )
-        batches = _window_batches(rows, batch)
+        parts = (rows[start : start + batch] for start in range(0, len(rows), batch))
+        batches = (Batch(part[:, :-1], part[:, 1:], None, None, 0) for part in parts)
     else:
         loader = (
             _run_rows(where, config, length) if data in ("", config.data.path) else _token_rows(data, config, length)
@@ -82,14 +86,6 @@ def text_perplexity(
         batches = (loader.rows(start, min(batch, count - start)) for start in range(0, count, batch))
     model.to(chosen)
     return perplexity(lambda part: _loss(model, part), batches)
-
-
-def _check_sizes(windows: int, length: int, batch: int) -> None:
-    for name, value, least in (("windows", windows, 1), ("length", length or 2, 2), ("batch", batch, 1)):
-        if value < least:
-            raise UsageError(
-                invalid_value(f"--{name}", value, f"must be at least {least}"), f"--{name} {max(least, 32)}"
-            )
 
 
 def names_text(data: str) -> bool:
@@ -190,11 +186,6 @@ def _token_rows(data: str, config: RunConfig, length: int) -> Loader:
     size = (length or config.model.seq_len) - 1
     loaders = build_loaders(source, size, config.model.vocab, 0, Path(config.runs_dir) / ".data")
     return loaders.valid or loaders.train
-
-
-def _window_batches(rows: NDArray[np.int64], size: int) -> Iterator[Batch]:
-    parts = (rows[start : start + size] for start in range(0, len(rows), size))
-    return (Batch(part[:, :-1], part[:, 1:], None, None, 0) for part in parts)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from keepstep.core.errors import DataError, KeepstepError
 from keepstep.core.files import write_atomic
@@ -18,6 +18,7 @@ from keepstep.data.chat.generated import GENERATED, generate_rows
 from keepstep.data.chat.rows import Conversation, Message, answer_place, calls_of
 from keepstep.evaluate.ast_check import Call, MalformedCall, Task, ToolReport, judge, parse_calls, summarise
 from keepstep.evaluate.chat_model import Prompt, Sampling
+from keepstep.evaluate.remote_model import AnyModel
 
 TEST_SEED = 7_919
 """Seed of the generated questions: the same for every model, from the split that no training uses. Change it after the
@@ -121,17 +122,8 @@ def _category(conversation: Conversation, calls: int) -> str:
     return "simple" if len(conversation.tools) == 1 else "multiple"
 
 
-class AnswersPrompts(Protocol):
-    """A model in this process or behind a server."""
-
-    def answers(
-        self, prompts: Sequence[Prompt], sampling: Sampling, batch: int, progress: Callable[[int], None] = ...
-    ) -> list[str]:
-        """One answer for each prompt."""
-
-
 def ask(
-    model: AnswersPrompts,
+    model: AnyModel,
     questions: list[Question],
     sampling: Sampling,
     batch: int,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,6 @@ from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import CheckpointError, UsageError
 from keepstep.core.files import finished_in, is_vacant
 from keepstep.core.step_folders import parse_folder_name
-from keepstep.interop.composer import is_composer, read_composer_config, strip_composer_names
 from keepstep.interop.dcp import DCP_METADATA, read_dcp, write_dcp
 from keepstep.interop.hf_folder import is_hf_folder, save_hf
 from keepstep.interop.hf_names import Rule, match_rules, pack, rules
@@ -36,6 +35,9 @@ from keepstep.models.transformer import Transformer
 
 Form = Literal["sharded", "full", "safetensors", "dcp"]
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPOSER_MODEL = "state.model."
+"""Prefix of the model's names in Composer's DCP folders; a Hugging Face model inside adds `model.`."""
+_COMPOSER_CONFIG = "state.integrations.huggingface.model.config.content."
 
 
 @contextmanager
@@ -60,9 +62,9 @@ def open_source(source: str, config: Path | None, step: int = 0, dtype: torch.dt
             model = _shape(config) or ModelConfig(**model_config_from_hf(described))
             theirs = _below(content.tensors, "model.")
             yield _content(step, _pack(theirs, rules(model, hf_family(described)), model, dtype), model, "huggingface")
-        elif is_composer(content.tensors):
-            model = _shape(config) or ModelConfig(**model_config_from_hf(read_composer_config(content.values)))
-            theirs = _renamed(content.tensors, strip_composer_names(content.tensors))
+        elif any(name.startswith(_COMPOSER_MODEL) for name in content.tensors):
+            model = _shape(config) or ModelConfig(**model_config_from_hf(_read_composer_config(content.values)))
+            theirs = _renamed(content.tensors, _strip_composer_names(content.tensors))
             yield _content(step, _pack(theirs, rules(model, export_family(model)), model, dtype), model, "composer")
         else:
             yield content
@@ -183,3 +185,30 @@ def _pack(theirs: Tensors, by: Iterable[Rule], model: ModelConfig, dtype: torch.
 def _content(step: int, tensors: Tensors, model: ModelConfig, source: str) -> Content:
     config = dump_config(replace(RunConfig(), model=replace(model, preset="custom")))
     return Content(step, tensors, {}, {"source": source, "config": config}, {})
+
+
+def _strip_composer_names(names: Iterable[str]) -> dict[str, str]:
+    """The model's own name → Composer's, for every tensor of the model."""
+    listed = list(names)
+    inner = f"{_COMPOSER_MODEL}model."
+    prefix = inner if any(name.startswith(inner) for name in listed) else _COMPOSER_MODEL
+    return {name.removeprefix(prefix): name for name in listed if name.startswith(prefix)}
+
+
+def _read_composer_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that Composer stores of a Hugging Face model; DCP has each value under a dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in (values.get("dcp") or {}).items():
+        if name.startswith(_COMPOSER_CONFIG):
+            *parents, last = name.removeprefix(_COMPOSER_CONFIG).split(".")
+            place = found
+            for parent in parents:
+                place = place.setdefault(parent, {})
+                if not isinstance(place, dict):
+                    raise CheckpointError(f"{name} is inside a value that is no group of values")
+            place[last] = value
+    if not found:
+        raise UsageError(
+            "this Composer checkpoint does not store the shape of its model", "give it with --config RUN.yaml"
+        )
+    return found

@@ -41,10 +41,6 @@ class _TensorRecord(InertRecord):
     pass
 
 
-class _BytesRecord(InertRecord):
-    pass
-
-
 class _PropertiesRecord(InertRecord):
     """TensorProperties pickles itself as a tuple that starts with the type."""
 
@@ -59,7 +55,7 @@ _PLANNER_MODULE = "torch.distributed.checkpoint.planner"
 _ALLOWED: Mapping[tuple[str, str], Callable[..., Any]] = {
     (_METADATA_MODULE, "Metadata"): InertRecord,
     (_METADATA_MODULE, "TensorStorageMetadata"): _TensorRecord,
-    (_METADATA_MODULE, "BytesStorageMetadata"): _BytesRecord,
+    (_METADATA_MODULE, "BytesStorageMetadata"): InertRecord,
     (_METADATA_MODULE, "ChunkStorageMetadata"): InertRecord,
     (_METADATA_MODULE, "TensorProperties"): _PropertiesRecord,
     (_METADATA_MODULE, "MetadataIndex"): InertRecord,

@@ -92,9 +92,8 @@ def _find(tensors: Collection[str], name: str) -> str:
 
 def _is_derived(name: str, config: ModelConfig) -> bool:
     """Whether a tensor follows from others, though some files carry it: causal masks, rope tables, a tied head."""
-    if name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
-        return True
-    return config.tied and name == "lm_head.weight"
+    masks_and_tables = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+    return name.endswith(masks_and_tables) or (config.tied and name == "lm_head.weight")
 
 
 _NORMS: Mapping[str, Mapping[str, str]] = {

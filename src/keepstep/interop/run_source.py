@@ -11,7 +11,7 @@ from typing import Any
 from keepstep.config.check import broken_rules
 from keepstep.config.hf_config import DEFAULT_SEQ_LEN
 from keepstep.config.load import LoadedConfig, load_config
-from keepstep.config.schema import ModelConfig, RunConfig
+from keepstep.config.schema import RunConfig
 from keepstep.core.errors import ConfigError, KeepstepError, UsageError
 from keepstep.data.remote.hub import is_model_name
 from keepstep.interop.hf_folder import fetch_source, is_hf_folder, read_hf_shape
@@ -33,7 +33,7 @@ def adopt_initial_shape(loaded: LoadedConfig) -> RunConfig:
     if not Path(start).exists() and is_model_name(start):
         start = str(fetch_source(start))
         config = replace(config, finetune=replace(config.finetune, start_from=start))
-    shape = read_shape(Path(start))
+    shape = read_hf_shape(Path(start)) if is_hf_folder(Path(start)) else read_run_config(Path(start)).model
     given = [path for path, origin in loaded.origins.items() if origin.kind not in ("default", "preset")]
     set_by_user = _values_in(config.model, "model", given)
     set_by_user["experts"] = replace(shape.experts, **_values_in(config.model.experts, "model.experts", given))
@@ -51,11 +51,6 @@ def _values_in(section: Any, prefix: str, paths: list[str]) -> dict[str, Any]:
     """The section's own fields among dotted paths, by name."""
     names = [name for outer, _, name in (path.rpartition(".") for path in paths) if outer == prefix]
     return {name: getattr(section, name) for name in names}
-
-
-def read_shape(where: Path) -> ModelConfig:
-    """The shape of the model in a run's folder or a Hugging Face folder."""
-    return read_hf_shape(where) if is_hf_folder(where) else read_run_config(where).model
 
 
 def read_run_config(where: Path) -> RunConfig:

@@ -123,7 +123,6 @@ def submit(job: Job, profile: KubernetesProfile, profile_name: str) -> JobRecord
     # The Helm release names the job and its pods.
     record = job.submitted("k8s", profile_name, slug(job.name), **places)
     _install(record)
-    record.save(job.folder)
     return record
 
 

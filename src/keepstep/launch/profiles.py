@@ -30,13 +30,12 @@ from keepstep.plan.cluster import read_profiles
 WARNED_EARLY_S = 60
 """Slurm checks time limits every 30 s, and warns up to a minute early."""
 AnyProfile = SlurmProfile | KubernetesProfile | SshProfile | SkyProfile
-Profile = TypeVar("Profile", SlurmProfile, KubernetesProfile, SshProfile, SkyProfile)
+Profile = TypeVar("Profile", bound=AnyProfile)
 PROFILES: Mapping[str, type[AnyProfile]] = {
     "slurm": SlurmProfile, "k8s": KubernetesProfile, "ssh": SshProfile, "sky": SkyProfile,
 }  # fmt: skip
 _TYPED_MAPPINGS = ("values", "resources", "file_mounts")
 """Mappings for another program, which distinguishes numbers and booleans from text."""
-_SYSTEMS = {kind: system for system, kind in PROFILES.items()}
 
 
 def load_hosts(text: str) -> SshProfile:
@@ -63,7 +62,7 @@ def load_profile(kind: type[Profile], name: str) -> Profile:
     """Find, read and check a profile; an empty name means all defaults. All problems are reported together."""
     if not name:
         return kind()
-    place, text = _find(_SYSTEMS[kind], name)
+    place, text = _find(next(system for system, each in PROFILES.items() if each is kind), name)
     try:
         content, written = load_yaml(text) or {}, load_yaml(text, _AsWritten) or {}
     except yaml.YAMLError as error:

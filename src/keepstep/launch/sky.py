@@ -72,9 +72,7 @@ def submit(job: Job, profile: SkyProfile, profile_name: str) -> JobRecord:
     script = absolute(record_path(job.folder).parent) / "sky.yaml"
     write_atomic(script, render(job, profile))
     _launch(script, {name: str(here) for name, here in profile.secrets.items()})
-    record = job.submitted("sky", profile_name, slug(job.name), script=str(script))
-    record.save(job.folder)
-    return record
+    return job.submitted("sky", profile_name, slug(job.name), script=str(script))
 
 
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:

@@ -178,9 +178,7 @@ def submit(job: Job, profile: SlurmProfile, profile_name: str) -> JobRecord:
         write_atomic(config_copy(job.folder), job.config_text)
     log_path(job.folder).parent.mkdir(parents=True, exist_ok=True)
     log = str(log_path(job.folder))
-    record = job.submitted("slurm", profile_name, _sbatch(script), log=log, script=str(script))
-    record.save(job.folder)
-    return record
+    return job.submitted("slurm", profile_name, _sbatch(script), log=log, script=str(script))
 
 
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
@@ -189,14 +187,12 @@ def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:
     require_answer(record, current)
     if current not in ENDED:
         raise UsageError(f"run {record.name} is {current} as job {record.job_id}", f"keepstep stop {record.name} first")
-    # sbatch's option replaces the script's, so nodes that the profile excludes must be named again.
-    left_out = [*exclude, *_excluded(Path(record.script))] if exclude else []
-    return _sbatch(Path(record.script), [f"--exclude={','.join(dict.fromkeys(left_out))}"] if left_out else [])
-
-
-def _excluded(script: Path) -> list[str]:
-    found = re.search(r'^#SBATCH --exclude="?([^"\n]*)', script.read_text(), re.MULTILINE)
-    return [found[1]] if found else []
+    script, options = Path(record.script), list[str]()
+    if exclude:
+        # sbatch's option replaces the script's, so nodes that the profile excludes must be named again.
+        before = re.findall(r'^#SBATCH --exclude="?([^"\n]*)', script.read_text(), re.MULTILINE)[:1]
+        options = [f"--exclude={','.join(dict.fromkeys([*exclude, *before]))}"]
+    return _sbatch(script, options)
 
 
 def stop(record: JobRecord, immediately: bool) -> None:

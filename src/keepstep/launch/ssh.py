@@ -102,9 +102,7 @@ def render(job: Job, profile: SshProfile) -> str:
 def submit(job: Job, profile: SshProfile, profile_name: str) -> JobRecord:
     """Start an agent on every host; they do not need this process any more."""
     plan, path = _planned(job, profile), absolute(record_path(job.folder).parent) / "ssh.json"
-    record = job.submitted("ssh", profile_name, _start(plan, path), script=str(path))
-    record.save(job.folder)
-    return record
+    return job.submitted("ssh", profile_name, _start(plan, path), script=str(path))
 
 
 def resume(record: JobRecord, exclude: Sequence[str] = ()) -> str:

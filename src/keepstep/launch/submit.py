@@ -62,7 +62,9 @@ def submit_run(where: str, request: RunRequest, dry_run: bool) -> int:
     path, overrides, nodes = request.path, request.overrides, request.nodes
     if target.system == "local":
         raise UsageError("-N and --dry-run need a cluster", "--on slurm:PROFILE, k8s:PROFILE, sky:PROFILE or ssh:HOSTS")
-    _check_data(path, overrides)
+    origins = load_config(path, overrides).origins
+    if origins["data.path"].kind == origins["data.blend"].kind == "default":
+        raise ConfigError("the run names no data set", "data=/data/my-copy-c4/train; data=demo is for a first try")
     profile = profile_of(target)
     config, chosen = _with_choice(request, profile)
     job = training_job(target, profile, path, [*overrides, *chosen], config, nodes)
@@ -83,13 +85,9 @@ def submit_run(where: str, request: RunRequest, dry_run: bool) -> int:
 
 def profile_of(target: Target) -> AnyProfile:
     """The profile that `--on` names."""
-    if target.system == "slurm":
-        return load_profile(SlurmProfile, target.profile)
     if target.system == "ssh":
         return load_hosts(target.profile)
-    if target.system == "sky":
-        return load_profile(SkyProfile, target.profile)
-    return load_profile(KubernetesProfile, target.profile)
+    return load_profile(PROFILES[target.system], target.profile)
 
 
 def training_job(
@@ -120,12 +118,6 @@ def training_job(
         working_dir=Path.cwd(),
         survives=config.resilience.survive and count > 1,
     )
-
-
-def _check_data(path: Path | None, overrides: Sequence[str]) -> None:
-    origins = load_config(path, overrides).origins
-    if origins["data.path"].kind == origins["data.blend"].kind == "default":
-        raise ConfigError("the run names no data set", "data=/data/my-copy-c4/train; data=demo is for a first try")
 
 
 def _processes_per_node(profile: AnyProfile) -> int:
@@ -244,6 +236,7 @@ def submit(job: Job, profile: AnyProfile, target: Target) -> JobRecord:
                 f"keepstep stop {job.name}, or choose another name with name=NAME",
             )
     submitted: JobRecord = _engine_of(profile).submit(job, profile, target.profile)
+    submitted.save(job.folder)
     return submitted
 
 

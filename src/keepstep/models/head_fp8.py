@@ -22,6 +22,7 @@ from keepstep.core.tokens import IGNORE_INDEX
 from keepstep.models.ops.backend import backend
 from keepstep.models.ops.fp8 import BACKWARD, FORWARD, to_fp8
 from keepstep.models.ops.matmul import scaled_gemm_into
+from keepstep.models.quantized_weight import transposed_fp8
 
 MULTIPLE = 16
 """The tensor cores' fp8 matmuls need sizes that are multiples of this."""
@@ -62,12 +63,7 @@ def _cross_entropy_by_torch(logits_nv: Tensor, targets_n: Tensor, vocab: int, ex
 
 def transposed(gradient: Side) -> Side:
     """The gradient with rows and columns exchanged."""
-    numbers = gradient.numbers
-    if numbers.is_cuda:
-        from keepstep.models.kernels.quantized import transpose_bytes
-
-        return Side(transpose_bytes(numbers), gradient.undo)
-    return Side(numbers.view(torch.uint8).t().contiguous().view(numbers.dtype), gradient.undo)
+    return Side(transposed_fp8(gradient.numbers), gradient.undo)
 
 
 def quantize_transposed(x: Tensor) -> Side:

@@ -183,12 +183,9 @@ def _slots(place: str, config: ModelConfig, targets: tuple[str, ...]) -> tuple[t
             return (*[query] * (config.heads // config.key_value_heads), key, value), config.head_size
         case "mlp.gate_up":
             return tuple(numbers), config.ffn_size // gate_blocks(config)
-        case "attention.query_up":
-            return (0,), config.heads * config.head_size
-        case "mlp.up":
-            return (0,), config.ffn_size
         case _:
-            return (0,), config.hidden
+            rows = {"attention.query_up": config.heads * config.head_size, "mlp.up": config.ffn_size}
+            return (0,), rows.get(place, config.hidden)
 
 
 @torch.no_grad()

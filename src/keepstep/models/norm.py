@@ -105,7 +105,7 @@ class _AddAndNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        d_stream_md, d_normed_md = gradients
+        d_stream_md, d_normed_md, *_ = gradients
         dx_md, d_weight = rms_norm_gradient(d_normed_md, d_stream_md, *ctx.saved_tensors)
         return dx_md, dx_md if ctx.with_added else None, d_weight, None
 
@@ -136,11 +136,7 @@ class _AddAndFp8Norm(torch.autograd.Function):
         ctx.mark_non_differentiable(inverses_m, largest)
         return stream_md, placeholder(x_md, x_md.shape[1]), inverses_m, largest
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        d_stream_md, d_normed_md, *_ = gradients
-        dx_md, d_weight = rms_norm_gradient(d_normed_md, d_stream_md, *ctx.saved_tensors)
-        return dx_md, dx_md if ctx.with_added else None, d_weight, None
+    backward = staticmethod(_AddAndNorm.backward)
 
 
 @torch.library.custom_op("keepstep::norm_statistics", mutates_args=())

@@ -210,7 +210,7 @@ def _fp8_forward(x_mk: Tensor, w8_nk: Tensor, scales_n: Tensor) -> Tensor:
 
 def _fp8_backward(dy_mn: Tensor, w8_nk: Tensor, scales_n: Tensor) -> Tensor:
     dy8_mn, dy_scales_m = quantize_tokens(dy_mn, scales_n)
-    w8_kn = _transposed(w8_nk)
+    w8_kn = transposed_fp8(w8_nk)
     ones_k = torch.ones(w8_kn.shape[0], dtype=torch.float32, device=dy_mn.device)
     return _rowwise_gemm(dy8_mn, w8_kn, dy_scales_m, ones_k, dy_mn.dtype, fast_sums=False)
 
@@ -236,12 +236,13 @@ def quantize_tokens(x_mk: Tensor, factors_k: Tensor | None) -> tuple[Tensor, Ten
     return quantize_fp8(x_mk if factors_k is None else x_mk.float() * factors_k)
 
 
-def _transposed(w8_nk: Tensor) -> Tensor:
+def transposed_fp8(w8_nk: Tensor) -> Tensor:
+    """A matrix in fp8 with rows and columns exchanged in memory."""
     if w8_nk.is_cuda and has_triton():
         from keepstep.models.kernels.quantized import transpose_bytes
 
         return transpose_bytes(w8_nk)
-    return w8_nk.view(torch.uint8).t().contiguous().view(FP8)
+    return w8_nk.view(torch.uint8).t().contiguous().view(w8_nk.dtype)
 
 
 class _QuantizedMatmul(torch.autograd.Function):

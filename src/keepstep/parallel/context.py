@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepstep.config.schema import ModelConfig
-from keepstep.data.batch import Batch
+from keepstep.data.batch import Batch, document_positions
 from keepstep.models.attention_context import Context, KeyValueCache, each_kind
 from keepstep.models.ops.varlen_attention import VarlenSpans
 from keepstep.models.positions import alibi_slopes, rope_tables
@@ -77,12 +77,9 @@ def row_positions(batch: Batch) -> NDArray[np.int64]:
     """The batch's positions; where it has none those in the row, or in the document where documents are packed."""
     if batch.positions is not None:
         return batch.positions
-    index = np.broadcast_to(np.arange(batch.inputs.shape[1], dtype=np.int64), batch.inputs.shape)
-    if batch.documents is None:
-        return index
-    starts = np.zeros_like(index)
-    starts[:, 1:] = np.where(batch.documents[:, 1:] != batch.documents[:, :-1], index[:, 1:], 0)
-    return index - np.maximum.accumulate(starts, axis=1)
+    if batch.documents is not None:
+        return document_positions(batch.documents)
+    return np.broadcast_to(np.arange(batch.inputs.shape[1], dtype=np.int64), batch.inputs.shape)
 
 
 def _ring_context(
@@ -144,11 +141,6 @@ class RingMasks:
     """What scores are multiplied by; None is 1 / √e."""
     softcap: float
     """Scores stay within ± this; 0 for no bound."""
-
-    @property
-    def order_only(self) -> bool:
-        """Whether the order of tokens says it all."""
-        return not self.window and self.slopes_n is None and self.documents_rbt is None
 
     def pairs(self, source: int, half: int) -> Iterator[tuple[slice, slice, BlockMask]]:
         """Our pieces of `half` queries and the pieces of keys of process `source` that they reach, with their masks.
@@ -288,7 +280,7 @@ def _blocks(query: Tensor, key_value: Tensor, source: int, masks: RingMasks) -> 
     repeats = query.shape[1] // key_value.shape[2]
     key, value = key_value.repeat_interleave(repeats, dim=2).unbind() if repeats > 1 else key_value.unbind()
     scores = (masks.scale, masks.softcap)
-    if not masks.order_only:
+    if masks.window or masks.slopes_n is not None or masks.documents_rbt is not None:
         for queries, keys, mask in masks.pairs(source, half):
             parts = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
             yield Block(*parts, False, mask, *scores), queries, keys

@@ -29,7 +29,8 @@ DRIVER_S = 60.0
 
 def machine_checks(runs_dir: Path, gpus: int) -> Iterator[Check]:
     """Every check of this machine that needs no torch."""
-    yield _python()
+    python: Status = "pass" if sys.version_info >= (3, 11) else "fail"
+    yield Check("python", python, platform.python_version(), "Python 3.11 or newer is needed")
     yield Check("keepstep", "pass", f"{__version__} on {platform.system()} {platform.machine()}")
     yield Check("cores", "pass", str(available_cores()))
     yield _memory()
@@ -50,11 +51,6 @@ def _memory() -> Check:
     free = available_memory_bytes()
     status: Status = "warn" if 0 < free < 2 * GIB else "pass"
     return Check("memory", status, f"{format_bytes(free)} free" if free else "not known", "close other programs")
-
-
-def _python() -> Check:
-    status: Status = "pass" if sys.version_info >= (3, 11) else "fail"
-    return Check("python", status, platform.python_version(), "Python 3.11 or newer is needed")
 
 
 def driver_checks() -> Iterator[Check]:

@@ -11,7 +11,9 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,7 +40,6 @@ from keepstep.core.ranks import (
     NodeGroup,
     node_number,
 )
-from keepstep.resilience.agent_settings import AgentSettings
 from keepstep.resilience.failure_cause import CAUSE_FILE, Cause, first_cause, read_cause
 from keepstep.resilience.heartbeat import HeartbeatTable
 from keepstep.resilience.registration import AgentRegistration
@@ -50,7 +51,6 @@ from keepstep.resilience.survivors.remote import RemoteSupervisor, SurvivorRende
 from keepstep.resilience.survivors.supervisor import Supervisor, is_stopped
 from keepstep.resilience.workers import STACKS_FILE, Task, Workers, hang_cause
 
-__all__ = ["AgentSettings", "run_processes"]
 POLL_S = 0.25
 """Between two checks of running processes; the end of a process is noticed immediately."""
 STOPPED_POLL_S = 0.1
@@ -59,6 +59,25 @@ WAITING_NODES_S = 1.0
 SETTLE_S = 0.1
 """After the first process failed: how long to wait for another one that may know the cause better."""
 MEMORY_BUFFERS = 4
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent knows about its run."""
+
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    storage_wait_s: float = 600.0
+    """How long to wait for room when a full disk ends the processes."""
+    run_folder: Path | None = None
+    """The folder by which other processes of this machine find the agent."""
+    logs: Path | None = None
+    """For the stacks of processes that hang."""
+    on_event: Callable[..., None] = lambda *_, **__: None
+    """Called as on_event(kind, **facts) for each fault, restart and resize."""
+    is_over: Callable[[], bool] = lambda: False
+    """Whether the run has finished since this agent started, perhaps on other nodes."""
+    replica_size: int = 1
+    """Processes of each replica, where replicas outlive each other."""
 
 
 def run_processes(

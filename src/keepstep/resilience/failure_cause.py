@@ -87,7 +87,7 @@ def classify(error: BaseException) -> Kind:
         if isinstance(error, types):
             return _root_kind(error, root_kinds) or kind
     if isinstance(error, OSError):
-        return _os_kind(error)
+        return _ERRNO_KINDS.get(error.errno, "crash")
     text = f"{type(error).__name__} {error}".lower()
     if type(error).__name__ == "OutOfMemoryError" or any(word in text for word in _OOM_WORDS):
         return "oom"
@@ -96,13 +96,9 @@ def classify(error: BaseException) -> Kind:
     return "crash"
 
 
-def _os_kind(error: OSError) -> Kind:
-    return _ERRNO_KINDS.get(error.errno, "crash")
-
-
 def _root_kind(error: BaseException, kinds: tuple[Kind, ...]) -> Kind | None:
     """The kind of the operating system's error behind one of ours, if it is one of `kinds`."""
-    found = (_os_kind(reason) for reason in _chain(error) if isinstance(reason, OSError))
+    found = (_ERRNO_KINDS.get(reason.errno, "crash") for reason in _chain(error) if isinstance(reason, OSError))
     return next((kind for kind in found if kind in kinds), None)
 
 

@@ -22,10 +22,12 @@ class AgentRegistration:
     def refresh(self) -> None:
         """Register, unless that is done; an agent that ended in the meantime may have held the name."""
         if self._socket is None:
-            own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            if _bound(own, _name(self._folder)):
+            name, own = _name(self._folder), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                # The leading zero byte makes it a name without a file.
+                own.bind(f"\0{name}")
                 self._socket = own
-            else:
+            except OSError:
                 own.close()
 
     def close(self) -> None:
@@ -43,12 +45,3 @@ def _name(folder: Path) -> str:
     """From the folder's identity, not its path: containers may use one path for different folders."""
     status = folder.stat()
     return f"keepstep-agent-{status.st_dev}-{status.st_ino}"
-
-
-def _bound(own: socket.socket, name: str) -> bool:
-    try:
-        # The leading zero byte makes it a name without a file.
-        own.bind(f"\0{name}")
-    except OSError:
-        return False
-    return True

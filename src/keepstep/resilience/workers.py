@@ -43,6 +43,7 @@ BEFORE_WORK_S = 10.0
 """How long a process that has nothing to save yet may live longer than its agent: it holds the run's folder."""
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a file system"}
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<name>\S+)')
+_COLLECTIVE_FILES = ("distributed_c10d.py", "survivors/replica.py")
 _BLOCKED_IN_FORK_SERVER = (*STOP_SIGNALS, signal.SIGQUIT)
 
 
@@ -135,13 +136,6 @@ class Workers:
 
     def stop_without_saving(self, hurry: Callable[[], bool]) -> None:
         """End the processes now, but let a save that is being written finish, unless there is a third Ctrl-C."""
-        self.kill_all_but_writers()
-        if not self.wait_for_writers(WRITER_GRACE_S):
-            print("finishing the save under way; press Ctrl-C again to end it", file=sys.stderr, flush=True)
-            self.wait_for_writers(WRITER_TIMEOUT_S, hurry)
-
-    def kill_all_but_writers(self) -> None:
-        """Kill the processes and their helpers; checkpoint writers may finish their save."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -149,10 +143,9 @@ class Workers:
             # Writers ignore this signal and end when their save is done.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGTERM)
-
-    def wait_for_writers(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until no helper of a killed process is left; False when the time is over or there is a hurry."""
-        return _wait_until_gone(self.pids, seconds, hurry)
+        if not _wait_until_gone(self.pids, WRITER_GRACE_S):
+            print("finishing the save under way; press Ctrl-C again to end it", file=sys.stderr, flush=True)
+            _wait_until_gone(self.pids, WRITER_TIMEOUT_S, hurry)
 
 
 def _start_fork_server() -> None:
@@ -170,7 +163,10 @@ def _start_fork_server() -> None:
 
 
 def _wait_until_gone(groups: Sequence[int], seconds: float = 1.0, hurry: Callable[[], bool] = lambda: False) -> bool:
-    """Wait for the helpers of dead processes: they must not touch files that the next attempt writes."""
+    """Wait for the helpers of dead processes, which must not touch files that the next attempt writes.
+
+    False when the time is over or there is a hurry.
+    """
     deadline = time.monotonic() + seconds
     while any(process.group in groups and process.running for process in proc.processes()):
         if time.monotonic() > deadline or hurry():
@@ -281,8 +277,5 @@ def most_suspect(states: Sequence[WorkerState], records: Sequence[HeartbeatRecor
 
 def _collective(stack: str) -> str:
     """The innermost torch collective that any thread is in."""
-    for frame in _FRAME.finditer(stack):
-        file = frame["file"]
-        if file.endswith(("distributed_c10d.py", "survivors/replica.py")) and frame["name"] != "wrapper":
-            return frame["name"]
-    return ""
+    collectives = (each for each in _FRAME.finditer(stack) if each["file"].endswith(_COLLECTIVE_FILES))
+    return next((each["name"] for each in collectives if each["name"] != "wrapper"), "")

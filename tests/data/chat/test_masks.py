@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from keepstep.core.errors import DataError
 from keepstep.data import tokenization
-from keepstep.data.chat.masks import encode, encode_rendered
+from keepstep.data.chat.masks import LossOn, MaskedTokens, encode_all, render
 from keepstep.data.chat.published_sets import convert
 from keepstep.data.chat.rows import BadRow, Conversation, calls_of, canonical
 from keepstep.data.chat.template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate, Rendered, Span
@@ -45,6 +45,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     texts = [" ".join(WORDS) + f" some text {number}\n\n" for number in range(50)]
     tokenization.train_bpe(texts, 400, path, special=(tokenization.END_OF_TEXT, *SPECIAL_TOKENS))
     return tokenization.load(path)
+
+
+def encode(
+    conversation: Conversation, template: ChatTemplate, tokenizer: Any, loss_on: LossOn = "assistant"
+) -> MaskedTokens:
+    return encode_all([render(conversation, template, loss_on)], tokenizer)[0]
 
 
 def random_text(draw: random.Random) -> str:
@@ -100,7 +106,7 @@ def test_1000_random_conversations_mask_exactly_what_the_assistant_says_in_both_
         by_marks, by_prefix = marked.render(conversation), unmarked.render(conversation)
         assert by_marks == by_prefix
         assert [by_marks.text[span.start : span.end] for span in by_marks.spans] == expected
-        row = encode_rendered(by_marks, tokenizer)
+        row = encode_all([by_marks], tokenizer)[0]
         learnt = row.tokens[row.loss].tolist()
         assert _bytes(tokenizer, learnt) == "".join(expected).encode()
         assert _bytes(tokenizer, row.tokens.tolist()) == by_marks.text.encode()
@@ -192,7 +198,7 @@ def test_a_token_across_the_edge_is_cut_there_whatever_its_offsets_leave_out(tmp
     for span in (Span(11, 21, 0), Span(10, 21, 0), Span(11, 22, 0)):
         for trims in (False, True):
             tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
-            row = encode_rendered(Rendered(text, (span,)), tokenizer)
+            row = encode_all([Rendered(text, (span,))], tokenizer)[0]
             assert tokenizer.decode(row.tokens.tolist()) == text
             assert tokenizer.decode(row.tokens[row.loss].tolist()) == text[span.start : span.end]
 
@@ -201,7 +207,7 @@ def test_a_turn_that_says_nothing_gives_what_follows_no_loss(tmp_path: Path) -> 
     path = tmp_path / "tokenizer.json"
     tokenization.train_bpe(["abcd"] * 100, tokenization.SMALLEST_VOCAB + 3, path)
     # One token covers abcd, so that the text is cut at both edges; the first turn is empty.
-    row = encode_rendered(Rendered("wxyzabcd", (Span(2, 2, 0), Span(6, 8, 1))), tokenization.load(path))
+    row = encode_all([Rendered("wxyzabcd", (Span(2, 2, 0), Span(6, 8, 1)))], tokenization.load(path))[0]
     learnt = [int(number) for number, counted in zip(row.tokens, row.loss, strict=True) if counted]
     assert tokenization.load(path).decode(learnt) == "cd"
 
@@ -295,4 +301,4 @@ def test_tokenizer_with_an_impossible_id_is_refused() -> None:
     }
     tokenizer = tokenization.load_text(json.dumps(damaged), "tokenizer.json")
     with pytest.raises(DataError, match="the tokenizer has the id 4,294,967,295"):
-        encode_rendered(Rendered("a", ()), tokenizer)
+        encode_all([Rendered("a", ())], tokenizer)[0]

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.cli.main import main
 from keepstep.core.errors import EXIT_CONFIG, EXIT_DATA
-from keepstep.data.chat.generate import generate_rows
+from keepstep.data.chat.generated import SMALL, generate_rows
 from keepstep.evaluate.bfcl.benchmark import open_benchmark
 from keepstep.evaluate.bfcl.contamination import BenchmarkIndex, check_contamination
 from tests.evaluate.bfcl.official import ROOT
@@ -101,7 +101,7 @@ def test_every_question_of_the_benchmark_is_found(index: BenchmarkIndex) -> None
 
 @pytest.mark.slow
 def test_generated_rows_are_clean(index: BenchmarkIndex, tmp_path: Path) -> None:
-    report = check(tmp_path, index, *(item.conversation.row() for item in generate_rows(2_000, 3, "train")))
+    report = check(tmp_path, index, *(item.conversation.row() for item in generate_rows(SMALL, 2_000, 3, "train")))
     assert (report["rows"], report["contaminated_rows"]) == (2_000, 0)
     assert report["questions"] > 3_000
     assert report["functions"] > 3_000

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def question() -> Question:
 
 
 def executed(question: Question, call: str, **limits: int) -> Any:
-    with ApiSession(open_benchmark(), question, {**LIMITS, **limits}) as session:
+    with closing(ApiSession(open_benchmark(), question, {**LIMITS, **limits})) as session:
         return session.execute("model", [call])[0]
 
 

@@ -175,7 +175,7 @@ class Job:
                     event = coordinator.events.get()
                     self.losses += event["kind"] == "left"
                     self.lost_or_joined += {"left": -1, "joined": 1}[event["kind"]]
-                full = not self.lost_or_joined and len(coordinator.members) == self.replicas
+                full = not self.lost_or_joined and len(coordinator.membership.members) == self.replicas
                 noticed = self.losses >= self.kills and full
                 complete = noticed and coordinator.can_replace
                 if self.kills < random_kills and time.monotonic() > next_kill and complete:
@@ -209,7 +209,7 @@ class Job:
                 continue
             if coordinator.can_replace:
                 self._start(coordinator, number)
-            elif coordinator.over:
+            elif coordinator.membership.over:
                 del self.processes[number]
             else:
                 raise AssertionError(f"replica {number} ended with {process.exitcode}, and nobody is left")

@@ -11,7 +11,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,9 +55,8 @@ class StagingBuffer:
             # Touch every page now, so that the first save costs as much as later ones.
             self._buffer[:: mmap.PAGESIZE] = 0
             if cuda:
-                torch.cuda.check_error(
-                    _cuda_runtime().cudaHostRegister(self._buffer.data_ptr(), self._buffer.numel(), 0)
-                )
+                registered = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self._buffer.numel(), 0)
+                torch.cuda.check_error(registered)
                 self._registered = True
 
     def start(self, plan: CopyPlan, size_bytes: int, done: Callable[[Exception | None], None]) -> None:
@@ -132,9 +130,5 @@ class StagingBuffer:
 
     def _unregister(self) -> None:
         if self._registered:
-            torch.cuda.check_error(_cuda_runtime().cudaHostUnregister(self._buffer.data_ptr()))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
             self._registered = False
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()

@@ -18,8 +18,8 @@ from typing import Any
 
 from keepstep.checkpoint.async_save.staging import StagingBuffer
 from keepstep.checkpoint.in_memory.footer import FOOTER_BYTES, clear_footer, make_footer, read_footer, write_footer
-from keepstep.checkpoint.in_memory.mirror import Mirror
 from keepstep.checkpoint.in_memory.sources import SnapshotFinder, StepSources, held_in
+from keepstep.checkpoint.in_memory.transfer import Mirror
 from keepstep.checkpoint.process_group import ProcessGroupInfo
 from keepstep.checkpoint.protocol.layout import local_shard, local_tensors, split_state
 from keepstep.checkpoint.protocol.shards import PieceSpec, lay_out

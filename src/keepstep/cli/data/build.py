@@ -183,8 +183,13 @@ def _pipeline(args: argparse.Namespace) -> int:
             wrong = invalid_value(f"--{name}", getattr(args, name), "must not be negative")
             raise UsageError(wrong, f"leave --{name} out for its default")
     if args.stage in (None, "tokenise"):
+        from keepstep.data.tokenization import load, special_id
+
         args.tokenizer = _tokenizer_file(args.tokenizer)
-        _check_tokenizer(args.tokenizer, args.eos)
+        # Fail before hours of download and not after them.
+        tokenizer = load(args.tokenizer)
+        if args.eos:
+            special_id(tokenizer, args.eos, args.tokenizer)
     workers = args.workers or available_cores()
     inputs = tuple(SLIMPAJAMA if name == "slimpajama" else name for name in args.inputs)
     work = Pipeline(args.out, inputs, args.files, args.into, _parse_share(args.task), workers, RateLimit(args.rate))
@@ -203,12 +208,3 @@ def _pipeline(args: argparse.Namespace) -> int:
             return EXIT_DONE
     print(f"next: the same command without --stage {args.stage}")
     return EXIT_DONE
-
-
-def _check_tokenizer(path: Path, eos: str) -> None:
-    """Fail before hours of download and not after them."""
-    from keepstep.data.tokenization import load, special_id
-
-    tokenizer = load(path)
-    if eos:
-        special_id(tokenizer, eos, path)

@@ -155,9 +155,8 @@ def _categories(listed: str | None) -> tuple[str, ...]:
 
 def _chat(args: argparse.Namespace) -> int:
     """Convert or generate, and print how many rows were kept and rejected."""
-    from keepstep.data.chat.files import generated_rows, read_conversations, write_canonical
+    from keepstep.data.chat.files import frequent_reasons, generated_rows, read_conversations, write_canonical
     from keepstep.data.chat.generated import GENERATED
-    from keepstep.data.chat.reasons import frequent_reasons
 
     share = _held_out_share(args)
     if args.count < 1:

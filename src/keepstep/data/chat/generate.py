@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -64,11 +64,6 @@ class GeneratedRow:
     category: Category
 
 
-def generate_rows(count: int, seed: int, split: Split) -> Iterator[GeneratedRow]:
-    """The first rows of an endless set."""
-    return (generate_row(index, seed, split) for index in range(count))
-
-
 def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     """One row."""
     draw = random.Random(f"{seed} {split} {index}")
@@ -79,7 +74,8 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
     turns = draw.randint(1, 4) if short else draw.randint(1, 2) if split == "train" else 1
     chosen = _choose_functions(shown + min(turns, 3), draw, split)
     if short:
-        chosen = [_shortened(function) for function in chosen]
+        # Three words of the summary, and one parameter.
+        chosen = [Function(each.name, " ".join(each.summary.split()[:3]), each.parameters[:1]) for each in chosen]
     tools, absent = chosen[:shown], chosen[shown:]
     messages = _turn(category, tools, absent[0], draw, split)
     # Rows of `train` have further requests: when to refuse needs more examples than how to call.
@@ -125,11 +121,6 @@ def _choose_functions(count: int, draw: random.Random, split: Split) -> list[Fun
     # With two tools of the same name or summary, the right answer would be a guess.
     unique = len({item.name for item in chosen}) == len({item.summary for item in chosen}) == count
     return chosen if unique else _choose_functions(count, draw, split)
-
-
-def _shortened(function: Function) -> Function:
-    """The same function with three words of its summary and one parameter."""
-    return Function(function.name, " ".join(function.summary.split()[:3]), function.parameters[:1])
 
 
 def _recombined(function: Function, draw: random.Random, others: Sequence[Function]) -> Function:

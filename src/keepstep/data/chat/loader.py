@@ -30,7 +30,6 @@ from keepstep.data.chat.masks import MaskedTokens, encode_all, render
 from keepstep.data.chat.preference import AnswerPair, PreferenceMethod, read_pairs
 from keepstep.data.chat.prepared_rows import ChatRows, FullLossFirstLoader
 from keepstep.data.chat.prompts import PromptLoader, PromptSet, until_answer
-from keepstep.data.chat.reasons import frequent_reasons
 from keepstep.data.chat.rows import BadRow
 from keepstep.data.chat.template import ChatTemplate, Rendered, find_template
 from keepstep.data.datasets import vocabulary_error
@@ -95,7 +94,7 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
         # At every start, not only when the rows are prepared: this run leaves them out, too.
         print(
             f"conversations: {prepared['rejected']:,} rows rejected, with reasons: {folder / 'rejects.jsonl'}",
-            *frequent_reasons(folder / "rejects.jsonl"),
+            *files.frequent_reasons(folder / "rejects.jsonl"),
             sep="\n  ",
             file=sys.stderr,
         )
@@ -105,7 +104,7 @@ def build_chat_loaders(given: ChatSource, cache_dir: Path) -> Loaders:
         ChatRows(folder / name, source.seq_len, packing=packing, paired=paired) for name in ("train", "valid")
     )
     if not train.count:
-        reasons = (line.strip().removeprefix("hint: ") for line in frequent_reasons(folder / "rejects.jsonl"))
+        reasons = (line.strip().removeprefix("hint: ") for line in files.frequent_reasons(folder / "rejects.jsonl"))
         raise DataError(
             f"{source.data.path} holds no {'pair of answers' if paired else 'conversation'} to train on",
             "; ".join([*reasons, f"all rejected rows: {folder / 'rejects.jsonl'}"]),
@@ -235,41 +234,33 @@ def _rendered(
 
 def _items(source: ChatSource) -> Iterator[_Item]:
     data = source.data
-    if source.preference != "none":
-        yield from _pairs(source)
-        return
     if source.rl.method != "none":
         answered = _items(replace(source, rl=RLConfig()))
         yield from ((name, until_answer(item)) for name, item in answered if not isinstance(item, AnswerPair))
         return
-    if data.path in GENERATED:
+    if data.path in GENERATED and source.preference == "none":
         yield from (
             ("train", row) for row in files.generated_rows(data.path, source.chat.generated_rows, source.seed, "train")
         )
         yield from (("valid", row) for row in files.generated_rows(data.path, _VALID_ROWS, source.seed, "test"))
         return
-    for item in files.read_conversations(Path(data.path), source.chat.format):
+    for item in _read(source, data.path):
         is_valid = (
-            isinstance(item, NumberedRow)
+            not isinstance(item, RejectedRow)
             and not data.valid_path
-            and files.is_validation_row(item.conversation, data.valid_share, source.seed)
+            and files.is_validation_row(
+                item.prompt if isinstance(item, AnswerPair) else item.conversation, data.valid_share, source.seed
+            )
         )
         yield "valid" if is_valid else "train", item
     if data.valid_path:
-        yield from (("valid", item) for item in files.read_conversations(Path(data.valid_path), source.chat.format))
+        yield from (("valid", item) for item in _read(source, data.valid_path))
 
 
-def _pairs(source: ChatSource) -> Iterator[_Item]:
-    data, kto = source.data, source.preference == "kto"
-    for item in read_pairs(Path(data.path), kto=kto):
-        is_valid = (
-            isinstance(item, AnswerPair)
-            and not data.valid_path
-            and files.is_validation_row(item.prompt, data.valid_share, source.seed)
-        )
-        yield "valid" if is_valid else "train", item
-    if data.valid_path:
-        yield from (("valid", item) for item in read_pairs(Path(data.valid_path), kto=kto))
+def _read(source: ChatSource, path: str) -> Iterator[NumberedRow | AnswerPair | RejectedRow]:
+    if source.preference != "none":
+        return read_pairs(Path(path), kto=source.preference == "kto")
+    return files.read_conversations(Path(path), source.chat.format)
 
 
 def _checked(

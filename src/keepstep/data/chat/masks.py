@@ -35,23 +35,12 @@ class MaskedTokens:
     loss: NDArray[np.bool_]
 
 
-def encode(
-    conversation: Conversation, template: ChatTemplate, tokenizer: Any, loss_on: LossOn = "assistant"
-) -> MaskedTokens:
-    """Render and encode; with `tool_calls` only turns that call something carry a loss, with `all` everything does.
-
-    Raises BadRow where a template cannot render the conversation.
-    """
-    return encode_rendered(render(conversation, template, loss_on), tokenizer)
-
-
 def render(conversation: Conversation, template: ChatTemplate, loss_on: LossOn) -> Rendered:
-    """The text of a conversation with the spans that have a loss. Raises BadRow."""
-    return select_loss_spans(template.render(conversation), conversation, loss_on)
+    """The text of a conversation with the spans that carry a loss. Raises BadRow.
 
-
-def select_loss_spans(rendered: Rendered, conversation: Conversation, loss_on: LossOn) -> Rendered:
-    """Keep only the spans that carry a loss; a turn of weight 0 carries none, except with `all`."""
+    With `tool_calls` only turns that call something carry one, with `all` everything does, even a turn of weight 0.
+    """
+    rendered = template.render(conversation)
     if loss_on == "all":
         return Rendered(rendered.text, (Span(0, len(rendered.text), 0),))
 
@@ -60,11 +49,6 @@ def select_loss_spans(rendered: Rendered, conversation: Conversation, loss_on: L
 
     spans = tuple(span for span in rendered.spans if has_loss(conversation.messages[span.message]))
     return Rendered(rendered.text, spans)
-
-
-def encode_rendered(rendered: Rendered, tokenizer: Any) -> MaskedTokens:
-    """Token ids with their mask."""
-    return encode_all([rendered], tokenizer)[0]
 
 
 def encode_all(rendered: Sequence[Rendered], tokenizer: Any) -> list[MaskedTokens]:
@@ -176,7 +160,7 @@ def _one(
     try:
         if isinstance(item, str):
             raise BadRow(item)
-        rendered = select_loss_spans(template.render(item), item, options.loss_on)
+        rendered = render(item, template, options.loss_on)
     except BadRow as bad:
         yield _paint(f"── {name}: rejected: {bad}", BAD, options.colour)
         yield ""
@@ -188,7 +172,7 @@ def _one(
     text = (text + rendered.text[at:]).rstrip("\n")
     facts = f"{sum(span.end - span.start for span in rendered.spans)} of {len(rendered.text)} characters learnt"
     if tokenizer is not None:
-        row = encode_rendered(rendered, tokenizer)
+        (row,) = encode_all([rendered], tokenizer)
         facts += f", {int(row.loss.sum())} of {len(row.tokens)} tokens"
         if options.tokens:
             decoded = [tokenizer.decode([token], skip_special_tokens=False) + "·" for token in row.tokens.tolist()]

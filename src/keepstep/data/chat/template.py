@@ -367,7 +367,8 @@ def _refuse(message: str) -> None:
 
 def find_template(tokenizer: Path | None, override: str = "") -> ChatTemplate:
     """The template of a tokenizer's folder (chat_template.jinja, tokenizer_config.json), or the built-in one."""
-    config = _tokenizer_config(tokenizer)
+    settings = tokenizer.parent / "tokenizer_config.json" if tokenizer else None
+    config = read_json_object(settings) if settings and settings.is_file() else {}
     bos, eos = (token_text(config.get(key)) for key in ("bos_token", "eos_token"))
     source = BUILT_IN
     if override:
@@ -398,13 +399,6 @@ def _named_template(value: Any) -> str:
     with malformed_as(DataError, "chat_template in tokenizer_config.json is no template", "download the file again"):
         named = {item["name"]: item["template"] for item in value}
         return str(named.get("tool_use") or named.get("default") or next(iter(named.values())))
-
-
-def _tokenizer_config(tokenizer: Path | None) -> dict[str, Any]:
-    path = tokenizer.parent / "tokenizer_config.json" if tokenizer else None
-    if path is None or not path.is_file():
-        return {}
-    return read_json_object(path)
 
 
 def token_text(value: Any) -> str:

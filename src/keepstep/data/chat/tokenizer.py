@@ -18,7 +18,8 @@ from typing import Any
 from keepstep.core.errors import DataError, malformed_as
 from keepstep.core.files import read_json_object, write_atomic, write_json
 from keepstep.data.cache_folder import prepare_folder
-from keepstep.data.chat.generate import generate_rows, split_functions, split_words
+from keepstep.data.chat.generate import split_functions, split_words
+from keepstep.data.chat.generated import SMALL, generate_rows
 from keepstep.data.chat.template import BUILT_IN, SPECIAL_TOKENS, TURN_END, ChatTemplate, token_text
 from keepstep.data.tokenization import END_OF_TEXT, FILES, trained_bpe
 
@@ -70,7 +71,7 @@ def _texts(seed: int) -> Iterator[str]:
     """Rendered rows, and every word of the training split on its own, so that most become one token."""
     template = ChatTemplate()
     fixed = re.compile("|".join(re.escape(text) for text in sorted(_FIXED, key=len, reverse=True)))
-    for row in generate_rows(_SAMPLE_ROWS, seed, "train"):
+    for row in generate_rows(SMALL, _SAMPLE_ROWS, seed, "train"):
         # Texts that become single tokens must not use up merges of the BPE.
         yield from fixed.split(template.render(row.conversation).text)
     for function in split_functions("train"):

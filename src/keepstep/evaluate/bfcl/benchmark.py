@@ -111,6 +111,7 @@ class Benchmark:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._docs: dict[str, list[dict[str, Any]]] = {}
 
     def questions(self, categories: Iterable[str], limit: int = 0) -> list[Question]:
         """The questions of these categories, in order; `limit` of each."""
@@ -136,10 +137,6 @@ class Benchmark:
         if class_name not in self._docs:
             self._docs[class_name] = self.rows(f"data/multi_turn_func_doc/{self.modules[class_name]}.json")
         return self._docs[class_name]
-
-    @cached_property
-    def _docs(self) -> dict[str, list[dict[str, Any]]]:
-        return {}
 
     @cached_property
     def modules(self) -> dict[str, str]:

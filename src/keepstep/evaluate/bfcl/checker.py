@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from keepstep.evaluate.bfcl.literals import java_value, javascript_value
@@ -101,7 +102,8 @@ def _argument_error(value: Any, schema: Mapping[str, Any], accepted: Sequence[An
         if kind == "tuple" and type(value) is tuple:
             value = list(value)
         if kind == "float" and type(value) is int:
-            value = _as_float(value)
+            with suppress(OverflowError):
+                value = float(value)
     elif type(value) is not str:
         return f"type_error:{'java' if language == 'java' else 'js'}"
     else:
@@ -123,13 +125,6 @@ def _argument_error(value: Any, schema: Mapping[str, Any], accepted: Sequence[An
         known = [[_plain(item) for item in answer] for answer in accepted]
         return None if [_plain(item) for item in value] in known else "value_error:list/tuple"
     return None if value in accepted else "value_error:others"
-
-
-def _as_float(value: int) -> int | float:
-    try:
-        return float(value)
-    except OverflowError:
-        return value
 
 
 def _has_type(value: Any, kind: type) -> bool:

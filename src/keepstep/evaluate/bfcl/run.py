@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from keepstep.core.errors import DataError, UsageError
 from keepstep.data.chat.rows import BadRow, Message
@@ -20,32 +20,18 @@ from keepstep.evaluate.bfcl.benchmark import MULTI_TURN, Benchmark, Question
 from keepstep.evaluate.bfcl.decode import Mode, decode_calls, expressions
 from keepstep.evaluate.bfcl.sandbox import ApiSession, SandboxEnded, check_sandbox
 from keepstep.evaluate.bfcl.verdict import TOO_LONG, decoded_steps, multi_turn_error, single_turn_error
-from keepstep.evaluate.chat_model import ChatModel, Prompt, Reply, Sampling
+from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
+from keepstep.evaluate.remote_model import AnyModel
 
 _PROBE = "probed_function"
 _SHOW_EVERY_S = 10.0
-
-
-class AskedModel(Protocol):
-    """A model in this process, or one behind a server."""
-
-    def identity(self) -> dict[str, Any]:
-        """What answers depend on."""
-
-    def answers_that_fit(
-        self, prompts: Sequence[Prompt], sampling: Sampling, batch: int, progress: Callable[[int], None]
-    ) -> list[str | None]:
-        """The answers, and None for each prompt that leaves no room for one."""
-
-    def converse(self, prompts: Sequence[Prompt], reply: Reply, sampling: Sampling, batch: int) -> None:
-        """Hold several conversations."""
 
 
 @dataclass(frozen=True)
 class BenchmarkRun:
     """A model and how it is asked."""
 
-    model: AskedModel
+    model: AnyModel
     benchmark: Benchmark
     mode: Mode
     batch: int
@@ -210,7 +196,7 @@ class _Conversation:
         self.ended = True
 
 
-def choose_mode(model: AskedModel) -> Mode:
+def choose_mode(model: AnyModel) -> Mode:
     """`native` if the model's chat template shows tools to the model, otherwise `prompt`; a server gets tools."""
     if not isinstance(model, ChatModel):
         return "native"

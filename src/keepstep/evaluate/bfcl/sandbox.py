@@ -6,10 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from keepstep.core.errors import DataError
 from keepstep.evaluate.bfcl.benchmark import Benchmark, Question
@@ -67,18 +66,10 @@ class ApiSession:
         self._process.kill()
         self._process.communicate()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def check_sandbox(benchmark: Benchmark, question: Question) -> None:
     """Load a question's APIs once: an import that fails must not count as the model's mistake."""
-    with ApiSession(benchmark, question) as session:
+    with closing(ApiSession(benchmark, question)) as session:
         try:
             session.execute("expected", [])
         except SandboxEnded as ended:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from contextlib import closing
 
 from keepstep.evaluate.ast_check import MalformedCall
 from keepstep.evaluate.bfcl.benchmark import Benchmark, Question
@@ -50,7 +51,7 @@ def multi_turn_error(benchmark: Benchmark, question: Question, turns: Sequence[S
         return "multi_turn:force_terminated"
     seen: list[str] = []
     try:
-        with ApiSession(benchmark, question) as session:
+        with closing(ApiSession(benchmark, question)) as session:
             for steps, expected in zip(turns, question.expected, strict=True):
                 for calls in steps:
                     seen += session.execute("model", calls)
@@ -61,18 +62,9 @@ def multi_turn_error(benchmark: Benchmark, question: Question, turns: Sequence[S
                     return "multi_turn:empty_turn_model_response"
                 if session.differences():
                     return "multi_turn:instance_state_mismatch"
-                if not _contains(seen, wanted):
+                # Every expected result, as often as expected, in any order.
+                if not Counter(wanted) <= Counter(seen):
                     return "multi_turn:execution_response_mismatch"
     except SandboxEnded:
         return "multi_turn:sandbox_limit"
     return None
-
-
-def _contains(seen: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether every expected result occurs, as often as expected, in any order."""
-    left: list[Any] = list(seen)
-    for result in wanted:
-        if result not in left:
-            return False
-        left.remove(result)
-    return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import selectors
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 from keepstep.core.errors import KeepstepError
 from keepstep.resilience.survivors import wire
@@ -38,9 +38,7 @@ class Control:
     @property
     def has_news(self) -> bool:
         """Whether the coordinator has said something, or is gone."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.socket, selectors.EVENT_READ)
-            return bool(self._messages or selector.select(0))
+        return bool(self._messages or wait([self.socket], 0))
 
     def send(self, message: Message) -> None:
         """Send a message."""
@@ -56,13 +54,14 @@ class Control:
                 message = self._messages.pop(0)
                 if message["kind"] in kinds:
                     return message
-                _raise_if_out(message["kind"])
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.socket, selectors.EVENT_READ)
-                if selector.select(POLL_S):
-                    self.read()
-                else:
-                    idle()
+                if message["kind"] == "over":
+                    raise RunOverError("the run ended before this replica had joined the others")
+                if message["kind"] == "evicted":
+                    raise EvictedError("the other replicas continue without this one")
+            if wait([self.socket], POLL_S):
+                self.read()
+            else:
+                idle()
 
     def read(self) -> None:
         """Read what has arrived."""
@@ -80,10 +79,3 @@ class Control:
         if wire.is_network(self._coordinator):
             return EvictedError("no connection to the node that coordinates the replicas")
         return CoordinatorLostError()
-
-
-def _raise_if_out(kind: str) -> None:
-    if kind == "over":
-        raise RunOverError("the run ended before this replica had joined the others")
-    if kind == "evicted":
-        raise EvictedError("the other replicas continue without this one")

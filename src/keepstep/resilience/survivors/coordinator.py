@@ -67,7 +67,7 @@ class Coordinator:
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """Changes of membership that the agent has not recorded yet."""
         self._connections: dict[int, _ReplicaConnections] = {}
-        self._membership = Membership(expected, self._send, self._note, fewest)
+        self.membership = Membership(expected, self._send, self._note, fewest)
         self._selector = selectors.DefaultSelector()
         self._listener = wire.NetworkListener() if network else wire.listen(path)
         self._admitted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -83,34 +83,15 @@ class Coordinator:
         self._thread.start()
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """The replicas that step."""
-        return self._membership.members
-
-    @property
     def can_replace(self) -> bool:
         """Whether living members could serve a replacement."""
-        return bool(self.members) and not (self._membership.over or self._membership.all_lost)
-
-    @property
-    def over(self) -> bool:
-        """Whether the run has finished, but for what the leader still writes."""
-        return self._membership.over
+        return bool(self.membership.members) and not (self.membership.over or self.membership.all_lost)
 
     @property
     def paused_s(self) -> float:
         """For how long the members have waited for more nodes."""
-        paused_at = self._membership.paused_at
+        paused_at = self.membership.paused_at
         return time.monotonic() - paused_at if paused_at is not None else 0.0
-
-    @property
-    def leader(self) -> int | None:
-        """The replica that writes for all."""
-        return self._membership.leader
-
-    def is_spare(self, number: int) -> bool:
-        """Whether this replica waits to take the place of another one, or did so to its end."""
-        return self._membership.is_spare(number)
 
     def close(self) -> None:
         """Stop, and close all connections: nothing can be committed any more."""
@@ -173,9 +154,9 @@ class Coordinator:
             elif not self._belongs(hello, connection):
                 continue
             elif message["kind"] in ("broken", "asked_to_stop"):
-                self._membership.receive(hello["number"], message)
+                self.membership.receive(hello["number"], message)
             elif together := self._connections[hello["number"]].heard(hello["rank"], message):
-                self._membership.receive(hello["number"], together)
+                self.membership.receive(hello["number"], together)
 
     def _belongs(self, hello: wire.Message, connection: socket.socket) -> bool:
         """Whether a connection is of a replica whose successor has not connected yet."""
@@ -193,12 +174,12 @@ class Coordinator:
         if len(replica.sockets) == replica.size:
             addresses = [replica.addresses[each] for each in range(replica.size)]
             # All of them need it.
-            self._membership.hello(number, addresses, min(replica.snapshots.values()))
+            self.membership.hello(number, addresses, min(replica.snapshots.values()))
 
     def _drop(self, number: int) -> None:
         """A process of a replica is gone, and the replica with it."""
         if number in self._connections:
-            self._membership.lost(number)
+            self.membership.lost(number)
             del self._connections[number]
 
     def _send(self, number: int, message: wire.Message) -> None:

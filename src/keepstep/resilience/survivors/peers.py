@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import selectors
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 from keepstep.resilience.survivors import wire
 from keepstep.resilience.survivors.exchange import PeerLostError
@@ -40,14 +40,10 @@ class Peers:
                 self._call(each, address, {"kind": "member", "epoch": epoch, "rank": rank}, peers)
             peers |= {message["rank"]: caller for message, caller in self._early if message["epoch"] == epoch}
             self._early = [each for each in self._early if each[0]["epoch"] > epoch]
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._control, selectors.EVENT_READ)
-                selector.register(self.listener, selectors.EVENT_READ)
-                while len(peers) < len(addresses) - 1:
-                    raise_if_changed()
-                    ready = [key.fileobj for key, _ in selector.select()]
-                    if self._control not in ready:
-                        self._accept(epoch, peers)
+            while len(peers) < len(addresses) - 1:
+                raise_if_changed()
+                if self._control not in wait([self._control, self.listener]):
+                    self._accept(epoch, peers)
         except BaseException:
             for connection in peers.values():
                 connection.close()

@@ -18,10 +18,9 @@ from keepstep.resilience.survivors.control import Control, CoordinatorLostError,
 from keepstep.resilience.survivors.exchange import Exchange, InterruptedSumError, PeerLostError
 from keepstep.resilience.survivors.membership import deal
 from keepstep.resilience.survivors.peers import Peers
-from keepstep.resilience.survivors.replica_state import ReplicaState
 from keepstep.resilience.survivors.shared_numbers import Numbers, SharedNumbers, numbers_of
 from keepstep.resilience.survivors.siblings import Siblings
-from keepstep.resilience.survivors.state_copy import Receiver, Sender, part_bounds
+from keepstep.resilience.survivors.state_copy import Receiver, ReplicaState, Sender, part_bounds
 from keepstep.resilience.survivors.wire import Message
 
 if TYPE_CHECKING:
@@ -312,14 +311,12 @@ class Replica:
 
     def _await_change(self, lost: int | None = None) -> None:
         if lost is not None:
-            self._report_lost(lost)
+            peer = self._view["members"][lost][0]
+            self._control.send({"kind": "broken", "epoch": self._view["epoch"], "peer": peer})
         self._take_view(self._control.next("view"))
         raise MembershipChangedError
 
     # ---------------------------------------------------------------- connections
-
-    def _report_lost(self, rank: int) -> None:
-        self._control.send({"kind": "broken", "epoch": self._view["epoch"], "peer": self._view["members"][rank][0]})
 
     def _take_view(self, view: Message) -> None:
         reach("view_received")

@@ -11,14 +11,14 @@ machines that have little more than PyTorch.
 from __future__ import annotations
 
 import queue
-import selectors
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from multiprocessing.connection import wait
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,25 @@ Bytes = NDArray[np.uint8]
 def part_bounds(size: int, part: int, parts: int) -> tuple[int, int]:
     """Where one of `parts` equal parts begins and ends."""
     return size * part // parts, size * (part + 1) // parts
+
+
+class ReplicaState(Protocol):
+    """What replicas hold in common, as a member gives it away and one that joins takes it over."""
+
+    def part(self, part: int, parts: int) -> Bytes:
+        """A copy of one of `parts` equal parts of all tensors."""
+
+    def values(self) -> dict[str, Any]:
+        """Plain values, after every step in flight has been read. Called on all members; one of them sends it."""
+
+    def buffers(self) -> list[memoryview]:
+        """Memory for all tensors."""
+
+    def install(self) -> None:
+        """Take over the tensors, which are complete."""
+
+    def replay(self, facts: Mapping[str, Any], sums: Numbers) -> None:
+        """Apply a step that the members have committed; `facts` and `sums` are those that they gave to `relay`."""
 
 
 class Sender:
@@ -197,14 +216,11 @@ class Receiver:
                 raise
 
     def _wait_for(self, source: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(source, selectors.EVENT_READ)
-            ready: list[Any] = []
-            while source not in ready:
-                if self._interrupted(self._control in ready):
-                    raise ConnectionError("the copy starts over")
-                ready = [key.fileobj for key, _ in selector.select()]
+        ready: list[Any] = []
+        while source not in ready:
+            if self._interrupted(self._control in ready):
+                raise ConnectionError("the copy starts over")
+            ready = wait([self._control, source])
 
 
 def _receive_part(connection: socket.socket, pieces: Iterable[memoryview]) -> None:

@@ -63,11 +63,12 @@ class Supervisor:
         """What follows from the end of a process. `step` is the newest that it has finished, or -1."""
         assert self._coordinator is not None
         self._causes[local_rank] = cause.message
-        if self._coordinator.over and self._coordinator.leader != local_rank:
+        membership = self._coordinator.membership
+        if membership.over and membership.leader != local_rank:
             return "leave out"
         if cause.kind not in REPLACEABLE or not self._coordinator.can_replace:
             return "fault"
-        if self._coordinator.is_spare(local_rank):
+        if membership.is_spare(local_rank):
             # It had built the run and waited: what ended it says nothing about the next one.
             self._policies[local_rank] = RestartPolicy(self._max_restarts)
         decision = self._policies[local_rank].decide(cause, step)

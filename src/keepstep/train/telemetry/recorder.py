@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,6 @@ from keepstep.evaluate.perplexity import PerplexityResult
 from keepstep.models.size import flops_per_token
 from keepstep.observe.screen import Progress, StepMetrics
 from keepstep.observe.sinks.metric_sinks import MetricSinks
-from keepstep.train.telemetry.rank_stats import RankStats
 from keepstep.train.telemetry.run_callbacks import RunCallbacks
 
 TAIL_LINES = 8
@@ -28,6 +28,7 @@ CLOCK_JUMP_S = 60.0
 """A smaller correction of the machine's clock is not worth a warning."""
 SOURCES_A_LINE = 8
 """Data sources whose positions a metric line holds on average, at most twice as many."""
+RANK_FIELDS = ("step_s", "data_s", "memory_gib", "wait_s")
 
 
 @dataclass(frozen=True)
@@ -247,3 +248,51 @@ class Recorder:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@dataclass
+class _Pending:
+    """Statistics that are being gathered."""
+
+    step: int
+    rows: list[torch.Tensor]
+    work: Any
+
+
+class RankStats:
+    """All ranks call `gather` for the same steps, in the same order."""
+
+    def __init__(self, interval_steps: int, ranks: int) -> None:
+        self._interval = interval_steps
+        self._ranks = ranks
+        self._hosts: list[str] = [""] * ranks
+        self._pending: _Pending | None = None
+        self._wait_s = 0.0
+        if interval_steps:
+            dist.all_gather_object(self._hosts, socket.gethostname())
+
+    def measure_wait(self, step: int) -> None:
+        """Before step `step`, on every rank: measure how long this rank waits for the others, where it is due."""
+        if not self._interval or step % self._interval or self._ranks == 1:
+            return
+        started = time.perf_counter()
+        dist.all_reduce(torch.zeros(1))
+        self._wait_s = time.perf_counter() - started
+
+    def gather(self, step: int, step_s: float, data_s: float, memory_gib: float) -> dict[str, Any] | None:
+        """Start to gather where it is due; returns the statistics gathered before."""
+        if not self._interval or step % self._interval:
+            return None
+        done = self._finish()
+        mine = torch.tensor([step_s, data_s, memory_gib, self._wait_s], dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self._ranks)]
+        self._pending = _Pending(step, rows, dist.all_gather(rows, mine, async_op=True))
+        return done
+
+    def _finish(self) -> dict[str, Any] | None:
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        pending.work.wait()
+        columns = torch.stack(pending.rows).T.tolist()
+        return {"step": pending.step, "host": self._hosts, **dict(zip(RANK_FIELDS, columns, strict=True))}

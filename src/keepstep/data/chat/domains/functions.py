@@ -6,15 +6,14 @@ Whoever knows only the written ones could memorise them; the composed ones have 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 from typing import Any
 
 from keepstep.data.chat.domains.code import as_text, draw_code, literal
-from keepstep.data.chat.domains.parameters import Action, Parameter, Slot, camel, grammar, parse_slot
-from keepstep.data.chat.domains.schemas import draw_parameter
+from keepstep.data.chat.domains.parameters import Action, Parameter, Slot, camel, grammar, parse_slot, spaced, value_of
 from keepstep.data.chat.generate import Split, split_of
 from keepstep.data.chat.rows import Tool
 
@@ -28,6 +27,18 @@ _LOOKUP_EXTRAS = (
     "?date date/as_of: on {}", "?choice metric,imperial units/unit_system: in {} units",
     "?CITY region/area/location: near {}",
 )  # fmt: skip
+_TYPES = {
+    "int": "integer", "money": "integer", "year": "integer", "count": "integer", "float": "number", "percent": "number",
+    "fraction": "number", "flag": "boolean", "list": "array", "point": "array", "matrix": "array", "items": "array",
+    "object": "object", "settings": "object",
+}  # fmt: skip
+_ITEMS: Mapping[str, dict[str, Any]] = {
+    "point": {"type": "number"},
+    "matrix": {"type": "array", "items": {"type": "integer"}},
+    "items": {"type": "object", "properties": {"name": {"type": "string"}, "price": {"type": "number"}}},
+}
+_TEXTS = ("The {w}.", "The {w} of the {o}.", "{W}.", "The {w} to use.", "{W} for the {o}.", "The {w} that is wanted.")
+_EXAMPLES = (". For example: {e}.", ", e.g. {e}.", ", such as {e}.", " (for example {e}).")
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ def show_function(action: Action, draw: Random) -> Function:
         name = next((name for name in draw.sample(slot.names, len(slot.names)) if named(name) not in names), "")
         if name:
             names[named(name)] = slot
-    drawn = [draw_parameter(slot, name, action.name, draw, named) for name, slot in names.items()]
+    drawn = [_draw_parameter(slot, name, action.name, draw, named) for name, slot in names.items()]
     if action.language.startswith("Java"):
         drawn = [as_text(item, action.language, draw) for item in drawn]
     name = _function_name(action, draw, named)
@@ -168,3 +179,77 @@ def _description(action: Action, parameters: Sequence[Parameter], draw: Random) 
 def argument(parameter: Parameter, value: Any) -> Any:
     """A value as a call writes it."""
     return literal(parameter, value) if parameter.form == "text" else value
+
+
+# ── schemas, and descriptions that say how a value is written ─────────────────────────────────────────────────────────
+
+
+def _draw_parameter(slot: Slot, name: str, subject: str, draw: Random, named: Callable[[str], str]) -> Parameter:
+    """A slot with a name and a schema whose description fits it. `named` spells the names of an object's parts."""
+    kind = slot.kind.partition(" ")[0]
+    if kind == "object":
+        parts = tuple(
+            _draw_parameter(replace(part, required=True), named(draw.choice(part.names)), subject, draw, named)
+            for part in slot.parts
+        )
+        properties = {part.name: part.schema for part in parts}
+        told = f"The {spaced(name)} of the {subject}."
+        return Parameter(slot, name, {"type": "object", "description": told, "properties": properties}, "", parts)
+    form = _form(slot.kind, draw)
+    schema = _typed(slot.kind, draw)
+    words = spaced(name)
+    text = draw.choice(_TEXTS).format(w=words, W=words.capitalize(), o=subject)
+    if kind == "flag":
+        text = draw.choice(("Whether to use {w}.", "If true, {w} is on.", "Whether {w} is wanted.")).format(w=words)
+    text = _with_hints(text, slot, form, schema, draw)
+    if not slot.required:
+        text += _optional(slot, form, schema, draw)
+    return Parameter(slot, name, {**schema, "description": text}, form)
+
+
+def _form(kind: str, draw: Random) -> str:
+    if kind.endswith("date"):
+        return draw.choice(("YYYY-MM-DD",) * 6 + ("MM/DD/YYYY", "DD-MM-YYYY", "MM-DD-YYYY", "DD/MM/YYYY"))
+    return draw.choice(("decimal",) * 4 + ("percent",)) if kind == "percent" else ""
+
+
+def _typed(kind: str, draw: Random) -> dict[str, Any]:
+    name, _, rest = kind.partition(" ")
+    schema: dict[str, Any] = {"type": _TYPES.get(name, "string")}
+    if name in _ITEMS:
+        schema["items"] = _ITEMS[name]
+    elif name == "list":
+        schema["items"] = _typed(rest, draw)
+    elif name == "choice" and draw.random() < 0.65:
+        schema["enum"] = rest.split(",")
+    return schema
+
+
+def _with_hints(text: str, slot: Slot, form: str, schema: Mapping[str, Any], draw: Random) -> str:
+    kind, _, rest = slot.kind.partition(" ")
+    if slot.unit and draw.random() < 0.8:
+        text = f"{text.removesuffix('.')} in {slot.unit}."
+    if kind == "choice" and "enum" not in schema and draw.random() < 0.7:
+        return f"{text} One of {', '.join(rest.split(','))}."
+    if kind == "percent" and (form == "percent" or draw.random() < 0.5):
+        return f"{text.removesuffix('.')} {'in percent' if form == 'percent' else 'as a decimal'}."
+    if slot.kind.endswith("date") and (form != "YYYY-MM-DD" or draw.random() < 0.7):
+        return f"{text.removesuffix('.')} in the format {form}."
+    if kind == "time" and draw.random() < 0.6:
+        return f"{text.removesuffix('.')} in the format HH:MM, with 24 hours."
+    if kind == "CURRENCY":
+        return f"{text} {draw.choice(('A code of three letters.', 'As an ISO 4217 code.', 'The code, e.g. ZAR.'))}"
+    if kind == "formula" or draw.random() < 0.3:
+        example = value_of(slot.kind, form, draw).value
+        return text.removesuffix(".") + draw.choice(_EXAMPLES).format(e=example)
+    return text
+
+
+def _optional(slot: Slot, form: str, schema: dict[str, Any], draw: Random) -> str:
+    """How a description says that the parameter may be left out; a default may stand in the schema as well."""
+    if draw.random() < 0.35:
+        return draw.choice((" Optional.", " (optional)", " May be left out.", ""))
+    default = value_of(slot.kind, form, draw).value
+    if draw.random() < 0.25:
+        schema["default"] = default
+    return draw.choice((" Default is {d}.", " Defaults to {d}.", " If not given, {d} is used.")).format(d=default)

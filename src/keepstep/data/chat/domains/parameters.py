@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -219,14 +219,8 @@ def _money(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
 def _date(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
     year, month, day = draw.randint(2019, 2027), draw.randint(1, 12), draw.randint(1, 28)
     name = grammar()["values"]["MONTH"][month - 1]
-    iso, american = f"{year}-{month:02}-{day:02}", f"{month:02}/{day:02}/{year}"
-    value = {
-        "YYYY-MM-DD": iso,
-        "MM/DD/YYYY": american,
-        "DD-MM-YYYY": f"{day:02}-{month:02}-{year}",
-        "MM-DD-YYYY": american.replace("/", "-"),
-        "DD/MM/YYYY": f"{day:02}/{month:02}/{year}",
-    }[form]
+    iso = f"{year}-{month:02}-{day:02}"
+    value = form.replace("YYYY", f"{year}").replace("MM", f"{month:02}").replace("DD", f"{day:02}")
     ending = "th" if 10 < day < 14 else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
     spoken = (value, value, iso, f"{name} {day}, {year}", f"{day} {name} {year}", f"{name} {day}{ending}, {year}")
     return Said(value, draw.choice(spoken))
@@ -333,8 +327,3 @@ _KINDS: Mapping[str, Callable[[str, str, Random], Said]] = {
 def _code_words(draw: Random) -> str:
     nouns = grammar()["code_nouns"]
     return " ".join(draw.sample(nouns, 2)) if draw.random() < 0.7 else f"my {draw.choice(nouns)}"
-
-
-def phrases_of(parameters: Sequence[tuple[Parameter, Said]], draw: Random) -> list[str]:
-    """The parts of a request, one for each value."""
-    return [phrase(parameter, said, draw) for parameter, said in parameters]

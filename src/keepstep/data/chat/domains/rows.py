@@ -13,15 +13,7 @@ from random import Random
 from typing import Any
 
 from keepstep.data.chat.domains.functions import Function, argument, draw_action, show_function
-from keepstep.data.chat.domains.parameters import (
-    NUMBER_WORDS,
-    Parameter,
-    Said,
-    drawn_value,
-    filled,
-    grammar,
-    phrases_of,
-)
+from keepstep.data.chat.domains.parameters import NUMBER_WORDS, Parameter, Said, drawn_value, filled, grammar, phrase
 from keepstep.data.chat.generate import Category, GeneratedRow, Split
 from keepstep.data.chat.rows import call, canonical
 
@@ -117,7 +109,7 @@ def _request(function: Function, given: Given, draw: Random) -> str:
     if style < 0.12 and given:
         listed = _listed([_pair(*each, draw) for each in given])
         return _sentence(f"{ask.rstrip('?')} with {listed}", ask, draw)
-    parts = phrases_of(given, draw)
+    parts = [phrase(parameter, said, draw) for parameter, said in given]
     if draw.random() < 0.3:
         draw.shuffle(parts)
     if len(parts) > 2 and draw.random() < 0.4:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.doc_blocks import ROOT
 
-MOST_LINES = 68_000
+MOST_LINES = 67_800
 """Python lines in src. Delete before you add; raise this on purpose, not by accident.
 
 It was 42,700 before the library, plug-ins, the lease, the rendezvous gate, completion, priced requests, `serve`, GGUF

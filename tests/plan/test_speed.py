@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.cli.main import main
 from keepstep.config.layout import Layout
 from keepstep.config.load import load_config
 from keepstep.core.errors import DataError
@@ -81,6 +82,23 @@ def test_a_file_of_runs_is_read_in_every_form(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in RUN.items() if key != "recompute"}))
     with pytest.raises(DataError, match="lacks recompute"):
         read_runs(path)
+
+
+def test_measured_run_knows_what_auto_recomputed() -> None:
+    assert measured_run({**RUN, "recompute": "auto"}).work.modes == ("none",) * 16
+    mixed = ["full"] * 6 + ["none"] * 10
+    assert measured_run({**RUN, "recompute": "auto", "recompute_by_block": mixed}).work.modes == tuple(mixed)
+    with pytest.raises(DataError, match="recompute 'some', which is none of none, selective, full"):
+        measured_run({**RUN, "recompute": "some"})
+
+
+def test_bench_step_says_what_was_recomputed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny = ["model=mpt-tiny", "model.seq_len=16", "global_batch=2", "compute.device=cpu"]
+    assert main(["bench", "step", *tiny, "--steps", "1", "--json"]) == 0
+    path = tmp_path / "measured.json"
+    path.write_text(capsys.readouterr().out)
+    assert json.loads(path.read_text())["recompute"] == "none"
+    assert main(["plan", "model=mpt-tiny", "--cluster", "h100:1", "--measured", str(path)]) == 0
 
 
 def test_adapters_take_the_time_that_an_h200_measured() -> None:

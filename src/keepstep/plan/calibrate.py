@@ -20,7 +20,7 @@ from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import DataError
 from keepstep.plan.cluster import CPU, Cluster, read_profiles
 from keepstep.plan.speed import Factors, plan_speed
-from keepstep.plan.workload import Workload
+from keepstep.plan.workload import RECOMPUTE, Workload
 
 _NEEDED = ("model", "seq_len", "microbatch", "recompute", "precision", "device")
 _WAITS = 1.25
@@ -76,6 +76,11 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
         missing.append("step_s")
     if missing:
         raise DataError(f"{where} lacks {', '.join(missing)}", "keepstep bench step --json writes all of them")
+    modes = [entry["recompute"], *entry.get("recompute_by_block", ())]
+    if unknown := [mode for mode in modes if mode not in (*RECOMPUTE, "auto")]:
+        raise DataError(
+            f"{where} has recompute {unknown[0]!r}, which is none of {', '.join(RECOMPUTE)}", "measure again"
+        )
     work = Workload(
         model=_model(entry["model"], int(entry["seq_len"]), where),
         degrees=Layout(shard=int(entry.get("world_size", 1))),
@@ -83,7 +88,9 @@ def measured_run(entry: Any, where: str = "run") -> Measured:
         microbatch=int(entry["microbatch"]),
         # `auto` is bf16 on every GPU that a profile describes.
         precision="bf16" if entry["precision"] == "auto" else entry["precision"],
-        recompute=entry["recompute"],
+        # Earlier files have `auto` also where nothing was recomputed, and do not tell.
+        recompute="none" if entry["recompute"] == "auto" else entry["recompute"],
+        recompute_by_block=tuple(entry.get("recompute_by_block", ())),
         full_saves_attention=bool(entry.get("full_saves_attention", True)),
         compile=bool(entry.get("compile", False)),
         fused_matmuls=bool(entry.get("joined_products", True)),

@@ -27,6 +27,7 @@ from keepstep.train.device import (
     device_name,
     known_peak_flops,
     peak_memory_gib,
+    recompute_modes,
     settle_auto,
 )
 from keepstep.train.telemetry.async_metrics import AsyncMetrics
@@ -67,6 +68,8 @@ class StepBench:
     loss: float
     breakdown: dict[str, float] = field(default_factory=dict)
     """Device seconds per step by kind of kernel."""
+    recompute_by_block: list[str] = field(default_factory=list)
+    """What each block recomputed, where `recompute` is auto and they differed."""
 
 
 def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: bool = True) -> StepBench:
@@ -82,7 +85,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             progress(line)
         check_device(config, saves=False)
         dtype = compute_dtype(config.precision, device)
-        mesh = build_mesh(layout, device.type)
+        mesh, modes = build_mesh(layout, device.type), recompute_modes(config, layout, device)
         train_step = build_learner(config, mesh, device).step
         batches = synthetic_batches(config, mesh.data_rank, layout.data_ranks)
 
@@ -114,7 +117,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             seq_len=config.model.seq_len,
             global_batch=config.global_batch,
             microbatch=config.microbatch,
-            recompute=config.compute.recompute,
+            recompute=modes[0] if len(set(modes)) == 1 else "auto",
             compile=bool(config.compute.compile),
             joined_products=config.compute.fused_matmuls,
             precision=config.precision,
@@ -129,6 +132,7 @@ def bench_step(config: RunConfig, steps: int = 10, warmup: int = 3, breakdown: b
             first_step_s=first_step_s,
             loss=loss,
             breakdown=_breakdown(one, device) if breakdown else {},
+            recompute_by_block=list(modes) if len(set(modes)) > 1 else [],
         )
 
 

@@ -90,8 +90,9 @@ class Workers:
     def kill_one(self, local_rank: int) -> None:
         """Kill one process and everything that it started."""
         process = self._processes[local_rank]
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+        if process.pid:  # else it would be our own group
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.kill()
 
     def _new(self, environment: Mapping[str, str]) -> BaseProcess:

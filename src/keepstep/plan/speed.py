@@ -32,6 +32,9 @@ UNCALIBRATED = Factors()
 _EXPERT_MATMULS = 0.83
 """Rate of the matmuls of experts relative to those of dense layers: the mean of three shapes on an H200, each
 kernel measured alone (`kernels` in benchmarks/results/moe.json)."""
+_NARROW, _NARROWEST = 240, 512
+"""Matmuls of narrow models take longer than their operations: by the square of this over the width. Fitted to
+smollm-135m (576) and mpt-125m (768) next to llama-1b (2048) on an H200; nothing is known below `_NARROWEST`."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def _micro_batch(work: Workload, cluster: Cluster, stage: int, factors: Factors)
     slowed = 1 + routed / block * (1 / _EXPERT_MATMULS - 1)
     block_s = block_flops * slowed / rate
     head_s = 2 * head / head_rate + (learned - 2) * head / (rate if work.fp8_head else head_rate)
-    matmul_s = tokens * (block_s * blocks + head_s) / degrees.tensor
+    narrow = 1 + (_NARROW / max(model.hidden, _NARROWEST)) ** 2
+    matmul_s = tokens * narrow * (block_s * blocks + head_s) / degrees.tensor
     passes = learned + (2 if work.recompute == "full" else 0)
     # `adapters` counts one tensor-parallel process already; they are never in fp8.
     matmul_s += tokens * (passes + 2) * counts.adapters * blocks / head_rate

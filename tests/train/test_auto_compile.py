@@ -70,6 +70,7 @@ def test_auto_keeps_what_the_run_had(tmp_path: Path, before: bool) -> None:
     stored = tmp_path / "config.yaml"
     stored.write_text(dump_config(load_config(None, ["model=mpt-tiny", f"compute.compile={before}".lower()]).config))
     assert is_compiled([], stored) is before
+    assert is_compiled(["model.linear=bitnet"], stored) is False
     # The folder has the run of another model: this is a new one.
     assert is_compiled(["model.layers=3"], stored) is True
     assert is_compiled([f"compute.compile={not before}".lower()], stored) is not before

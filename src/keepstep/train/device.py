@@ -159,7 +159,8 @@ def _settled_compile(config: RunConfig, before: RunConfig | None, device: torch.
         return False
     ranks = from_environment()
     layout = check_layout(config, ranks.all_processes or ranks.world_size)
-    kept = before.compute.compile if before is not None else None
+    # Whatever its layout is, it must obey the rules of today's settings.
+    kept = before.compute.compile if before is not None and may_compile(config, Layout()) else None
     missing = missing_for_compile(device) if may_compile(config, layout) else "another layout"
     # Only some processes may see the run's folder, and machines may differ.
     votes = torch.tensor([-1 if kept is None else int(kept), int(bool(missing))])

@@ -126,6 +126,9 @@ def test_auto_is_read_shown_and_translated() -> None:
     assert (integer["exclusiveMinimum"], word) == (0, {"const": "auto"})
     with pytest.raises(ConfigError, match="microbatch is 'fast', but it must be a whole number, or auto"):
         configured("microbatch=fast")
+    with pytest.raises(ConfigError, match="'atuo', but it must be true or false, or auto") as found:
+        configured("compute.compile=atuo")
+    assert found.value.problems[0].hint == "did you mean auto?"
 
 
 def test_plan_shows_what_the_run_would_choose(capsys: pytest.CaptureFixture[str]) -> None:

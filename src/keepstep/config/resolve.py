@@ -93,8 +93,11 @@ class Resolver:
         try:
             result = convert(field.type, value, node.text if value == node.value else "")
         except Misfit as misfit:
-            rule = f"{misfit.rule}, or {bounds.word}" if bounds.word else misfit.rule
-            self.problems.add(node.place, invalid_value(field.path, value, rule), misfit.hint)
+            rule, hint = misfit.rule, misfit.hint
+            if bounds.word:
+                rule = f"{rule}, or {bounds.word}"
+                hint = hint or (f"did you mean {bounds.word}?" if nearest(str(value), [bounds.word]) else None)
+            self.problems.add(node.place, invalid_value(field.path, value, rule), hint)
             raise Unusable from None
         return self._known_preset(result, node) if field.path == "model.preset" else result
 

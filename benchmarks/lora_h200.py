@@ -296,7 +296,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "accumulate": 1,
         "steps": 4,
         "recompute": "full",
-        # Each of the 80 blocks would be traced and compiled on its own, for longer than the benchmark runs.
+        # As it was measured. Blocks share their compiled code, so the default would compile them in seconds.
         "no_compile": True,
     },
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from keepstep.config.dump import dump_config
 from keepstep.config.load import load_config
@@ -15,6 +17,7 @@ from keepstep.plan.cluster import Machine, cluster_from
 from keepstep.plan.search import settled_work
 from keepstep.plan.speed import UNCALIBRATED
 from keepstep.train import device
+from keepstep.train.bench import bench_step
 from keepstep.train.device import missing_for_compile, settle_auto
 from tests.train.tiny_runs import TINY, run_here
 
@@ -81,6 +84,21 @@ def test_run_stores_what_it_chose(tmp_path: Path, capsys: pytest.CaptureFixture[
     stored = tmp_path / "run" / "config.yaml"
     assert load_config(stored).config.compute.compile is False
     assert "compute.compile" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
+@pytest.mark.parametrize("words", ["", "lora.rank=4 lora.base=fp8 compute.recompute=full"])
+def test_blocks_share_their_compiled_code(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a large model would compile for minutes, and past torch's limit would not be compiled at all."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    shape = ["model=llama-1b", "model.layers=12", "model.hidden=64", "model.heads=4", "model.kv_heads=2"]
+    small = ["model.ffn_hidden=64", "model.vocab=128", "model.seq_len=32", "global_batch=2", "compute.device=cpu"]
+    config = load_config(None, [*shape, *small, "precision=fp32", "compute.compile=true", *words.split()]).config
+    bench_step(config, steps=1, warmup=1, breakdown=False)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
 def test_missing_for_compile_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

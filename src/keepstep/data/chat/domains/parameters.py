@@ -19,6 +19,8 @@ import yaml
 
 _COMPOSED_SHARE, _INVENTED_SHARE = 0.5, 0.15
 """Of the values of lists that have further ones: a list that is known by heart is not copied from the request."""
+_SYNONYM_SHARE = 0.3
+"""Of the choices that have other words."""
 _STARTS = ("b", "br", "ch", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "qu", "r", "s", "st", "t",
            "v", "z")  # fmt: skip
 _ENDS = ("", "", "l", "n", "r", "s", "th", "x", "ck", "nd", "rt", "m")
@@ -45,6 +47,8 @@ class Slot:
     required: bool = True
     parts: tuple[Slot, ...] = ()
     unit: str = ""
+    seldom: bool = False
+    """Whether few requests give it a value."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,14 @@ class Said:
 @cache
 def parse_slot(text: str) -> Slot:
     """A slot from its line in the grammar."""
-    required, text = not text.startswith("?"), text.removeprefix("?")
+    required, seldom, text = not text.startswith("?"), text.startswith("??"), text.lstrip("?")
     if found := re.fullmatch(r"object (\S+) \{(.*)\}: ?", text):
         parts = tuple(parse_slot(part) for part in found[2].split("; "))
-        return Slot("object", tuple(found[1].split("/")), ("{}",), required, parts)
+        return Slot("object", tuple(found[1].split("/")), ("{}",), required, parts, seldom=seldom)
     head, _, phrases = text.partition(": ")
     kind, _, names = head.rpartition(" ")
     separator = "|" if kind == "flag" else "; "
-    return Slot(kind, tuple(names.split("/")), tuple(phrases.split(separator)), required)
+    return Slot(kind, tuple(names.split("/")), tuple(phrases.split(separator)), required, seldom=seldom)
 
 
 def spaced(name: str) -> str:
@@ -168,15 +172,34 @@ def value_of(kind: str, form: str, draw: Random) -> Said:
     if name == "CURRENCY":
         code, _, words = one_of(draw, name).partition("=")
         return Said(code, draw.choice((code, words)))
+    if kind == "CITY" and form:
+        return _town(form, draw)
     if name == "PERSON" or name in grammar()["values"]:
         text = one_of(draw, name)
         return Said(text.removeprefix("the "), text)
     return _KINDS[name](rest, form, draw)
 
 
-def _choice(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
-    value = draw.choice(rest.split(","))
-    return Said(value, value.replace("_", " "))
+def _town(form: str, draw: Random) -> Said:
+    """A town with its state, as the form has both. Most requests name the town alone."""
+    state, towns = draw.choice(list(grammar()["towns"].items()))
+    name, _, code = state.rpartition(" ")
+    town = draw.choice(towns)
+    value = form.replace("City", town).replace("State", name).replace("ST", code)
+    return Said(value, draw.choice((town, town, town, town, value, f"{town}, {name}", f"{town} in {name}")))
+
+
+def spelled(value: str, form: str) -> str:
+    """A value of a choice as its schema writes it."""
+    return {"Title": value.replace("_", " ").title(), "UPPER": value.upper()}.get(form, value)
+
+
+def _choice(rest: str, form: str, draw: Random) -> Said:
+    options = rest.split(",")
+    value = draw.choice(options)
+    others = [word for word in grammar()["synonyms"].get(value, ()) if word not in options]
+    text = draw.choice(others) if others and draw.random() < _SYNONYM_SHARE else value.replace("_", " ")
+    return Said(spelled(value, form), text)
 
 
 def _int(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
@@ -230,6 +253,8 @@ def _time(rest: str, form: str, draw: Random) -> Said:  # noqa: ARG001
     hour, minute = draw.randint(0, 23), draw.choice((0, 0, 15, 30, 45))
     value = f"{hour:02}:{minute:02}"
     half = f"{(hour - 1) % 12 + 1}{f':{minute:02}' if minute else ''} {'AM' if hour < 12 else 'PM'}"
+    if form == "hh:mm AM":
+        return Said(f"{(hour - 1) % 12 + 1:02}:{minute:02} {half[-2:]}", draw.choice((value, half)))
     return Said(value, draw.choice((value, value, half)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from keepstep.data.chat.domains.functions import Function, argument, draw_action, show_function
+from keepstep.data.chat.domains.functions import Function, argument, draw_action, show_function, siblings
 from keepstep.data.chat.domains.parameters import NUMBER_WORDS, Parameter, Said, drawn_value, filled, grammar, phrase
 from keepstep.data.chat.generate import Category, GeneratedRow, Split
 from keepstep.data.chat.rows import call, canonical
@@ -22,34 +22,19 @@ _WEIGHTS = (20, 22, 16, 14, 20, 3, 5, 3)
 _CATEGORIES: dict[str, Category] = {
     "multiple": "multiple", "parallel": "parallel", "parallel_multiple": "parallel", "irrelevance": "irrelevance",
 }  # fmt: skip
-_MENTIONED_SHARE = 0.4
-"""Optional parameters that a request gives a value."""
-_OPENERS = (
-    "",
-    "",
-    "",
-    "",
-    "Please ",
-    "Can you ",
-    "Could you ",
-    "I want to ",
-    "I'd like to ",
-    "Help me ",
-    "I need to ",
-    "Hi, ",
-)
+_MENTIONED_SHARES, _SELDOM_SHARE = (0.0, 0.4, 0.5, 0.7), 0.08
+"""Optional parameters that a request gives a value, and those that few give one."""
 _PREAMBLE_SHARE, _CLOSER_SHARE, _NAMED_SHARE = 0.2, 0.15, 0.04
 """Requests with words before and after them, and those that name a function."""
+_CARELESS_SHARE, _SYSTEM_SHARE = 0.1, 0.08
+"""Requests without a capital and a mark at the end, and conversations with a system message."""
+_SIBLING_SHARE = 0.5
+"""Of the requests with functions to choose from, those with others of the same domain."""
 _SHARED_SHARE = 0.4
 """Requests for several functions that speak of the same thing."""
 _ORDINALS = ("First, ", "Second, ", "Third, ", "Lastly, ")
 _COUNTED = ("first", "second", "third", "fourth")
 _JOINTS = (" Also, ", " Then ", " After that, ", " And ", " Next, ", " Finally, ")
-_REFUSALS = (
-    "None of the given functions can do this.", "I have no function for that.",
-    "The available functions do not fit this request.",
-    "This cannot be answered with the given functions.", "None of these tools can help with that.",
-)  # fmt: skip
 _UNLISTED = {"flag", "object", "list", "items", "matrix", "point"}
 """Kinds whose values cannot be distinguished in an enumeration."""
 Given = list[tuple[Parameter, Said]]
@@ -71,6 +56,8 @@ def generate_row(index: int, seed: int, split: Split) -> GeneratedRow:
         messages = _exchange(chosen, draw)
         if kind in ("multiple", "parallel_multiple"):
             shown = _with_others(shown, draw.choice((1, 1, 2, 2, 3, 4, 6, 9)), draw, split)
+    if draw.random() < _SYSTEM_SHARE:
+        messages = [{"role": "system", "content": filled(draw.choice(grammar()["systems"]), draw)}, *messages]
     category = _CATEGORIES.get(kind, "simple")
     return GeneratedRow(canonical(messages, [function.tool for function in shown]), category)
 
@@ -85,16 +72,22 @@ def _functions(count: int, draw: Random, split: Split) -> list[Function]:
 
 def _with_others(needed: Sequence[Function], count: int, draw: Random, split: Split) -> list[Function]:
     """The needed functions among others, in any order."""
-    actions, names = {item.action.name for item in needed}, {item.name for item in needed}
-    others = [
-        item for item in _functions(count, draw, split) if item.action.name not in actions and item.name not in names
-    ]
-    return draw.sample([*needed, *others], len(needed) + len(others))
+    near = siblings(needed[0].action, draw, split)[:count] if draw.random() < _SIBLING_SHARE else []
+    others = [*(show_function(action, draw) for action in near), *_functions(count - len(near), draw, split)]
+    # By action and by name, the needed ones last: of two alike they stay.
+    found = {item.action.name: item for item in (*others, *needed)}
+    shown = list({item.name: item for item in found.values()}.values())
+    return draw.sample(shown, len(shown))
 
 
 def _given(function: Function, draw: Random, without: Sequence[Parameter] = ()) -> Given:
     """Values for the required and some of the optional parameters."""
-    chosen = [item for item in function.parameters if item.slot.required or draw.random() < _MENTIONED_SHARE]
+    share = draw.choice(_MENTIONED_SHARES)
+    chosen = [
+        item
+        for item in function.parameters
+        if item.slot.required or draw.random() < (_SELDOM_SHARE if item.slot.seldom else share)
+    ]
     return [(item, drawn_value(item, draw)) for item in chosen if item not in without]
 
 
@@ -122,7 +115,7 @@ def _request(function: Function, given: Given, draw: Random) -> str:
 def _sentence(text: str, ask: str, draw: Random) -> str:
     if ask.endswith("?"):
         return text[0].upper() + text[1:] + "?"
-    opener = "" if text.startswith("I ") else draw.choice(_OPENERS)
+    opener = "" if text.startswith("I ") else draw.choice(grammar()["openers"])
     whole = opener + text
     ending = "?" if opener.startswith(("Can", "Could")) else draw.choice((".", ".", ""))
     return whole[0].upper() + whole[1:] + ending
@@ -177,6 +170,8 @@ def _exchange(functions: Sequence[Function], draw: Random) -> list[dict[str, Any
         text = f"{_ended(text)} {filled(draw.choice(grammar()['closers']), draw)}"
     elif draw.random() < _NAMED_SHARE:
         text = f"{_ended(text)} {draw.choice(('Use', 'Please use'))} {' and '.join({f.name: 0 for f in functions})}."
+    if draw.random() < _CARELESS_SHARE:
+        text = text[0].lower() + text[1:].rstrip(".?")
     return [{"role": "user", "content": text}, _calls(functions[: len(all_given)], all_given)]
 
 
@@ -192,7 +187,7 @@ def _of_one_subject(all_given: Sequence[Given], draw: Random) -> list[Given]:
     for given in all_given:
         found.append([])
         for item, said in given:
-            earlier, known = first.setdefault(item.slot.kind, (item, said))
+            earlier, known = first.setdefault(item.slot.kind + item.form, (item, said))
             # Numbers and choices are alike by chance only.
             if known is not said and item.slot.kind.isupper():
                 alike = earlier.words == item.words and draw.random() < 0.4
@@ -298,10 +293,16 @@ def _listed(texts: Sequence[str]) -> str:
 def _irrelevant(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:
     """A request that no shown function serves: a question of general knowledge, or one for another function."""
     asked, *shown = _functions(draw.choice((2, 2, 2, 3, 4)), draw, split)
+    if draw.random() < _SIBLING_SHARE / 2:
+        near = [show_function(action, draw) for action in siblings(asked.action, draw, split)[: len(shown)]]
+        shown = list({item.name: item for item in near if item.name != asked.name}.values()) or shown
     request = _request(asked, _given(asked, draw), draw)
     if draw.random() < 0.4:
         request = filled(draw.choice(grammar()["general"]), draw)
-    return [{"role": "user", "content": request}, {"role": "assistant", "content": draw.choice(_REFUSALS)}], shown
+    return [
+        {"role": "user", "content": request},
+        {"role": "assistant", "content": draw.choice(grammar()["refusals"])},
+    ], shown
 
 
 def _missing(draw: Random, split: Split) -> tuple[list[dict[str, Any]], list[Function]]:

@@ -331,3 +331,22 @@ def test_conversations_equal_answers_one_by_one(tmp_path: Path) -> None:
                 assert model.answers([prompt], sampling, 1) == [answer]
     assert [len(answers) for number, answers in asked.items() if number != 2] == [3, 1, 2, 1]
     assert asked[2][-1] is None, "it outgrows the context"
+
+
+def test_a_conversation_computes_only_what_each_prompt_adds(tmp_path: Path) -> None:
+    model, computed, lengths = tiny_model(tmp_path, room=160), list[int](), list[int]()
+    said = ["ask " * 12]
+
+    def asked() -> Prompt:
+        prompt = asking("".join(said))
+        lengths.append(len(model.encode(prompt)))
+        return prompt
+
+    def reply(*_: object) -> Prompt | None:
+        said.append(" more")
+        return asked() if len(said) < 6 else None
+
+    model.model.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape[1]))
+    model.converse([asked()], reply, Sampling(max_new_tokens=1), 1)
+    assert len(lengths) == 5
+    assert sum(computed) < sum(lengths) / 2

@@ -42,6 +42,19 @@ def test_rows_of_different_lengths_decode_as_they_do_alone(variant: ModelConfig)
         expected_bv = model(tokens_bt)[torch.arange(3), cache.lengths_b[rows]]
         torch.testing.assert_close(found_bv, expected_bv, atol=2e-5, rtol=1e-5)
         cache.lengths_b[rows] += 1
+    # Two rows go on from what they hold, the first one from an earlier token; the second has padding behind it.
+    cache.lengths_b[rows[:2]] = torch.tensor([9, 11])
+    new_bt = torch.stack([tokens_bt[0, 9:18], torch.cat([tokens_bt[1, 11:15], torch.zeros(5, dtype=torch.int64)])])
+    cache.extend(rows[:2], longest=18, window=24)
+    found_btv, expected_btv = model(new_bt, cache=cache), model(tokens_bt)
+    torch.testing.assert_close(found_btv[0], expected_btv[0, 9:18], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found_btv[1, :4], expected_btv[1, 11:15], atol=2e-5, rtol=1e-5)
+    cache.lengths_b[rows[:2]] = torch.tensor([18, 15])
+    cache.decode(window=24)
+    tokens_b1 = torch.zeros(4, 1, dtype=torch.int64)
+    tokens_b1[rows[:2], 0] = tokens_bt[torch.arange(2), torch.tensor([18, 15])]
+    found_bv = model(tokens_b1, cache=cache)[rows[:2], -1]
+    torch.testing.assert_close(found_bv, expected_btv[torch.arange(2), torch.tensor([18, 15])], atol=2e-5, rtol=1e-5)
 
 
 def test_more_tokens_than_there_is_room_for_is_an_error() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,8 +25,8 @@ from keepstep.evaluate.draw import Sampler
 from keepstep.models.attention_context import SlotCache
 from keepstep.models.transformer import Transformer
 
-_PREFILL_TOKENS = 1 << 16
-"""Most tokens of the prompts that enter together, with their padding."""
+_PREFILL_TOKENS, _EXTENDED_TOKENS = 1 << 16, 1 << 14
+"""Most tokens of the prompts that enter together, with their padding, and of those that continue, which need a mask."""
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
 
@@ -58,7 +58,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class FollowUp:
-    """What comes after an answer: a further request, whose length is known beforehand at most."""
+    """What comes after an answer: a further request, whose length is known beforehand at most.
+
+    It is computed on the row of the answer, from the first token on that the row does not hold already.
+    """
 
     ask: Callable[[int, Generated], Request | None]
     """Gets the number of a request and its result. Further requests are numbered as they come."""
@@ -80,8 +83,6 @@ def generate_batch(
     follow_up: FollowUp | None = None,
 ) -> list[Generated]:
     """Continue all prompts, at most `rows` at a time. `on_ended` is called with the number of those that have ended.
-
-    A request of `follow_up` waits for a free row like all others, so no conversation waits for the end of another.
 
     With sharded weights all processes call this together, and `agree` says whether any of them is still busy: they call
     the model equally often.
@@ -174,6 +175,8 @@ class _Batch:
         self._cache = SlotCache(self._model.config.layers, rows, capacity, device)
         self._numbers: list[int | None] = [None] * rows
         """The request of each row."""
+        self._next: list[tuple[int, int] | None] = [None] * rows
+        """The request that continues each row, if one follows its answer, and how many of the row's tokens it keeps."""
         self._held = [0] * rows
         """Tokens that each row holds, as far as the host knows."""
         self._rows = _Rows.empty(rows, self._most, device)
@@ -188,11 +191,15 @@ class _Batch:
 
     def advance(self) -> None:
         """Let prompts enter if enough rows are free, otherwise write a few tokens; one forward where shards are."""
-        free = [row for row, number in enumerate(self._numbers) if number is None]
+        idle = [row for row, number in enumerate(self._numbers) if number is None]
         # Prompts enter together: a forward for few of them costs as much as for many.
-        if self._waiting and (len(free) >= max(1, len(self._numbers) // 8) or len(free) == len(self._numbers)):
-            self._enter(free)
-            return
+        if len(idle) >= max(1, len(self._numbers) // 8) or len(idle) == len(self._numbers):
+            if continued := {row: following for row in idle if (following := self._next[row])}:
+                self._continue(continued)
+                return
+            if self._waiting:
+                self._enter(idle)
+                return
         longest = max((self._held[row] for row, number in enumerate(self._numbers) if number is not None), default=0)
         window = -(-(longest + self._steps_a_turn) // self._window_unit) * self._window_unit
         for _ in range(self._steps_a_turn):
@@ -224,12 +231,34 @@ class _Batch:
         for prompt, place in sources.items():
             # What follows a prompt is padding: nothing before it attends to it, and new tokens replace it.
             tokens[place, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        source_k = torch.tensor([sources[tuple(self._requests[number].prompt)] for number in taken])
+        self._cache.fill(torch.tensor(rows, device=self._device), source_k.to(self._device))
+        self._model(tokens.to(self._device), cache=self._cache, last_only=True)
+        self._begin(rows, taken)
+
+    def _continue(self, following: Mapping[int, tuple[int, int]]) -> None:
+        """Compute what the next prompts of rows have beyond the tokens that the rows hold already."""
+        new: dict[int, Sequence[int]] = {}
+        for row, (number, kept) in following.items():
+            added = self._requests[number].prompt[kept:-1]
+            if new and max(len(added), *map(len, new.values())) * (len(new) + 1) > _EXTENDED_TOKENS:
+                break
+            new[row] = added
+            self._next[row] = None
+        rows_k = torch.tensor(list(new), device=self._device)
+        self._cache.lengths_b[rows_k] = torch.tensor([following[row][1] for row in new], device=self._device)
+        longest = max(following[row][1] + len(added) for row, added in new.items())
+        self._cache.extend(rows_k, longest, -(-(longest + 1) // self._window_unit) * self._window_unit)
+        tokens = torch.zeros(len(new), max(1, *map(len, new.values())), dtype=torch.int64)
+        for place, added in enumerate(new.values()):
+            tokens[place, : len(added)] = torch.tensor(added, dtype=torch.int64)
+        self._model(tokens.to(self._device), cache=self._cache, last_only=True)
+        self._begin(list(new), [following[row][0] for row in new])
+
+    def _begin(self, rows: Sequence[int], taken: Sequence[int]) -> None:
+        """Let rows that hold a prompt but for its last token decode from that one on."""
         asked = [self._requests[number] for number in taken]
         rows_k = torch.tensor(rows, device=self._device)
-        self._cache.fill(
-            rows_k, torch.tensor([sources[tuple(request.prompt)] for request in asked], device=self._device)
-        )
-        self._model(tokens.to(self._device), cache=self._cache, last_only=True)
         for state, values in (
             (self._cache.lengths_b, [len(request.prompt) - 1 for request in asked]),
             (self._rows.tokens_b, [request.prompt[-1] for request in asked]),
@@ -277,29 +306,33 @@ class _Batch:
             chances = chances[: written[row]] if self._sampler.draws else []
             self._results[number] = result = Generated(kept, chances, bool(kept) and kept[-1] in stops)
             self._numbers[row] = None
-            if self._follow_up is not None:
-                self._add(self._follow_up.ask(number, result))
+            if self._follow_up is not None and (request := self._follow_up.ask(number, result)):
+                held = [*self._requests[number].prompt, *kept][: self._held[row]]
+                self._next[row] = len(self._requests), _shared(request.prompt[:-1], held)
+                self._requests.append(request)
+                self._results.append(None)
         self.ended += len(ended)
         if not self._waiting and self._graphs is None:
             self._shrink()
-
-    def _add(self, request: Request | None) -> None:
-        if request is not None:
-            self._waiting.append(len(self._requests))
-            self._requests.append(request)
-            self._results.append(None)
 
     def _shrink(self) -> None:
         """Drop rows that nothing takes any more, once they are half of all: without a GPU they cost as much as others.
 
         CUDA graphs would have to be made again, which takes longer than these rows do.
         """
-        kept = [row for row, number in enumerate(self._numbers) if number is not None]
+        kept = [row for row, number in enumerate(self._numbers) if number is not None or self._next[row] is not None]
         if 0 < len(kept) <= len(self._numbers) // 2:
             rows_k = torch.tensor(kept, device=self._device)
             self._cache.keep(rows_k)
             self._rows = self._rows.kept(rows_k)
             self._numbers, self._held = [self._numbers[row] for row in kept], [self._held[row] for row in kept]
+            self._next = [self._next[row] for row in kept]
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 class _Graphs:

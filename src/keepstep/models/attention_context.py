@@ -94,7 +94,8 @@ class SlotCache(KeyValueCache):
     """Keys and values in slots: every row has its own number of tokens, so that rows can come and go.
 
     All shapes are fixed and lengths are on the device: a decoding step can be a CUDA graph. A new row is filled with
-    its prompt first (`fill`), then all rows decode one token at a time (`decode`).
+    its prompt first (`fill`), then all rows decode one token at a time (`decode`). What follows the tokens that a row
+    holds can be added at once (`extend`).
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
@@ -103,6 +104,8 @@ class SlotCache(KeyValueCache):
         """Tokens that each row holds. Whoever decodes adds to it."""
         self.window = 0
         """Keys that a step attends to, at least as many as any running row holds with its new one; 0 while filling."""
+        self._extended_k: Tensor | None = None
+        self._last = 0
         self._first_b = torch.arange(rows, device=device) * capacity
         self._slots_k = self._source_k = self._first_b
 
@@ -112,7 +115,12 @@ class SlotCache(KeyValueCache):
 
     def decode(self, window: int) -> None:
         """The next forwards compute one token for each slot."""
-        self.window = window
+        self.window, self._extended_k = window, None
+
+    def extend(self, slots_k: Tensor, longest: int, window: int) -> None:
+        """The next forward computes tokens that follow what these slots hold, `longest` in all at most. All padding
+        behind them goes to the place after that, within the window: what attends to nothing would become NaN."""
+        self.window, self._extended_k, self._last = window, slots_k, longest
 
     def keep(self, rows_k: Tensor) -> None:
         """Drop all rows but these."""
@@ -122,7 +130,11 @@ class SlotCache(KeyValueCache):
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Prompts start at 0, new tokens at the length of their row."""
-        return self.lengths_b[:, None] if self.window else super().positions(tokens, device)
+        if not self.window:
+            return super().positions(tokens, device)
+        if self._extended_k is None:
+            return self.lengths_b[:, None]
+        return (self.lengths_b[self._extended_k, None] + torch.arange(tokens, device=device)).clamp(max=self._last)
 
     def advance(self, tokens: int) -> None:
         """Nothing: lengths are the caller's, because not all rows are running."""
@@ -133,23 +145,27 @@ class SlotCache(KeyValueCache):
         if room is None:
             # Zeros, because what is masked is multiplied by zero, and memory that was never written could hold NaN.
             room = kept[layer] = new_btge.new_zeros(rows, self.capacity, *new_btge.shape[2:])
+        if self._extended_k is not None and self.window:
+            places_kt = self._first_b[self._extended_k, None] + self.positions(tokens, room.device)
+            room.flatten(0, 1)[places_kt] = new_btge
+            return room[self._extended_k, : self.window]
         if self.window:
             room.flatten(0, 1).index_copy_(0, self._first_b + self.lengths_b, new_btge[:, 0])
             return room[:, : self.window]
         room[:, :tokens].index_copy_(0, self._slots_k, new_btge[self._source_k])
         return new_btge
 
-    def mask(self, config: ModelConfig, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores of a decoding step, [b, 1 or n, 1, s]."""
-        distance_bs = self.lengths_b[:, None] - torch.arange(self.window, device=self.lengths_b.device)
-        hidden_bs = distance_bs < 0
+    def mask(self, config: ModelConfig, positions_bt: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores of new tokens at these positions, [b, 1 or n, t, s]."""
+        distance_bts = positions_bt[..., None] - torch.arange(self.window, device=positions_bt.device)
+        hidden_bts = distance_bts < 0
         if config.sliding_window:
-            hidden_bs = hidden_bs | (distance_bs >= config.sliding_window)
-        bias = torch.zeros_like(distance_bs, dtype=torch.float32)[:, None, None]
+            hidden_bts = hidden_bts | (distance_bts >= config.sliding_window)
+        bias = torch.zeros_like(distance_bts, dtype=torch.float32)[:, None]
         if config.positions == "alibi":
-            slopes_n = alibi_slopes(config.heads, config.alibi_bias_max, distance_bs.device)
-            bias = -slopes_n[:, None, None] * distance_bs[:, None, None]
-        return bias.masked_fill(hidden_bs[:, None, None], float("-inf")).to(dtype)
+            slopes_n = alibi_slopes(config.heads, config.alibi_bias_max, distance_bts.device)
+            bias = -slopes_n[:, None, None] * distance_bts[:, None]
+        return bias.masked_fill(hidden_bts[:, None], float("-inf")).to(dtype)
 
 
 class Context:
@@ -249,7 +265,9 @@ def _one_context(
             context.block_mask = make_block_mask(spans.cu_seqlens, *shape)
         return context
     if isinstance(cache, SlotCache) and cache.window:
-        return Context(cache.mask(config, x_btd.dtype), False, rotary, cache, scale=scale, softcap=softcap)
+        return Context(
+            cache.mask(config, positions_bt, x_btd.dtype), False, rotary, cache, scale=scale, softcap=softcap
+        )
     past, padding_b = (cache.length, cache.padding_b) if cache else (0, None)
     mask = _attention_mask(config, x_btd, tokens, documents_bt, past, padding_b)
     one_query = cache is not None and cache.length > 0 and tokens == 1

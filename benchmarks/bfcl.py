@@ -194,7 +194,7 @@ class Stages:
         ask([name for name in names if not self.report(name).exists()], SHORT, self.args.batch)
         if not self.args.single_turn:
             unasked = [name for name in names if self.reported(name)[SUMMARIES["multi_turn"]] is None]
-            ask(unasked, f"{SHORT},{LONG}", max(1, self.args.batch // 4))
+            ask(unasked, f"{SHORT},{LONG}", max(1, self.args.batch // 2))
 
     def reported(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.report(name).read_text())

@@ -15,7 +15,7 @@ from keepstep.config.schema import ModelConfig, RunConfig
 from keepstep.core.errors import DataError, KeepstepError, UsageError
 from keepstep.data import tokenization
 from keepstep.data.chat.template import ChatTemplate
-from keepstep.evaluate import chat_model
+from keepstep.evaluate import kept_prompts
 from keepstep.evaluate.ast_check import judge
 from keepstep.evaluate.chat_model import ChatModel, Prompt, Sampling
 from keepstep.evaluate.tool_calls import ask, load_questions, write_lines
@@ -155,11 +155,11 @@ def test_chat_model_allocates_cache_and_logits_for_one_answer(tmp_path: Path, mo
         return shown(hidden_btd, *others)
 
     class Counted(KeyValueCache):
-        def __init__(self, layers: int, capacity: int, padding_b: Any = None) -> None:
+        def __init__(self, layers: int, capacity: int, padding_b: Any = None, *, longest: int = 0) -> None:
             rooms.append(capacity)
-            super().__init__(layers, capacity, padding_b)
+            super().__init__(layers, capacity, padding_b, longest=longest)
 
-    monkeypatch.setattr(chat_model, "KeyValueCache", Counted)
+    monkeypatch.setattr(kept_prompts, "KeyValueCache", Counted)
     model.model.tied_output = tied_output
     prompt, sampling = asking("abcdef"), Sampling(max_new_tokens=5)
     assert "".join(model.stream(prompt, sampling)) == model.answers([prompt], sampling, batch=1)[0]
@@ -350,3 +350,24 @@ def test_a_conversation_computes_only_what_each_prompt_adds(tmp_path: Path) -> N
     model.converse([asked()], reply, Sampling(max_new_tokens=1), 1)
     assert len(lengths) == 5
     assert sum(computed) < sum(lengths) / 2
+
+
+def test_the_next_turn_of_a_chat_computes_what_is_new(tmp_path: Path) -> None:
+    model, fresh, computed = tiny_model(tmp_path, room=512), tiny_model(tmp_path / "fresh", room=512), list[int]()
+    fresh.model.load_state_dict(model.model.state_dict())
+    model.model.register_forward_pre_hook(lambda _, given: computed.append(given[0].shape[1]))
+    messages, sampling = [{"role": "user", "content": "a question " * 6}], Sampling(max_new_tokens=8)
+    for turn in range(3):
+        computed.clear()
+        answer = "".join(model.stream(Prompt(messages), sampling))
+        assert answer == fresh.answers([Prompt(messages)], sampling, batch=1)[0]
+        prompt = len(model.encode(Prompt(messages)))
+        assert (computed[0] == prompt) is (turn == 0)
+        assert turn == 0 or computed[0] < prompt / 2
+        messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+    # Another conversation shares little; one that was answered before needs its last token only.
+    "".join(model.stream(asking("b"), sampling))
+    computed.clear()
+    "".join(model.stream(Prompt(messages[:3]), sampling))
+    assert computed[0] == 1
+    assert "".join(model.stream(asking("b"), sampling)) == fresh.answers([asking("b")], sampling, batch=1)[0]

@@ -9,8 +9,10 @@ import torch
 
 from keepstep.config.schema import ModelConfig
 from keepstep.core.errors import UsageError
+from keepstep.evaluate.continuous_batching import Request, generate_batch
 from keepstep.evaluate.draw import Sampler
 from tests.doc_blocks import ROOT
+from tests.models.model_variants import VARIANTS, build
 
 
 def test_nucleus_keeps_the_likeliest_tokens_that_reach_top_p() -> None:
@@ -38,3 +40,14 @@ def test_generation_benchmark_measures_both_sides() -> None:
     ratio = found["keepstep_tokens_per_s"] / found["transformers_tokens_per_s"]
     assert found["generate_ratio_hf"] == pytest.approx(ratio)
     assert benchmark.against_waiting(config, rows=3, longest=8, repeats=1, device=device) > 0
+
+
+def test_a_long_request_does_not_change_the_rope_of_a_short_one() -> None:
+    """Texts of more than 16 tokens have another scaling, and these share two rows."""
+    model = build(VARIANTS["rope by length"]).eval()
+    short, long = Request([1, 2, 3, 4], 6, seed=1), Request(list(range(5, 18)), 6, seed=2)
+    alone = [generate_batch(model, [each], rows=1, sampler=Sampler(1.0))[0] for each in (short, long)]
+    together = generate_batch(model, [long, short, short, long], rows=2, sampler=Sampler(1.0))
+    for found, expected in zip(together, (alone[1], alone[0], alone[0], alone[1]), strict=True):
+        assert found.tokens == expected.tokens
+        assert found.log_probabilities == pytest.approx(expected.log_probabilities, abs=1e-6)

@@ -31,7 +31,7 @@ def test_rows_of_different_lengths_decode_as_they_do_alone(variant: ModelConfig)
     # The third row is filled later, and the slot in the middle stays empty.
     rows = torch.tensor([3, 0, 2])
     for slots, sources in ((rows[:2], [0, 1]), (rows[2:], [2])):
-        cache.fill(slots, torch.arange(len(sources)))
+        cache.fill(slots, torch.arange(len(sources)), torch.full((len(sources),), 20))
         model(tokens_bt[sources, : max(lengths[source] for source in sources)], cache=cache, last_only=True)
     cache.lengths_b[rows] = torch.tensor(lengths)
     for _ in range(8):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from keepstep.evaluate.chat_model import ChatModel, cached_forward
 from keepstep.evaluate.generate import generate
+from keepstep.evaluate.kept_prompts import KeptPrompts
 from keepstep.models.attention_context import KeyValueCache
 from keepstep.serve.batcher import Batcher, BusyError, Generation
 from tests.evaluate.test_chat_model import tiny_model
+from tests.models.model_variants import VARIANTS, build, random_tokens
 from tests.patience import PATIENCE_S
 
 
@@ -96,3 +98,52 @@ def test_gathered_rows_keep_their_keys(model: ChatModel) -> None:
             torch.testing.assert_close(logits[1 - row], model.model(whole[row : row + 1, 5:], cache=cache)[0, -1])
     assert again.padding_b is not None
     assert again.padding_b.tolist() == [0, 2]
+
+
+def test_prompts_that_begin_alike_are_computed_from_where_they_differ(model: ChatModel, batcher: Batcher) -> None:
+    first = list(range(5, 45))
+    prompts = [first, [*first, 7, 8, 9], [*first[:30], 1, 2, 3], [9, *first], [*first, 7, 8, 9]]
+    for prompt, reused in zip(prompts, [0, 40, 30, 0, 42], strict=True):
+        generation = Generation(prompt, greedy, 12)
+        batcher.submit(generation)
+        alone = generate(cached_forward(model.model, 256), prompt, max_new_tokens=12, temperature=0)
+        assert ended(generation) == [*alone, "length"]
+        assert generation.reused == reused
+    assert batcher.tokens_reused == 112
+
+
+def test_kept_prompts_are_few_and_forgotten_after_a_failure(model: ChatModel) -> None:
+    kept, caches = KeptPrompts(model.model.config, most_bytes=3 * 64 * 100), list[KeyValueCache]()
+    for number in range(6):
+        prompt = [number, *range(40)]
+        caches.append(kept.begin(prompt, 41, 41))
+        with torch.no_grad():
+            model.model(torch.tensor([prompt]), cache=caches[-1])
+        kept.keep(prompt, caches[-1])
+    assert 0 < sum(cache.bytes_held() for _, cache in kept._kept) <= 3 * 64 * 100 < sum(c.bytes_held() for c in caches)
+    assert kept.begin([5, *range(40), 3], 50, 50).length == 41
+    assert kept.begin([0, *range(40), 3], 50, 50).length == 0, "the oldest went first"
+    kept.clear()
+    assert kept.begin([5, *range(40), 3], 50, 50).length == 0
+
+
+def test_rope_that_depends_on_the_length_stays_with_each_answer() -> None:
+    """The scaling of a text of 21 tokens differs from those of 10 and 12; all are decoded together."""
+    made = build(VARIANTS["rope by length"]).eval()
+    batcher = Batcher(made, most_rows=3)
+    prompts = [random_tokens(made.config, 1, length, seed=length)[0].tolist() for length in (3, 14, 5)]
+    seen: list[list[Tensor]] = [[], [], []]
+
+    def recording(number: int) -> Callable[[Tensor], int]:
+        return lambda logits_v: (seen[number].append(logits_v), int(logits_v.argmax()))[1]
+
+    asked = [Generation(prompt, recording(number), 7) for number, prompt in enumerate(prompts)]
+    for generation in asked:
+        batcher.submit(generation)
+    for number, (prompt, generation) in enumerate(zip(prompts, asked, strict=True)):
+        tokens = [token for token in ended(generation) if isinstance(token, int)]
+        cache = KeyValueCache(made.config.layers, 64, longest=len(prompt) + 7)
+        with torch.no_grad():
+            expected_tv = made(torch.tensor([[*prompt, *tokens[:-1]]]), cache=cache)[0, len(prompt) - 1 :]
+        torch.testing.assert_close(torch.stack(seen[number]), expected_tv, atol=1e-5, rtol=1e-5)
+    batcher.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from keepstep.data.chat.tokenizer import end_tokens
 from keepstep.evaluate.continuous_batching import FollowUp, Generated, Request, generate_batch
 from keepstep.evaluate.draw import Sampler
 from keepstep.evaluate.generate import Forward, batches_by_length, chooser, stream
+from keepstep.evaluate.kept_prompts import KeptPrompts
 from keepstep.interop.full_model import load_full_model, load_initial_model, open_device
 from keepstep.interop.run_source import find_chat_template, find_tokenizer
 from keepstep.models.attention_context import KeyValueCache
@@ -207,20 +209,28 @@ class ChatModel:
             )
         most = min(room, sampling.max_new_tokens)
         # Not for the full context: at 128k tokens the cache would be larger than the weights.
-        forward = cached_forward(self.model, len(ids) + most)
+        cache = self._kept.begin(ids, len(ids) + most, len(ids) + most)
+        forward = cached_forward(self.model, cache=cache)
         choose = chooser(sampling.temperature, sampling.top_p, sampling.seed)
         written: list[int] = []
         shown = ""
-        for token in stream(forward, ids, choose, max_new_tokens=most):
-            if token in self.stop_tokens:
-                break
-            written.append(token)
-            text = self.decode(written)
-            # A character of several tokens is shown when it is complete.
-            if not text.endswith("\ufffd"):
-                yield text[len(shown) :]
-                shown = text
-        yield self.decode(written)[len(shown) :]
+        try:
+            for token in stream(forward, ids, choose, max_new_tokens=most):
+                if token in self.stop_tokens:
+                    break
+                written.append(token)
+                text = self.decode(written)
+                # A character of several tokens is shown when it is complete.
+                if not text.endswith("\ufffd"):
+                    yield text[len(shown) :]
+                    shown = text
+            yield self.decode(written)[len(shown) :]
+        finally:
+            self._kept.keep([*ids, *written], cache)
+
+    @cached_property
+    def _kept(self) -> KeptPrompts:
+        return KeptPrompts(self.model.config)
 
 
 def _check_shown(prompt: Prompt, text: str) -> None:
@@ -239,10 +249,10 @@ def _without_end(generated: Generated) -> list[int]:
     return generated.tokens[:-1] if generated.ended else generated.tokens
 
 
-def cached_forward(model: Transformer, capacity: int) -> Forward:
+def cached_forward(model: Transformer, capacity: int = 0, cache: KeyValueCache | None = None) -> Forward:
     """A forward for `generate`: all tokens so far in, logits of the last one out, with a key-value cache."""
     device = next(model.parameters()).device
-    cache = KeyValueCache(model.config.layers, capacity)
+    cache = cache or KeyValueCache(model.config.layers, capacity)
 
     def forward(tokens: Tensor) -> Tensor:
         logits: Tensor = model(tokens[:, cache.length :].to(device), cache=cache, last_only=True)[0, -1]

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepstep.core.errors import UsageError
 from keepstep.evaluate.draw import Sampler
+from keepstep.evaluate.kept_prompts import shared_length
 from keepstep.models.attention_context import SlotCache
 from keepstep.models.transformer import Transformer
 
@@ -216,25 +217,32 @@ class _Batch:
         The last token is the first that the row decodes.
         """
         taken: list[int] = []
-        sources: dict[tuple[int, ...], int] = {}
+        sources: dict[tuple[tuple[int, ...], int], int] = {}
         width = 1
         while self._waiting and len(taken) < len(free):
-            prompt = tuple(self._requests[self._waiting[0]].prompt)
-            wider, more = max(width, len(prompt) - 1), len(sources) + (prompt not in sources)
+            source = self._source(self._waiting[0])
+            wider, more = max(width, len(source[0]) - 1), len(sources) + (source not in sources)
             if taken and wider * more > _PREFILL_TOKENS:
                 break
             width = wider
-            sources.setdefault(prompt, len(sources))
+            sources.setdefault(source, len(sources))
             taken.append(self._waiting.popleft())
         rows = free[: len(taken)]
         tokens = torch.zeros(len(sources), width, dtype=torch.int64)
-        for prompt, place in sources.items():
+        for (prompt, _), place in sources.items():
             # What follows a prompt is padding: nothing before it attends to it, and new tokens replace it.
             tokens[place, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
-        source_k = torch.tensor([sources[tuple(self._requests[number].prompt)] for number in taken])
-        self._cache.fill(torch.tensor(rows, device=self._device), source_k.to(self._device))
+        source_k = [sources[self._source(number)] for number in taken]
+        longest_r = [longest for _, longest in sources]
+        self._cache.fill(*(torch.tensor(each, device=self._device) for each in (rows, source_k, longest_r)))
         self._model(tokens.to(self._device), cache=self._cache, last_only=True)
         self._begin(rows, taken)
+
+    def _source(self, number: int) -> tuple[tuple[int, ...], int]:
+        """What a request's keys and values are computed from: its prompt, and how long its text may become."""
+        request = self._requests[number]
+        longest = len(request.prompt) + request.max_new_tokens
+        return tuple(request.prompt), longest if self._follow_up is None else self._follow_up.most_tokens
 
     def _continue(self, following: Mapping[int, tuple[int, int]]) -> None:
         """Compute what the next prompts of rows have beyond the tokens that the rows hold already."""
@@ -308,7 +316,7 @@ class _Batch:
             self._numbers[row] = None
             if self._follow_up is not None and (request := self._follow_up.ask(number, result)):
                 held = [*self._requests[number].prompt, *kept][: self._held[row]]
-                self._next[row] = len(self._requests), _shared(request.prompt[:-1], held)
+                self._next[row] = len(self._requests), shared_length(request.prompt[:-1], held)
                 self._requests.append(request)
                 self._results.append(None)
         self.ended += len(ended)
@@ -327,12 +335,6 @@ class _Batch:
             self._rows = self._rows.kept(rows_k)
             self._numbers, self._held = [self._numbers[row] for row in kept], [self._held[row] for row in kept]
             self._next = [self._next[row] for row in kept]
-
-
-def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 class _Graphs:

@@ -31,9 +31,11 @@ class KeyValueCache:
     padded on the left, and `padding_b` says by how much, so that nothing attends to padding and positions start at 0.
     """
 
-    def __init__(self, layers: int, capacity: int, padding_b: Tensor | None = None) -> None:
+    def __init__(self, layers: int, capacity: int, padding_b: Tensor | None = None, *, longest: int = 0) -> None:
         self.capacity = capacity
         self.padding_b = padding_b
+        self.longest: int | Tensor = longest or capacity
+        """How long the text of a row may become, [b, 1] where rows differ: some scalings of rope depend on it."""
         self.length = 0
         """Tokens held: where the next one goes."""
         self._keys: list[Tensor | None] = [None] * layers
@@ -68,7 +70,8 @@ class KeyValueCache:
         held = [cache.length - padding for (cache, _), padding in zip(rows, paddings, strict=True)]
         longest, first = max(held), rows[0][0]
         made = KeyValueCache(len(first._keys), capacity)
-        made.length = longest
+        texts = [int(each if isinstance(each := cache.longest, int) else each[row]) for cache, row in rows]
+        made.length, made.longest = longest, texts[0]
         for layer in range(len(first._keys)):
             for kept, source in ((made._keys, "_keys"), (made._values, "_values")):
                 tensors = [getattr(cache, source)[layer] for cache, _ in rows]
@@ -77,9 +80,25 @@ class KeyValueCache:
                 for place, (tensor, (cache, row)) in enumerate(zip(tensors, rows, strict=True)):
                     room[place, longest - held[place] : longest] = tensor[row, paddings[place] : cache.length]
         if min(held) < longest:
-            device = room.device
-            made.padding_b = torch.tensor([longest - tokens for tokens in held], device=device)
+            made.padding_b = torch.tensor([longest - tokens for tokens in held], device=room.device)
+        if len(set(texts)) > 1:
+            made.longest = torch.tensor(texts, device=room.device)[:, None]
         return made
+
+    def beginning(self, tokens: int, capacity: int) -> KeyValueCache:
+        """A cache with a copy of the first tokens of rows without padding."""
+        made = KeyValueCache(len(self._keys), capacity)
+        made.length, made.longest = tokens, self.longest
+        for copies, kept in ((made._keys, self._keys), (made._values, self._values)):
+            for layer, room in enumerate(kept):
+                assert room is not None
+                copy = copies[layer] = room.new_empty(len(room), capacity, *room.shape[2:])
+                copy[:, :tokens] = room[:, :tokens]
+        return made
+
+    def bytes_held(self) -> int:
+        """Memory of all keys and values."""
+        return sum(room.nbytes for room in (*self._keys, *self._values) if room is not None)
 
     def check_room(self, tokens: int) -> None:
         """Raise where this many more tokens do not fit."""
@@ -107,24 +126,32 @@ class SlotCache(KeyValueCache):
         self._extended_k: Tensor | None = None
         self._last = 0
         self._first_b = torch.arange(rows, device=device) * capacity
+        self._longest_b1 = torch.full((rows, 1), capacity, device=device)
         self._slots_k = self._source_k = self._first_b
 
-    def fill(self, slots_k: Tensor, source_k: Tensor) -> None:
-        """The next forward computes prompts from their first token; slot k holds those of row `source_k[k]` then."""
+    def fill(self, slots_k: Tensor, source_k: Tensor, longest_r: Tensor) -> None:
+        """The next forward computes prompts from their first token; slot k holds those of row `source_k[k]` then.
+
+        The texts of its rows become `longest_r` tokens long at most.
+        """
         self.window, self._slots_k, self._source_k = 0, slots_k, source_k
+        self.longest = longest_r[:, None]
+        self._longest_b1[slots_k] = self.longest[source_k]
 
     def decode(self, window: int) -> None:
         """The next forwards compute one token for each slot."""
-        self.window, self._extended_k = window, None
+        self.window, self._extended_k, self.longest = window, None, self._longest_b1
 
     def extend(self, slots_k: Tensor, longest: int, window: int) -> None:
         """The next forward computes tokens that follow what these slots hold, `longest` in all at most. All padding
         behind them goes to the place after that, within the window: what attends to nothing would become NaN."""
         self.window, self._extended_k, self._last = window, slots_k, longest
+        self.longest = self._longest_b1[slots_k]
 
     def keep(self, rows_k: Tensor) -> None:
         """Drop all rows but these."""
         self.lengths_b, self._first_b = self.lengths_b[rows_k], self._first_b[: len(rows_k)]
+        self._longest_b1 = self._longest_b1[rows_k]
         for kept in (self._keys, self._values):
             kept[:] = [None if room is None else room[rows_k] for room in kept]
 
@@ -249,7 +276,7 @@ def _one_context(
     spans: VarlenSpans | None,
 ) -> Context:
     tokens = positions_bt.shape[1]
-    rotary = rope_tables(config, positions_bt, cache.capacity if cache else 0) if config.positions == "rotary" else None
+    rotary = rope_tables(config, positions_bt, cache.longest if cache else 0) if config.positions == "rotary" else None
     scale, softcap = config.score_scale, config.attn_logit_softcapping
     if spans is not None and spans.whole_rows and not config.sliding_window:
         spans = None

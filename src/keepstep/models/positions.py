@@ -134,15 +134,16 @@ def _scaling_value(scaling: Mapping[str, Any], key: str) -> float:
     return float(scaling[key])
 
 
-def rope_tables(config: ModelConfig, positions_bt: Tensor, capacity: int = 0) -> tuple[Tensor, Tensor]:
+def rope_tables(config: ModelConfig, positions_bt: Tensor, longest: int | Tensor = 0) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, fp32 [b, t, f]; made once a forward and shared by all blocks.
 
-    `capacity` is that of a key-value cache. Scalings that depend on the length of a text use it in place of the length:
-    keys in the cache cannot change when the text grows.
+    `longest` is how long the texts in a key-value cache may become, [b, 1] where they differ. Scalings that depend on
+    the length of a text use it in place of the length: keys in the cache cannot change when the text grows.
     """
     lengths_bt = None
     if config.scales_rope_by_length:
-        lengths_bt = torch.full_like(positions_bt, capacity) if capacity else text_lengths(positions_bt)
+        cached = isinstance(longest, Tensor) or longest > 0
+        lengths_bt = positions_bt * 0 + longest if cached else text_lengths(positions_bt)
     angle_btf = positions_bt.float()[..., None] * rope_frequencies(config, positions_bt.device, lengths_bt)
     amplitude = _amplitude(config.rotary_scaling or {})
     if amplitude == 1.0:

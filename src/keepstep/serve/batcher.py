@@ -1,7 +1,8 @@
 """Continuous batching: one thread decodes all answers together, and an answer joins or leaves between two tokens.
 
-A prompt is computed alone, over a key-value cache of its own. Its row then joins the common cache, which is rebuilt
-whenever rows join or leave. The tokens of an answer do not depend on the other rows, up to rounding.
+A prompt is computed alone, over a key-value cache of its own, from where it differs from those before it. Its row then
+joins the common cache, which is rebuilt whenever rows join or leave. The tokens of an answer do not depend on the other
+rows, up to rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from keepstep.evaluate.kept_prompts import KeptPrompts
 from keepstep.models.attention_context import KeyValueCache
 from keepstep.models.transformer import Transformer
 
@@ -42,6 +44,8 @@ class Generation:
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set by whoever does not want the rest."""
     error: str = ""
+    reused: int = 0
+    """Tokens of the prompt whose keys and values were there already."""
     _written: int = 0
     _output: SimpleQueue[int | End] = field(default_factory=SimpleQueue)
 
@@ -89,7 +93,8 @@ class Batcher:
         self._rows: list[Generation] = []
         self._next_tokens: list[int] = []
         self._cache: KeyValueCache | None = None
-        self.tokens_written = 0
+        self._prompts = KeptPrompts(model.config)
+        self.tokens_written = self.tokens_reused = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -138,6 +143,7 @@ class Batcher:
         try:
             work()
         except Exception as error:  # out of memory, for example: it must not end the server
+            self._prompts.clear()
             for generation in concerned:
                 generation.error = f"{type(error).__name__}: {error}"
                 generation._end("failed")
@@ -148,8 +154,13 @@ class Batcher:
         if generation.cancelled.is_set():
             generation._end("cancelled")
             return
-        cache = KeyValueCache(self._model.config.layers, len(generation.prompt))
-        token = generation._take(self._logits(torch.tensor([generation.prompt]), cache)[0])
+        prompt = generation.prompt
+        cache = self._prompts.begin(prompt, len(prompt), len(prompt) + generation.max_new_tokens)
+        generation.reused = cache.length
+        logits_v = self._logits(torch.tensor([prompt[cache.length :]]), cache)[0]
+        self._prompts.keep(prompt, cache)
+        token = generation._take(logits_v)
+        self.tokens_reused += generation.reused
         self.tokens_written += 1
         if token is not None:
             self._keep(range(len(self._rows)), [(generation, token, cache)])

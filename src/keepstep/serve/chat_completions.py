@@ -231,6 +231,7 @@ class Reply:
     prompt_tokens: int
     with_usage: bool = False
     """Whether a stream ends with the number of tokens; its other parts have a usage of null then."""
+    reused_tokens: int = 0
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -256,10 +257,11 @@ class Reply:
         """The part that `stream_options.include_usage` asks for."""
         return self._object("chat.completion.chunk", []) | {"usage": self.usage(tokens)}
 
-    def usage(self, tokens: int) -> dict[str, int]:
+    def usage(self, tokens: int) -> dict[str, Any]:
         """Tokens of prompt and answer."""
-        total = self.prompt_tokens + tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+        total, details = self.prompt_tokens + tokens, {"cached_tokens": self.reused_tokens}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+        return {**counts, "prompt_tokens_details": details}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

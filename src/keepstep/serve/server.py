@@ -186,6 +186,7 @@ class Written:
         ids: list[int] = []
         shown = 0
         for item in self.generation.tokens(_POLL_S, check_client):
+            self.reply.reused_tokens = self.generation.reused
             if isinstance(item, str):
                 self.text = self.server.model.decode(ids)
                 self._end(item)
@@ -312,6 +313,7 @@ class ChatServer(AccessServer):
             "requests_total": ("counter", "Requests that were answered.", self.answered),
             "refused_total": ("counter", "Requests that were refused.", self.refused),
             "prompt_tokens_total": ("counter", "Tokens of prompts.", self.prompt_tokens),
+            "reused_prompt_tokens_total": ("counter", "Of these, not computed again.", self.batcher.tokens_reused),
             "generated_tokens_total": ("counter", "Tokens of answers.", self.batcher.tokens_written),
             "running": ("gauge", "Answers being decoded.", self.batcher.running),
             "waiting": ("gauge", "Answers that wait for their turn.", self.batcher.waiting),

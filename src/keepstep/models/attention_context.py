@@ -114,7 +114,7 @@ class SlotCache(KeyValueCache):
 
     All shapes are fixed and lengths are on the device: a decoding step can be a CUDA graph. A new row is filled with
     its prompt first (`fill`), then all rows decode one token at a time (`decode`). What follows the tokens that a row
-    holds can be added at once (`extend`).
+    holds can be added in one forward (`extend`).
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:

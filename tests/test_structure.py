@@ -23,8 +23,8 @@ before replicas that outlive each other, 59,500 before frozen weights in fp8 and
 kernels that write fp8 directly, gradients of experts and of the head in fp8, and GRPO's choice of prompts, 67,000
 before fp8 kernels that write both copies, rope inside the projection for heads of 128, a `--tune` that keeps what it
 has, plans of given weights, attention in heads of 96, the leaderboard and rewarded answers on the page, and
-`microbatch: auto`, 67,700 before templates in Ollama's language, 67,800 before conversations whose next turn computes only
-what is new.
+`microbatch: auto`, 67,700 before templates in Ollama's language, 67,800 before conversations whose next turn computes
+only what is new.
 """
 
 

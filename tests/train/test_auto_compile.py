@@ -12,13 +12,20 @@ import torch
 from torch._dynamo.utils import counters
 
 from keepstep.config.dump import dump_config
+from keepstep.config.layout import check_layout
 from keepstep.config.load import load_config
+from keepstep.core.ranks import from_environment
+from keepstep.models.init import init_weights
+from keepstep.parallel.mesh import build_mesh
+from keepstep.parallel.world import joined_world
 from keepstep.plan.cluster import Machine, cluster_from
 from keepstep.plan.search import settled_work
 from keepstep.plan.speed import UNCALIBRATED
 from keepstep.train import device
 from keepstep.train.bench import bench_step
+from keepstep.train.build import spread_model
 from keepstep.train.device import missing_for_compile, settle_auto
+from tests.models.model_variants import VARIANTS, random_tokens
 from tests.train.tiny_runs import TINY, run_here
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 79 * 2**30, 989.5e12, "bf16", processes=1, processes_per_node=1)
@@ -99,6 +106,31 @@ def test_blocks_share_their_compiled_code(words: str, monkeypatch: pytest.Monkey
     config = load_config(None, [*shape, *small, "precision=fp32", "compute.compile=true", *words.split()]).config
     bench_step(config, steps=1, warmup=1, breakdown=False)
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_blocks_of_all_kinds_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of two kinds, modes of recomputation, packed rows, validation, other rows: more graphs than torch's 8."""
+    gemma = replace(VARIANTS["gemma"], layers=12, layer_types=VARIANTS["gemma"].layer_types * 6)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    counters.clear()
+    words = [word for word in TINY if not word.startswith("model.")]
+    config = replace(load_config(None, [*words, "precision=bf16", "compute.compile=true"]).config, model=gemma)
+    with joined_world(from_environment(), torch.device("cpu")):
+        mesh = build_mesh(check_layout(config, 1), "cpu")
+        model, _, _ = spread_model(config, mesh, torch.device("cpu"), ["full"] * 4 + ["selective"] * 4 + ["none"] * 4)
+    init_weights(model.to_empty(device="cpu"), 1)
+    for rows in (4, 2):
+        tokens_bt = random_tokens(gemma, rows, 24)
+        for documents_bt in (None, torch.arange(24).expand(rows, 24) // 7):
+            model(tokens_bt, tokens_bt, documents_bt=documents_bt).backward()
+            with torch.no_grad():
+                model(tokens_bt, tokens_bt, documents_bt=documents_bt)
+    assert counters["stats"]["unique_graphs"] > 16
+    torch._dynamo.reset()
 
 
 def test_missing_for_compile_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ _LEAST_TOKENS = 16
 """Fewer shared ones are computed as fast as they are copied."""
 _MOST_BYTES = 1 << 30
 """Of keys and values that wait for a next prompt: a few conversations of a large model, many of a small one."""
+_MOST_PROMPTS = 64
 
 
 class KeptPrompts:
@@ -41,7 +42,7 @@ class KeptPrompts:
         """These tokens are in the cache. What is only their beginning need not be kept any more."""
         others = [each for each in self._kept if shared_length(each[0], tokens) < len(each[0])]
         self._kept = [*others, (tuple(tokens[: cache.length]), cache)]
-        while sum(each.bytes_held() for _, each in self._kept) > self._most_bytes:
+        while len(self._kept) > _MOST_PROMPTS or sum(each.bytes_held() for _, each in self._kept) > self._most_bytes:
             del self._kept[0]
 
     def clear(self) -> None:

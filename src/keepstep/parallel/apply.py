@@ -34,6 +34,10 @@ from keepstep.parallel.pipeline import split_stages
 from keepstep.parallel.tensor import first_local_head, split_tensors
 from keepstep.parallel.vocabulary import repeat_output
 
+_MOST_GRAPHS = 64
+"""Layers of two kinds, modes of recomputation, the first block and others, rows with and without documents, training
+and validation, and numbers of rows multiply. Past torch's limit of 8, the rest would not be compiled.
+"""
 _ATTENTION = (
     "aten::_flash_attention_forward",
     "aten::_scaled_dot_product_flash_attention",
@@ -100,6 +104,7 @@ def apply_parallel(
             apply_recompute(block, mode, save_attention=save_attention, offload=own_saves, early_stop=stops)
             if compute.compile:
                 name_compile_cache()
+                torch._dynamo.config.recompile_limit = _MOST_GRAPHS
                 # Torch warns that recomputed blocks must change no tensor in place. Ours do not.
                 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

@@ -132,7 +132,7 @@ def test_question_that_does_not_fit_is_wrong_in_every_category(tmp_path: Path) -
 
 
 def test_progress_is_shown_before_a_group_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of single questions and of conversations, whose last group may take hours."""
+    """Conversations are written one by one: all of them may take hours."""
     pytest.importorskip("mpmath")
     monkeypatch.setattr(run_module, "_SHOW_EVERY_S", 0.0)
     benchmark, path = open_benchmark(), tmp_path / "answers.jsonl"
@@ -140,9 +140,28 @@ def test_progress_is_shown_before_a_group_is_written(tmp_path: Path, monkeypatch
     knows = knowing(tmp_path, questions)
     BenchmarkRun(knows, benchmark, "prompt", 2, 8, shown.append).ask(questions, path)
     assert "simple_python: 2 of the next 2, not yet on disk" in shown
-    counts = [line for line in shown if line.startswith("multi_turn_base") and "next" in line]
-    assert counts[0] == "multi_turn_base: 0 of the next 2, not yet on disk"
-    assert counts[-1] == "multi_turn_base: 2 of the next 2, not yet on disk"
+    counts = [line for line in shown if line.startswith("multi_turn_base")]
+    assert counts == ["multi_turn_base: answered 1 of 2", "multi_turn_base: answered 2 of 2"]
+
+
+def test_conversations_that_ended_are_not_held_again(tmp_path: Path) -> None:
+    pytest.importorskip("mpmath")
+    benchmark, path = open_benchmark(), tmp_path / "answers.jsonl"
+    questions = benchmark.questions(["multi_turn_base"], 3)
+    knows = knowing(tmp_path, questions)
+    assert isinstance(knows, KnowingModel)
+    whole = BenchmarkRun(knows, benchmark, "prompt", 2, 8).ask(questions, tmp_path / "whole.jsonl")
+    last = questions[-1].turns[0][-1]["content"]
+    del knows.known[last]
+    with pytest.raises(KeyError):
+        BenchmarkRun(knows, benchmark, "prompt", 2, 8).ask(questions, path)
+    kept = path.read_text()
+    assert kept.count("\n") > 1, "the first line is no answer"
+    knows.known.clear()
+    knows.known.update({item.turns[0][-1]["content"]: right_answers(item) for item in questions if item.id not in kept})
+    assert last in knows.known
+    assert BenchmarkRun(knows, benchmark, "prompt", 2, 8).ask(questions, path) == whole
+    assert path.read_text().startswith(kept)
 
 
 def test_answers_of_another_model_are_not_continued(tmp_path: Path) -> None:

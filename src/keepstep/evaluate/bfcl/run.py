@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -48,59 +49,57 @@ class BenchmarkRun:
             done = _open_lines(path, self.identity())
             for category, group in groupby(questions, key=lambda question: question.category):
                 asked = list(group)
-                ask = self._conversations if category in MULTI_TURN else self._single_turns
-                for lines in ask(asked, done):
-                    new = [line for line in lines if line["id"] not in done]
-                    file.write("".join(json.dumps(line) + "\n" for line in new))
-                    file.flush()
-                    os.fsync(file.fileno())
-                    done |= {line["id"]: line for line in new}
-                    answered = sum(question.id in done for question in asked)
-                    self.progress(f"{category}: answered {answered} of {len(asked)}")
+                answers = _Answers(file, done, asked, self.progress)
+                if category in MULTI_TURN:
+                    self._conversations(asked, answers)
+                else:
+                    self._single_turns(asked, answers)
         return [done[question.id] for question in questions]
 
-    def _single_turns(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-        """Lines, group by group. A group has the same questions after a resume, so that answers round alike."""
-        for asked in self._groups(questions, done):
+    def _single_turns(self, questions: Sequence[Question], answers: _Answers) -> None:
+        """Group by group. A group has the same questions after a resume, so that answers round alike."""
+        for asked in self._groups(questions):
+            if all(question.id in answers.done for question in asked):
+                continue
             prompts = [self._first_prompt(question) for question in asked]
             texts = self.model.answers_that_fit(prompts, self._sampling, self.batch, self._shown_at_times(asked))
             errors = [
                 TOO_LONG if text is None else single_turn_error(question, text, self.mode)
                 for question, text in zip(asked, texts, strict=True)
             ]
-            yield [_line(*each) for each in zip(asked, texts, errors, strict=True)]
+            answers.write([_line(*each) for each in zip(asked, texts, errors, strict=True)])
 
-    def _conversations(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    def _conversations(self, questions: Sequence[Question], answers: _Answers) -> None:
+        """Each is written when it ends, and not held again: it may have taken minutes."""
         check_sandbox(self.benchmark, questions[0])
-        for asked in self._groups(questions, done):
+        for asked in self._groups([question for question in questions if question.id not in answers.done]):
             conversations = [_Conversation(self, question) for question in asked]
             try:
-                self._hold(conversations)
+                self._hold(conversations, answers)
             finally:
                 for conversation in conversations:
                     conversation.session.close()
-            yield [self._conversation_line(item) for item in conversations]
 
-    def _hold(self, conversations: Sequence[_Conversation]) -> None:
+    def _hold(self, conversations: Sequence[_Conversation], answers: _Answers) -> None:
         prompts = [conversation.prompt() for conversation in conversations]
-        show = self._shown_at_times([conversation.question for conversation in conversations])
 
         def reply(number: int, text: str | None) -> Prompt | None:
-            following = conversations[number].take(text)
-            show(sum(conversation.ended for conversation in conversations))
+            conversation = conversations[number]
+            following = conversation.take(text)
+            if following is None:
+                answers.write([self._conversation_line(conversation)])
             return following
 
         self.model.converse(prompts, reply, self._sampling, self.batch)
 
-    def _groups(self, questions: Sequence[Question], done: dict[str, Any]) -> Iterator[Sequence[Question]]:
-        """Questions that are answered before any of them is written: enough that rows are seldom free.
+    def _groups(self, questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
+        """Questions that are asked together: enough that rows are seldom free.
 
         Those of a group are about equally long, because the longest one says how much memory each row needs.
         """
         size = 4 * self.batch
         ordered = sorted(questions, key=lambda question: len(json.dumps([question.turns, question.functions])))
-        groups = (ordered[start : start + size] for start in range(0, len(ordered), size))
-        return (group for group in groups if any(question.id not in done for question in group))
+        return (ordered[start : start + size] for start in range(0, len(ordered), size))
 
     def _shown_at_times(self, asked: Sequence[Question]) -> Callable[[int], None]:
         """Shows how many of a group are answered, every few seconds: all of them may take an hour."""
@@ -127,6 +126,31 @@ class BenchmarkRun:
     @property
     def _sampling(self) -> Sampling:
         return Sampling(max_new_tokens=self.max_new_tokens)
+
+
+class _Answers:
+    """The answers to a category's questions, on disk. A server's conversations end in several threads."""
+
+    def __init__(
+        self, file: TextIO, done: dict[str, Any], asked: Sequence[Question], progress: Callable[[str], None]
+    ) -> None:
+        self.done = done
+        self._file, self._asked, self._progress = file, asked, progress
+        self._lock, self._shown_at = threading.Lock(), time.monotonic()
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append those that are not there yet."""
+        with self._lock:
+            new = [line for line in lines if line["id"] not in self.done]
+            self._file.write("".join(json.dumps(line) + "\n" for line in new))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.done |= {line["id"]: line for line in new}
+            answered = sum(question.id in self.done for question in self._asked)
+            last = answered == len(self._asked)
+            if last or len(lines) > 1 or time.monotonic() - self._shown_at >= _SHOW_EVERY_S:
+                self._shown_at = time.monotonic()
+                self._progress(f"{self._asked[0].category}: answered {answered} of {len(self._asked)}")
 
 
 class _Conversation:

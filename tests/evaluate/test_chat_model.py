@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from keepstep.cli.main import main
 from keepstep.config.schema import ModelConfig, RunConfig
@@ -371,3 +372,13 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(tmp_path: Path) -> None:
     "".join(model.stream(Prompt(messages[:3]), sampling))
     assert computed[0] == 1
     assert "".join(model.stream(asking("b"), sampling)) == fresh.answers([asking("b")], sampling, batch=1)[0]
+
+
+def test_keys_of_other_weights_are_not_kept(tmp_path: Path) -> None:
+    model, prompt, sampling = tiny_model(tmp_path, room=512), asking("a question " * 6), Sampling(max_new_tokens=8)
+    before = "".join(model.stream(prompt, sampling))
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.copy_(parameter.flip(0))
+    after = "".join(model.stream(prompt, sampling))
+    assert after == model.answers([prompt], sampling, batch=1)[0] != before

@@ -113,7 +113,7 @@ def test_prompts_that_begin_alike_are_computed_from_where_they_differ(model: Cha
 
 
 def test_kept_prompts_are_few_and_forgotten_after_a_failure(model: ChatModel) -> None:
-    kept, caches = KeptPrompts(model.model.config, most_bytes=3 * 64 * 100), list[KeyValueCache]()
+    kept, caches = KeptPrompts(model.model, most_bytes=3 * 64 * 100), list[KeyValueCache]()
     for number in range(6):
         prompt = [number, *range(40)]
         caches.append(kept.begin(prompt, 41, 41))

@@ -230,7 +230,7 @@ class ChatModel:
 
     @cached_property
     def _kept(self) -> KeptPrompts:
-        return KeptPrompts(self.model.config)
+        return KeptPrompts(self.model)
 
 
 def _check_shown(prompt: Prompt, text: str) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.config.schema import ModelConfig
 from keepstep.models.attention_context import KeyValueCache
+from keepstep.models.transformer import Transformer
 
 _LEAST_TOKENS = 16
 """Fewer shared ones are computed as fast as they are copied."""
@@ -19,8 +19,9 @@ _MOST_PROMPTS = 64
 class KeptPrompts:
     """What the latest conversations had computed, the newest last."""
 
-    def __init__(self, config: ModelConfig, most_bytes: int = _MOST_BYTES) -> None:
-        self._config, self._most_bytes = config, most_bytes
+    def __init__(self, model: Transformer, most_bytes: int = _MOST_BYTES) -> None:
+        self._model, self._most_bytes = model, most_bytes
+        self._changes = 0
         self._kept: list[tuple[Sequence[int], KeyValueCache]] = []
 
     def begin(self, prompt: Sequence[int], capacity: int, longest: int) -> KeyValueCache:
@@ -28,14 +29,20 @@ class KeptPrompts:
 
         `longest` is how long the text may become: keys that were scaled for another length are of no use.
         """
+        changes = sum(parameter._version for parameter in self._model.parameters())
+        if changes != self._changes:
+            # Whoever holds the model has trained it since.
+            self.clear()
+            self._changes = changes
+        config = self._model.config
         found = [
             (shared_length(prompt[:-1], tokens), cache)
             for tokens, cache in self._kept
-            if cache.longest == longest or not self._config.scales_rope_by_length
+            if cache.longest == longest or not config.scales_rope_by_length
         ]
         shared, cache = max(found, key=lambda each: each[0], default=(0, None))
         if cache is None or shared < _LEAST_TOKENS:
-            return KeyValueCache(self._config.layers, capacity, longest=longest)
+            return KeyValueCache(config.layers, capacity, longest=longest)
         return cache.beginning(shared, capacity)
 
     def keep(self, tokens: Sequence[int], cache: KeyValueCache) -> None:
@@ -46,7 +53,7 @@ class KeptPrompts:
             del self._kept[0]
 
     def clear(self) -> None:
-        """Forget all, where memory is short."""
+        """Forget all, where memory is short or the weights are others."""
         self._kept = []
 
 

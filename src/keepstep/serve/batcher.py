@@ -93,7 +93,7 @@ class Batcher:
         self._rows: list[Generation] = []
         self._next_tokens: list[int] = []
         self._cache: KeyValueCache | None = None
-        self._prompts = KeptPrompts(model.config)
+        self._prompts = KeptPrompts(model)
         self.tokens_written = self.tokens_reused = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
